@@ -1,0 +1,47 @@
+"""Frozen values that clients and processes exchange. Pure: standard library and msgspec only."""
+
+from backend.api.config import EngineConfig, load_config
+from backend.api.errors import (
+    ConfigError,
+    EngineUnavailable,
+    ErrorCode,
+    EverbatchError,
+    InvalidRequest,
+    Overloaded,
+    SessionError,
+    SessionStatus,
+    Unsupported,
+)
+from backend.api.request import Request, RequestId, SessionConfig, SessionId
+from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
+from backend.api.sampling import OutputConfig, SamplingConfig
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
+
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "EngineCounters",
+    "EngineStats",
+    "EngineUnavailable",
+    "ErrorCode",
+    "EverbatchError",
+    "FinishReason",
+    "InvalidRequest",
+    "IterationStats",
+    "KvCacheStats",
+    "OutputConfig",
+    "Overloaded",
+    "PerfMetrics",
+    "Request",
+    "RequestId",
+    "Response",
+    "Result",
+    "SamplingConfig",
+    "SessionConfig",
+    "SessionError",
+    "SessionId",
+    "SessionStatus",
+    "TopLogProb",
+    "Unsupported",
+    "load_config",
+]

@@ -1,0 +1,187 @@
+"""The one typed configuration. Parsed once, frozen; an unknown key or a value out of range is an error that names the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from backend.api.errors import ConfigError
+
+
+class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which checkpoint, and how it is held in memory."""
+
+    path: str = ""  # directory with config.json and safetensors, or a hub id; empty = models/default
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = the checkpoint's own
+    device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
+    max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
+    num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
+
+
+class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and behaviour of the block pool. Of several size limits the smallest holds."""
+
+    block_size: int = 32  # tokens; a power of two
+    max_tokens: int | None = None  # cap on KV cells of all sequences together
+    num_slots: int | None = None  # cap as a number of whole sequences of max_seq_len tokens
+    free_memory_fraction: float | None = None  # of what is free after the weights; unset = 0.9 on CUDA, 0.25 on a CPU
+    chunk_blocks: int = -1  # blocks obtained at a time: -1 all at once, 1 on demand, k in chunks, 0 = sqrt(num_blocks)
+    watermark: float = 0.01  # share of the pool that a new admission leaves untouched
+    enable_block_reuse: bool = True  # share blocks between requests with a common prefix
+    enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
+
+
+class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who runs in a step, and how much of each."""
+
+    max_batch_size: int = 64  # slots of the persistent batch
+    max_num_tokens: int = 1024  # tokens of one step over all rows
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    batching: Literal["fused", "separate"] = "fused"  # separate: a step holds context rows or generation rows, never both
+    enable_chunked_context: bool = True
+    max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
+    chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"
+
+
+class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Caps on what one request, or all waiting requests together, may ask for. Checked before any tensor is built."""
+
+    max_queue_size: int = 2048  # requests waiting for admission
+    max_queued_tokens: int = 4_000_000  # their prompt tokens
+    max_words: int = 128  # stop words or bad words of one request
+    max_word_tokens: int = 64  # tokens of one of them
+    max_stop_bytes: int = 1024  # UTF-8 bytes of one stop string
+    max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
+    max_top_log_probs: int = 20
+    max_request_batch: int = 64  # rows of one Triton request
+    default_timeout_s: float = 600.0  # for requests that name none
+    max_timeout_s: float = 86_400.0
+
+
+class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Idle sessions kept as token ids. Their KV stays cached until the pool needs it."""
+
+    max_sessions: int = 20_000  # beyond it the least recently used idle session is erased
+    idle_ttl_s: float = 3600.0  # an idle session older than this is erased
+
+
+class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Behaviour of the Triton models."""
+
+    decoupled: bool = True  # false serves unary clients (ModelInfer, /infer)
+    sender_threads: int = 4
+    cancellation_check_period_ms: int = 50
+    stats_period_ms: int = 1000
+    exclude_input_in_output: bool = False  # default of the request input of the same name
+    accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
+    attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole configuration; each component is given only its own section."""
+
+    model: ModelConfigSection = ModelConfigSection()
+    kv_cache: KvCacheConfig = KvCacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    sessions: SessionsConfig = SessionsConfig()
+    triton: TritonConfig = TritonConfig()
+
+
+def load_config(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> EngineConfig:
+    """Read a JSON file (or nothing) and apply `section.key=value` overrides in order.
+
+    Raises ConfigError naming the key for unknown keys, wrong types and values out of range.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        tree = _read_tree(Path(file))
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        config = msgspec.convert(tree, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    check_config(config)
+    return config
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path.name}: File does not exist") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"configuration file {path.name}: not JSON at line {error.lineno}: {error.msg}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration file {path.name}: a JSON object is expected, got {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one leaf of `tree`. A value that is not JSON is taken as a string: `model.dtype=bfloat16` needs no quotes."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) != 2:
+        raise ConfigError(f"override {override!r}: write it as section.key=value, for example kv_cache.max_tokens=4096")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    section = tree.setdefault(keys[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"override {override!r}: {keys[0]} is no section")
+    section[keys[1]] = value
+
+
+# key -> (least, greatest) value allowed
+_RANGES: dict[str, tuple[float, float]] = {
+    "model.max_seq_len": (1, math.inf),
+    "model.num_threads": (1, 1024),
+    "kv_cache.block_size": (1, 1024),
+    "kv_cache.max_tokens": (1, math.inf),
+    "kv_cache.num_slots": (1, math.inf),
+    "kv_cache.free_memory_fraction": (0.001, 1.0),
+    "kv_cache.chunk_blocks": (-1, math.inf),
+    "kv_cache.watermark": (0.0, 0.5),
+    "scheduler.max_batch_size": (1, 65536),
+    "scheduler.max_num_tokens": (1, math.inf),
+    "scheduler.max_chunk_tokens": (1, math.inf),
+    "limits.max_queue_size": (1, math.inf),
+    "limits.max_queued_tokens": (1, math.inf),
+    "limits.max_words": (0, 65536),
+    "limits.max_word_tokens": (1, 65536),
+    "limits.max_stop_bytes": (1, 1 << 20),
+    "limits.max_logit_bias": (0, 1 << 20),
+    "limits.max_top_log_probs": (0, 1000),
+    "limits.max_request_batch": (1, 65536),
+    "limits.default_timeout_s": (0.001, math.inf),
+    "limits.max_timeout_s": (0.001, math.inf),
+    "sessions.max_sessions": (1, math.inf),
+    "sessions.idle_ttl_s": (0.001, math.inf),
+    "triton.sender_threads": (1, 64),
+    "triton.cancellation_check_period_ms": (1, 60_000),
+    "triton.stats_period_ms": (1, 60_000),
+    "triton.attach_timeout_s": (0.1, math.inf),
+}
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise ConfigError for a value out of its range or two values that contradict each other."""
+    for key, (least, greatest) in _RANGES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and not least <= value <= greatest:
+            raise ConfigError(f"{key} is {value}, allowed is {least:g} to {greatest:g}; change it with --set {key}=VALUE")
+    if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
+        raise ConfigError(f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64")
+    if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
+        raise ConfigError(
+            f"scheduler.max_num_tokens is {config.scheduler.max_num_tokens}, less than scheduler.max_batch_size "
+            f"{config.scheduler.max_batch_size}: every running sequence needs one token a step; raise the former"
+        )

@@ -1,0 +1,75 @@
+"""Errors that may reach a client. Every message names the value, the limit and the remedy; none carries a path or a traceback."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ErrorCode(enum.StrEnum):
+    """Machine-readable class of an error; the names are those of Triton's status codes."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNSUPPORTED = "UNSUPPORTED"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class EverbatchError(Exception):
+    """Base of all errors of this project; `code` says which class of status the client sees."""
+
+    code = ErrorCode.INTERNAL
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class InvalidRequest(EverbatchError):
+    """A field of a request is outside its limits. Nothing was allocated for it."""
+
+    code = ErrorCode.INVALID_ARGUMENT
+
+
+class Unsupported(InvalidRequest):
+    """A field asks for something this version does not have; it is refused rather than ignored."""
+
+    code = ErrorCode.UNSUPPORTED
+
+
+class Overloaded(EverbatchError):
+    """The waiting queue is full: try again later."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class EngineUnavailable(EverbatchError):
+    """The engine process is starting, stopping or dead."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class ConfigError(EverbatchError):
+    """The configuration cannot be used; the message names the key."""
+
+    code = ErrorCode.INVALID_ARGUMENT
+
+
+class SessionStatus(enum.IntEnum):
+    """Numeric codes of a refused session request (features.md 004-30; LMDeploy TurboMind, `Request::Status`)."""
+
+    INVALID = 1  # START with STOP, or a continued session that is not known
+    CONFLICT = 2  # the same session twice in one poll of the request queue
+    BUSY = 3  # the session is running a turn
+    INACTIVE = 4  # STOP of a session that runs nothing
+    FAIL = 5  # the engine could not serve the turn
+    TOO_LONG = 6  # history + prompt exceed session_len
+
+
+class SessionError(InvalidRequest):
+    """A session request was refused; `status` is the code TurboMind's clients know."""
+
+    def __init__(self, status: SessionStatus, reason: str):
+        super().__init__(f"session error {int(status)} ({status.name.lower()}): {reason}")
+        self.status = status

@@ -1,0 +1,112 @@
+"""Everything a request asks for is checked here against limits, before anything is allocated for it. One table of caps.
+
+The engine checks again what only it can know (session history, size of the KV pool).
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from backend.api.config import LimitsConfig
+from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
+from backend.api.request import Request, SessionConfig
+from backend.api.sampling import SamplingConfig
+
+UINT64 = 1 << 64
+
+
+class RequestLimits(Struct, frozen=True):
+    """The caps of one engine: those of its model, and the configured ones."""
+
+    vocab_size: int
+    max_seq_len: int
+    caps: LimitsConfig = LimitsConfig()
+
+
+def check_request(request: Request, limits: RequestLimits) -> None:
+    """Raise InvalidRequest (or Unsupported, SessionError) for the first field that is out of its limits."""
+    prompt = request.input_token_ids
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; give at least 1 token")
+    if len(prompt) >= limits.max_seq_len + (request.max_tokens == 0):
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, the limit is {limits.max_seq_len - (request.max_tokens > 0)}: shorten it, or "
+            f"serve with a larger model.max_seq_len"
+        )
+    _check_ids("input token", prompt, limits.vocab_size)
+    _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
+    _check_ids("end id", request.end_ids, limits.vocab_size)
+    _check_words("stop word", request.stop_words, limits)
+    _check_words("bad word", request.bad_words, limits)
+    _check_sampling(request.sampling_config, limits)
+    _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
+    if request.client_id is not None:
+        _check_range("client_id", request.client_id, 0, UINT64 - 1)
+    if request.timeout_s is not None and not 0 < request.timeout_s <= limits.caps.max_timeout_s:
+        raise InvalidRequest(f"timeout is {request.timeout_s} s, allowed is more than 0 to {limits.caps.max_timeout_s:g} s")
+    if len(request.cache_salt) > 256:
+        raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters, the limit is 256")
+    if request.session is not None:
+        _check_session(request.session)
+
+
+def _check_range(name: str, value: float, least: float, greatest: float) -> None:
+    if not least <= value <= greatest:  # false for NaN too
+        raise InvalidRequest(f"{name} is {value}, allowed is {least:g} to {greatest:g}")
+
+
+def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(f"{name} {wrong} is outside the vocabulary; allowed is 0 to {vocab_size - 1}")
+
+
+def _check_words(name: str, words: list[list[int]], limits: RequestLimits) -> None:
+    caps = limits.caps
+    if len(words) > caps.max_words:
+        raise InvalidRequest(f"the request has {len(words)} {name}s, the limit is {caps.max_words} (limits.max_words)")
+    for word in words:
+        if not 0 < len(word) <= caps.max_word_tokens:
+            raise InvalidRequest(f"a {name} has {len(word)} tokens, allowed is 1 to {caps.max_word_tokens}")
+        _check_ids(f"{name} token", word, limits.vocab_size)
+
+
+def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
+    if config.beam_width != 1:
+        raise Unsupported(f"beam_width is {config.beam_width}, this version serves 1; use sampling instead")
+    if config.num_return_sequences not in (None, 1):
+        raise Unsupported(f"num_return_sequences is {config.num_return_sequences}, this version serves 1; send several requests")
+    ranges = {
+        "temperature": (0.0, 100.0),
+        "top_k": (0, (1 << 31) - 1),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "seed": (0, UINT64 - 1),
+        "repetition_penalty": (0.01, 100.0),
+        "presence_penalty": (-100.0, 100.0),
+        "frequency_penalty": (-100.0, 100.0),
+        "min_tokens": (0, (1 << 31) - 1),
+    }
+    for name, (least, greatest) in ranges.items():
+        value = getattr(config, name)
+        if value is not None:
+            _check_range(name, value, least, greatest)
+    if config.top_p == 0:
+        raise InvalidRequest("top_p is 0, allowed is more than 0 to 1; leave it out for no limit")
+    if config.logit_bias:
+        if len(config.logit_bias) > limits.caps.max_logit_bias:
+            raise InvalidRequest(f"logit_bias has {len(config.logit_bias)} entries, the limit is {limits.caps.max_logit_bias}")
+        _check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
+        if not all(math.isfinite(value) for value in config.logit_bias.values()):
+            raise InvalidRequest("logit_bias holds a value that is not finite; use -100 to 100")
+
+
+def _check_session(session: SessionConfig) -> None:
+    if not 0 <= session.id < UINT64:
+        raise SessionError(SessionStatus.INVALID, f"session id {session.id} is no unsigned 64-bit number")
+    if session.step is not None and session.step < 0:
+        raise SessionError(SessionStatus.INVALID, f"step is {session.step}, it counts tokens from 0")
+    if session.session_len is not None and session.session_len < 1:
+        raise SessionError(SessionStatus.INVALID, f"session_len is {session.session_len}, at least 1 is needed")

@@ -1,0 +1,53 @@
+"""Request: what a client asks for. Frozen; it crosses process boundaries as msgpack."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+from msgspec import Struct
+
+from backend.api.sampling import OutputConfig, SamplingConfig
+
+RequestId = NewType("RequestId", int)  # uint64, unique among the live requests of one engine
+SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
+
+
+class SessionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Makes the request one turn of a session: a sequence that outlives its requests (document 004).
+
+    `start` creates the session, or resets one of the same id. Without it the session must exist, and the turn continues at
+    its end, or after `step` tokens of it (rewind; a step beyond the end is clamped to it).
+    `full_history`: the input holds the whole conversation rather than the new tokens; the session keeps the common prefix.
+    `end` erases the session when this turn is over.
+    """
+
+    id: SessionId
+    start: bool = False
+    end: bool = False
+    step: int | None = None
+    session_len: int | None = None  # prompt + history + output are cut to this many tokens
+    full_history: bool = False
+
+
+class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One generation request, in tokens.
+
+    `max_tokens` 0 computes the prompt's KV and generates nothing. `end_ids`: any of them ends the output and stays in it.
+    `stop_words`: token lists; the output ends as soon as its tail equals one of them. `bad_words`: token lists that are
+    never completed. `timeout_s`: seconds from acceptance until the request is cut with FinishReason.TIMED_OUT.
+    `cache_salt`: KV blocks are shared only between requests of the same salt.
+    """
+
+    input_token_ids: list[int]
+    max_tokens: int
+    streaming: bool = False
+    sampling_config: SamplingConfig = SamplingConfig()
+    output_config: OutputConfig = OutputConfig()
+    end_ids: tuple[int, ...] = ()
+    stop_words: list[list[int]] = []
+    bad_words: list[list[int]] = []
+    client_id: int | None = None
+    return_all_generated_tokens: bool = False
+    session: SessionConfig | None = None
+    timeout_s: float | None = None
+    cache_salt: str = ""

@@ -1,0 +1,95 @@
+"""Response and Result: what comes back. Frozen; they cross process boundaries as msgpack."""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from backend.api.errors import ErrorCode
+from backend.api.request import RequestId
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended. Names and order follow TensorRT-LLM's executor."""
+
+    NOT_FINISHED = 0
+    END_ID = 1
+    STOP_WORDS = 2
+    LENGTH = 3
+    TIMED_OUT = 4
+    CANCELLED = 5
+
+    @property
+    def openai_name(self) -> str | None:
+        """`stop`, `length`, `timeout` or `cancelled`; None while the sequence runs."""
+        return {0: None, 1: "stop", 2: "stop", 3: "length", 4: "timeout", 5: "cancelled"}[self.value]
+
+
+class TopLogProb(Struct, frozen=True, array_like=True):
+    """One alternative of one position."""
+
+    token_id: int
+    log_prob: float
+
+
+class PerfMetrics(Struct, frozen=True, omit_defaults=True):
+    """Times in nanoseconds of the engine's monotonic clock (0 = has not happened); blocks and tokens are counts."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_cached_tokens: int = 0  # history and prompt tokens whose KV was found, at first admission
+    num_context_tokens: int = 0  # tokens run through the context phase, recomputation included
+    num_recomputed_tokens: int = 0  # of these, tokens whose KV had been computed before and was lost
+    num_evictions: int = 0  # how often this turn found KV of its sequence gone
+    num_pauses: int = 0
+    num_new_blocks: int = 0
+    num_reused_blocks: int = 0
+
+
+class Result(Struct, frozen=True, omit_defaults=True):
+    """Tokens of one request. Streaming: only the new ones of this response. `output_token_ids` is a list per beam."""
+
+    output_token_ids: list[list[int]]
+    is_final: bool = False
+    is_sequence_final: bool = False
+    sequence_index: int = 0
+    finish_reasons: tuple[FinishReason, ...] = (FinishReason.NOT_FINISHED,)  # per beam
+    cum_log_probs: list[float] | None = None  # per beam: sum over all output tokens so far
+    log_probs: list[list[float]] | None = None  # per beam, aligned with the generated part of output_token_ids
+    top_log_probs: list[list[TopLogProb]] | None = None  # per generated token
+    decoding_iter: int = 0
+    num_prompt_tokens: int = 0  # history + prompt of this turn
+    perf_metrics: PerfMetrics | None = None
+
+
+class Response(Struct, frozen=True, omit_defaults=True):
+    """Either a Result or an error. Ask `has_error()` first: reading the wrong one raises ValueError."""
+
+    request_id: RequestId
+    client_id: int | None = None
+    result_or_none: Result | None = None
+    error_or_none: str | None = None
+    error_code: ErrorCode = ErrorCode.INTERNAL
+
+    def has_error(self) -> bool:
+        return self.error_or_none is not None
+
+    @property
+    def is_final(self) -> bool:
+        """An error always ends the request."""
+        return self.has_error() or self.result.is_final
+
+    @property
+    def result(self) -> Result:
+        if self.result_or_none is None:
+            raise ValueError(f"response of request {self.request_id} is an error: {self.error_or_none}; read error_msg")
+        return self.result_or_none
+
+    @property
+    def error_msg(self) -> str:
+        if self.error_or_none is None:
+            raise ValueError(f"response of request {self.request_id} is no error; read result")
+        return self.error_or_none

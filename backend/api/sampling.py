@@ -1,0 +1,50 @@
+"""How tokens are chosen, and what a result carries besides them. Unset fields read as None, as in TensorRT-LLM's bindings."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling controls of one request.
+
+    Decoding is greedy unless at least one of `temperature`, `top_k`, `top_p`, `min_p` asks for sampling; `temperature` 0 and
+    `top_k` 1 are greedy too. Order of application: bad words, logit bias and min_tokens on the logits; repetition, presence
+    and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per token, drawn from
+    (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
+    """
+
+    beam_width: int = 1
+    num_return_sequences: int | None = None
+    temperature: float | None = None  # >= 0
+    top_k: int | None = None  # >= 0; 0 = off
+    top_p: float | None = None  # (0, 1]
+    min_p: float | None = None  # [0, 1]
+    seed: int | None = None  # uint64; unset = 0, as in TensorRT-LLM
+    repetition_penalty: float | None = None  # > 0; over prompt and output
+    presence_penalty: float | None = None  # over output only
+    frequency_penalty: float | None = None  # over output only
+    min_tokens: int | None = None  # end ids and stop words are held back until then
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit
+
+    @property
+    def is_greedy(self) -> bool:
+        asked = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return all(value is None for value in asked) or self.temperature == 0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty not in (None, 1.0)
+            or self.presence_penalty not in (None, 0.0)
+            or self.frequency_penalty not in (None, 0.0)
+        )
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the Result holds; everything not asked for is None."""
+
+    return_log_probs: bool = False  # log-probability of each output token under the model's own distribution
+    top_log_probs: int = 0  # besides, the k most likely tokens of each position
+    exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
+    return_perf_metrics: bool = False

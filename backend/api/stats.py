@@ -1,0 +1,62 @@
+"""What the engine counts. Gauges are the state after a step; names ending in _total only grow."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class KvCacheStats(Struct, frozen=True):
+    max_num_blocks: int = 0
+    free_num_blocks: int = 0  # hold nothing
+    cached_num_blocks: int = 0  # hold KV of an idle sequence or a shared prefix; evictable
+    used_num_blocks: int = 0  # held by running sequences
+    tokens_per_block: int = 0
+    allocated_num_blocks: int = 0  # backed by memory so far (chunked growth)
+    alloc_new_blocks_total: int = 0
+    reused_blocks_total: int = 0
+    missed_blocks_total: int = 0
+    evicted_blocks_total: int = 0
+
+
+class IterationStats(Struct, frozen=True):
+    """One record per engine step."""
+
+    iter: int = 0
+    timestamp_ns: int = 0  # wall clock at the end of the step
+    iter_latency_ms: float = 0.0
+    num_active_requests: int = 0  # accepted and not finished
+    num_queued_requests: int = 0  # waiting for their first admission
+    num_paused_requests: int = 0
+    num_completed_requests: int = 0
+    max_num_active_requests: int = 0  # batch slots
+    num_scheduled_requests: int = 0
+    num_context_requests: int = 0
+    num_gen_requests: int = 0
+    num_ctx_tokens: int = 0
+    micro_batch_id: int = 0
+    num_sessions: int = 0
+    kv_cache: KvCacheStats = KvCacheStats()
+
+
+class EngineCounters(Struct):
+    """Totals since the engine started; written by EngineCore and the KVCacheManager's owner only."""
+
+    requests_accepted_total: int = 0
+    requests_rejected_total: int = 0
+    requests_finished_total: dict[str, int] = {}  # by finish reason name, errors as ERROR
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    context_tokens_total: int = 0  # tokens run through the context phase
+    cached_tokens_total: int = 0  # prompt or history tokens that were not, because their KV was found
+    recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted
+    sequences_evicted_total: int = 0  # returning sequences that found KV of theirs gone
+    pauses_total: int = 0
+    steps_total: int = 0
+
+
+class EngineStats(Struct, frozen=True):
+    """A snapshot sent to the Triton stub about once a second."""
+
+    latest: IterationStats
+    counters: EngineCounters
+    uptime_s: float = 0.0

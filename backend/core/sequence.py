@@ -1,0 +1,161 @@
+"""Sequence: the engine's mutable state of one request, or of one session over its turns. Never leaves the engine process.
+
+Progress is a number, not a mode. With n = num_tokens (all ids known) and c = num_computed_tokens (KV in blocks):
+
+    0 .... num_history .... num_prompt_tokens .... n          token_ids
+    | earlier turns | prompt of this turn | output of this turn |
+    0 ......... c ......... c + num_inflight                  KV
+
+    context phase      n - c > 1 or no output yet
+    generation phase   n - c == 1 and the last token is an output
+
+Who writes what:
+    token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
+    num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
+    num_inflight_tokens            KVCacheManager.commit sets it, engine.update clears it
+    slot                           KVCacheManager.commit
+    status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
+"""
+
+from __future__ import annotations
+
+import enum
+
+from backend.api.request import Request, RequestId, SessionId
+from backend.api.response import FinishReason
+from backend.core.step import SequenceId, SlotId
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # in the queue for its first admission (of this turn)
+    RUNNING = "running"  # in a slot, blocks locked
+    PAUSED = "paused"  # taken off the batch; its KV may be reclaimed
+    IDLE = "idle"  # a session between turns; its KV is cached until evicted
+    RETIRED = "retired"  # will not run again
+
+
+class Event(enum.Enum):
+    ADMIT = "admit"  # the scheduler gives it a slot
+    PAUSE = "pause"  # the scheduler takes the slot back
+    REST = "rest"  # a session's turn is over
+    RETURN = "return"  # a session's next turn is queued
+    RETIRE = "retire"  # finished, cancelled, failed, erased
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.WAITING, Event.REST): Status.IDLE,
+    (Status.WAITING, Event.RETIRE): Status.RETIRED,
+    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
+    (Status.RUNNING, Event.REST): Status.IDLE,
+    (Status.RUNNING, Event.RETIRE): Status.RETIRED,
+    (Status.PAUSED, Event.ADMIT): Status.RUNNING,
+    (Status.PAUSED, Event.REST): Status.IDLE,
+    (Status.PAUSED, Event.RETIRE): Status.RETIRED,
+    (Status.IDLE, Event.RETURN): Status.WAITING,
+    (Status.IDLE, Event.RETIRE): Status.RETIRED,
+}
+
+
+class IllegalTransition(RuntimeError):
+    """An event that the table does not allow; the sequence is unchanged."""
+
+
+class Sequence:
+    """See the module's text for what the counters mean and who writes them."""
+
+    def __init__(self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int):
+        self.seq_id = seq_id
+        self.session_id: SessionId | None = request.session.id if request.session else None
+        self.namespace = request.cache_salt
+        self.token_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_inflight_tokens = 0
+        self.num_sampled_before = 0  # tokens sampled in earlier turns: the RNG counter continues from here
+        self.seed = 0  # of the first turn that names one; later turns continue its random stream
+        self.erase_when_finished = False  # a session that was stopped with END
+        self.slot: SlotId | None = None
+        self.status = Status.WAITING
+        self.max_computed_tokens = 0  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
+        self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
+
+    def begin_turn(self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int) -> None:
+        """Append a turn's prompt and reset all that belongs to one request. Status is the caller's business."""
+        self.request_id = request_id
+        self.request = request
+        self.arrival = arrival  # order of acceptance: the scheduling priority, smaller runs first
+        self.arrival_ns = arrival_ns
+        self.num_history_tokens = len(self.token_ids)
+        self.token_ids.extend(new_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_output_tokens = request.max_tokens
+        if request.sampling_config.seed is not None:
+            self.seed, self.num_sampled_before = request.sampling_config.seed, 0
+        self.deadline_ns: int | None = None
+        self.num_published_tokens = self.num_prompt_tokens  # token_ids up to here have left in responses
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.cum_log_prob = 0.0
+        self.log_probs: list[float] = []
+        self.top_log_probs: list[list[tuple[int, float]]] = []
+        self.first_scheduled_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+        self.num_cached_tokens = 0
+        self.num_context_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_evictions = 0
+        self.num_pauses = 0
+        self.num_new_blocks = 0
+        self.num_reused_blocks = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.value}, slot={self.slot}, tokens={self.num_prompt_tokens}+"
+            f"{self.num_output_tokens}, computed={self.num_computed_tokens}+{self.num_inflight_tokens})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that must still run before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens - self.num_inflight_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Length when the output is at its longest. The last token's KV is never needed, but a session's next turn will."""
+        return self.num_prompt_tokens + self.max_output_tokens
+
+    @property
+    def is_generating(self) -> bool:
+        """In the generation phase: everything but the newest output token is computed."""
+        return self.num_output_tokens > 0 and self.num_uncomputed_tokens <= 1
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Position of the next token in this sequence's random stream."""
+        return self.num_sampled_before + self.num_output_tokens
+
+    def apply(self, event: Event) -> None:
+        """Move along TRANSITIONS. Raises IllegalTransition and changes nothing when the table has no such row."""
+        target = TRANSITIONS.get((self.status, event))
+        if target is None:
+            raise IllegalTransition(f"{event.value} is not allowed for {self!r}")
+        self.status = target
+
+    def end_turn(self) -> None:
+        """What this turn sampled becomes history; the random stream goes on from here."""
+        self.num_sampled_before = self.num_sampled_tokens
+        self.num_prompt_tokens = len(self.token_ids)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the token ids from `num_tokens` on; KV counters follow. Only between turns, or for tokens nobody has seen."""
+        del self.token_ids[num_tokens:]
+        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
+        self.max_computed_tokens = min(self.max_computed_tokens, num_tokens)

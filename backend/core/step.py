@@ -1,0 +1,109 @@
+"""Messages between the engine and its workers, and the WorkerGroup protocol.
+
+A worker keeps, for each slot of the persistent batch: the token ids, the block table, the sampling parameters. A row that is
+new to its slot arrives in full (`NewRow`); afterwards only differences travel (`Row`). The worker appends the token it
+samples to the slot's token ids itself, so the engine never sends a token back.
+
+    token positions of one slot   0 ............ num_computed ............ num_computed + num_tokens
+                                  | KV in blocks  |  run through the model in this step  |
+                                                                    sampled token goes here ^   (if row.samples)
+"""
+
+from __future__ import annotations
+
+from typing import NewType, Protocol
+
+from msgspec import Struct
+
+from backend.api.sampling import SamplingConfig
+
+SequenceId = NewType("SequenceId", int)
+SlotId = NewType("SlotId", int)  # row of the persistent batch
+BlockId = NewType("BlockId", int)  # index into the KV pool
+
+
+class NewRow(Struct, frozen=True):
+    """Everything a worker must know of a sequence that takes a slot. Replaces whatever the slot held before."""
+
+    slot: SlotId
+    token_ids: list[int]  # history + prompt + output so far
+    num_prompt_tokens: int  # token_ids[:n] are prompt (and history), the rest output of this request; penalties need it
+    num_sampled_before: int  # tokens this sequence sampled before token_ids[num_prompt_tokens]: earlier turns' share of the RNG counter
+    block_ids: list[BlockId]  # -1 where the sliding window has let a block go
+    sampling: SamplingConfig
+    end_ids: tuple[int, ...] = ()  # masked until min_tokens outputs exist
+    bad_words: list[list[int]] = []
+    return_log_probs: bool = False
+    top_log_probs: int = 0
+    cache_namespace: str = ""
+
+
+class Row(Struct, frozen=True, array_like=True):
+    """One sequence's share of one step."""
+
+    slot: SlotId
+    num_computed: int  # tokens whose KV is in the blocks
+    num_tokens: int  # tokens to run now: token_ids[num_computed : num_computed + num_tokens]
+    samples: bool  # the last of them yields a token
+    new_block_ids: list[BlockId] = []  # appended to the slot's block table before the step
+
+
+class StepInput(Struct, frozen=True):
+    """One step. `rows` is the order of the flat batch. Side effects in order: grow, copy, take in new rows, run, sample."""
+
+    step_id: int
+    rows: list[Row]
+    new_rows: list[NewRow] = []
+    copies: list[tuple[BlockId, BlockId]] = []  # (source, destination): KV of a whole block, all layers, before anything runs
+    num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
+
+
+class SampledToken(Struct, frozen=True, array_like=True):
+    slot: SlotId
+    token_id: int
+    log_prob: float | None = None  # natural log, of the model's distribution before penalties and temperature
+    top_log_probs: list[tuple[int, float]] = []
+
+
+class StepOutput(Struct, frozen=True):
+    """One entry for each row with `samples`, in row order."""
+
+    step_id: int
+    sampled: list[SampledToken]
+
+
+class ModelInfo(Struct, frozen=True):
+    """What the engine must know of the loaded model."""
+
+    name: str
+    vocab_size: int
+    max_seq_len: int  # tokens
+    sliding_window: int | None = None  # tokens, when every layer has one; else None
+    kv_bytes_per_token: int = 0  # of all layers, on one rank
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+class WorkerGroup(Protocol):
+    """The fan-out of one step to the ranks. The engine knows the workers only through this."""
+
+    def load(self) -> ModelInfo:
+        """Load the weights. Raises ConfigError when the checkpoint cannot be used."""
+        ...
+
+    def free_memory_bytes(self) -> int:
+        """Memory the KV pool may be cut from, after weights and the peak of one full step."""
+        ...
+
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+        """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once."""
+        ...
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Run one step on every rank. Raises on failure; the pool's content is undefined then."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything. Safe to call twice."""
+        ...

@@ -1,0 +1,1 @@
+"""EngineCore.step(), intake, update, the engine process and its typed IPC."""

@@ -1,0 +1,297 @@
+"""EngineCore: owns every Sequence, and runs the persistent batch one step at a time.
+
+    schedule -> execute -> sample -> update -> publish          (execute and sample are one call to the WorkerGroup)
+
+Commands (enqueue, cancel, stop_session) are applied between steps, so nothing is in flight when they run. Each accepted
+request gets exactly one final response; a failed command gets an error response. Not thread-safe: one thread drives it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+
+import msgspec
+
+from backend.api.config import EngineConfig
+from backend.api.errors import EverbatchError, InvalidRequest, SessionError, SessionStatus
+from backend.api.request import Request, RequestId, SessionId
+from backend.api.response import FinishReason, Response
+from backend.api.stats import EngineCounters, EngineStats, IterationStats
+from backend.core.clock import Clock, SystemClock
+from backend.core.sequence import Event, Sequence, Status
+from backend.core.step import StepInput, StepOutput, WorkerGroup
+from backend.engine import publish, update
+from backend.engine.intake import Intake
+from backend.engine.pool import num_pool_blocks
+from backend.engine.sessions import SessionTable
+from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.scheduler import Scheduler, StepPlan
+
+log = logging.getLogger("everbatch.engine")
+MAX_ITERATION_STATS = 1000
+
+
+class WorkerFailure(EverbatchError):
+    """A step could not be executed; it ends the requests that took part in it."""
+
+
+class EngineCore:
+    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None):
+        """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError."""
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.workers = workers
+        self.model = workers.load()
+        num_blocks = num_pool_blocks(config, self.model, workers.free_memory_bytes())
+        self.kv = KVCacheManager(
+            config.kv_cache,
+            num_blocks,
+            config.scheduler.max_batch_size,
+            self.model.sliding_window,
+            config.scheduler.max_num_tokens,
+        )
+        workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.blocks.num_backed)
+        self.scheduler = Scheduler(config.scheduler, self.kv)
+        self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
+        self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
+        self.counters = EngineCounters()
+        self.iteration_stats: deque[IterationStats] = deque(maxlen=MAX_ITERATION_STATS)
+        self.iteration = 0
+        self._live: dict[RequestId, Sequence] = {}
+        self._deadlines: list[tuple[int, RequestId]] = []  # heap; entries of finished requests are skipped
+        self._outbox: list[Response] = []
+        self._num_completed = 0
+        self._started_ns = self.clock.monotonic_ns()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._live)
+
+    def begin_poll(self) -> None:
+        """The commands that follow, up to the next call, have arrived at the same moment."""
+        self.intake.sessions_this_poll.clear()
+
+    def enqueue(self, request_id: RequestId, request: Request) -> None:
+        """Accept a request, or answer it with an error."""
+        now_ns = self.clock.monotonic_ns()
+        try:
+            if request_id in self._live:
+                raise InvalidRequest(f"request id {request_id} is in use by a request that is still processed; choose another")
+            seq = self.intake.accept(request_id, request, now_ns)
+        except EverbatchError as error:
+            self.counters.requests_rejected_total += 1
+            self._outbox.append(publish.error_response(request_id, request.client_id, error))
+            return
+        self._live[request_id] = seq
+        heapq.heappush(self._deadlines, (seq.deadline_ns, request_id))
+        self.counters.requests_accepted_total += 1
+        self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
+
+    def cancel(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
+        """End a request wherever it is; its blocks and slot are free at once. Unknown ids are ignored.
+
+        `keep_output_tokens` cuts the log of a session behind that many output tokens of this turn.
+        """
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._finish(seq, FinishReason.CANCELLED, keep_output_tokens)
+
+    def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool) -> None:
+        """Interrupt the running turn of a session; `end` erases the session as well. Answered under `request_id`."""
+        seq = self.sessions.get(session_id)
+        try:
+            if seq is None:
+                raise SessionError(SessionStatus.INVALID, f"session {session_id} is not known; there is nothing to stop")
+            if seq.status is Status.IDLE and not end:
+                raise SessionError(SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop")
+        except SessionError as error:
+            self._outbox.append(publish.error_response(request_id, None, error))
+            return
+        if seq.status is Status.IDLE:
+            self.sessions.erase(session_id)
+        else:
+            seq.erase_when_finished = end
+            self._finish(seq, FinishReason.CANCELLED)
+        self._outbox.append(publish.empty_response(request_id))
+
+    def step(self) -> list[Response]:
+        """Run one iteration of the persistent batch and return the responses that became ready, in order."""
+        started_ns = self.clock.monotonic_ns()
+        self._expire(started_ns)
+        plan = self.scheduler.schedule()
+        step = self.scheduler.commit(plan, self.iteration, started_ns)
+        self._fail_rejected(plan)
+        if not plan.is_empty:
+            self._execute_and_update(plan, step)
+            self._record(plan, step, started_ns)
+            self.iteration += 1
+        return self.take_responses()
+
+    def take_responses(self) -> list[Response]:
+        """Hand over what is ready, without a step; answers to commands are."""
+        ready, self._outbox = self._outbox, []
+        return ready
+
+    def fail_all(self, error: EverbatchError) -> None:
+        """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
+        for seq in list(self._live.values()):
+            self._fail(seq, error)
+
+    def next_deadline_ns(self) -> int | None:
+        """Monotonic time at which something is due even if no step runs."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def stats(self) -> EngineStats:
+        latest = self.iteration_stats[-1] if self.iteration_stats else IterationStats()
+        current = self._gauges(latest)
+        return EngineStats(current, self.counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when cache, queues and live requests contradict each other."""
+        self.kv.check_integrity(self.scheduler.running)
+        queued = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
+        assert queued == set(self._live), f"queued or running {sorted(queued)} != live requests {sorted(self._live)}"
+        for seq in self.scheduler.running:
+            assert seq.status is Status.RUNNING and seq.slot is not None, f"{seq!r} is in the batch"
+        for seq in self.scheduler.waiting:
+            assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
+
+    def _execute_and_update(self, plan: StepPlan, step: StepInput) -> None:
+        if not step.rows and not step.new_rows:
+            return
+        try:
+            output = self.workers.execute(step)
+        except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
+            log.exception("step %d failed", step.step_id)
+            self._lose_step(plan, error)
+            return
+        self._update(plan, output)
+
+    def _update(self, plan: StepPlan, output: StepOutput) -> None:
+        now_ns = self.clock.monotonic_ns()
+        samples = {sample.slot: sample for sample in output.sampled}
+        for seq, num_tokens in plan.rows:
+            context, recomputed = update.advance(seq, num_tokens)
+            self.counters.context_tokens_total += context
+            self.counters.recomputed_tokens_total += recomputed
+            self.kv.advance(seq)
+            sample = samples.get(seq.slot)
+            if sample is not None:
+                update.append_token(seq, sample, now_ns)
+                self.counters.generated_tokens_total += 1
+            elif seq.num_uncomputed_tokens or seq.max_output_tokens:
+                continue  # a chunk of the context; more is to come
+            reason = update.finish_reason(seq)
+            if reason is not FinishReason.NOT_FINISHED:
+                self._finish(seq, reason)
+            elif seq.request.streaming:
+                self._outbox.append(publish.result_response(seq, self.iteration))
+
+    def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
+        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
+        seq.finish_reason = reason
+        self._leave(seq)
+        self._count_end(reason.name)
+        self._outbox.append(publish.result_response(seq, self.iteration))
+        self._settle(seq, keep_output_tokens)
+
+    def _fail(self, seq: Sequence, error: EverbatchError) -> None:
+        self._leave(seq)
+        self._count_end("ERROR")
+        self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error))
+        self._settle(seq, 0)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
+        self.scheduler.remove(seq)
+        del self._live[seq.request_id]
+        seq.num_inflight_tokens = 0
+        seq.apply(Event.REST if self._stays(seq) else Event.RETIRE)
+        self.kv.release(seq, keep=seq.status is Status.IDLE)
+
+    def _stays(self, seq: Sequence) -> bool:
+        return seq.session_id is not None and not (seq.request.session.end or seq.erase_when_finished)
+
+    def _settle(self, seq: Sequence, keep_output_tokens: int | None) -> None:
+        """A session between turns: cut its log where asked, note its use. One that ended leaves the table."""
+        if seq.session_id is None:
+            return
+        if seq.status is Status.RETIRED:
+            self.sessions.erase(seq.session_id)
+            return
+        keep = None if keep_output_tokens is None else seq.num_prompt_tokens + keep_output_tokens
+        if seq.num_output_tokens == 0 and seq.num_computed_tokens <= seq.num_history_tokens:
+            keep = seq.num_history_tokens  # the turn ended before it ran: as if it had not been asked
+        if keep is not None and keep < seq.num_tokens:
+            self.kv.truncate(seq, keep)
+            seq.truncate(keep)
+        seq.end_turn()
+        self.sessions.touch(seq.session_id, self.clock.monotonic_ns())
+
+    def _fail_rejected(self, plan: StepPlan) -> None:
+        for seq in plan.rejected:
+            self._fail(seq, InvalidRequest(
+                f"{seq.num_prompt_tokens} prompt tokens and {seq.max_output_tokens} output tokens do not fit the pool of "
+                f"{self.kv.usable_blocks} KV blocks of {self.kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
+            ))
+
+    def _lose_step(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""
+        for seq, num_tokens in plan.rows:
+            seq.num_inflight_tokens -= num_tokens
+            self._fail(seq, WorkerFailure(f"the model step failed ({type(error).__name__}); send the request again"))
+        for seq in list(self.scheduler.running):  # had no tokens in this step
+            self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
+        self.kv.lose_everything()
+
+    def _expire(self, now_ns: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline_ns, request_id = heapq.heappop(self._deadlines)
+            seq = self._live.get(request_id)
+            if seq is not None and seq.deadline_ns == deadline_ns:
+                self._finish(seq, FinishReason.TIMED_OUT)
+        self.sessions.expire(now_ns)
+
+    def _count_end(self, name: str) -> None:
+        self._num_completed += 1
+        totals = self.counters.requests_finished_total
+        totals[name] = totals.get(name, 0) + 1
+
+    def _record(self, plan: StepPlan, step: StepInput, started_ns: int) -> None:
+        counters = self.counters
+        counters.steps_total += 1
+        counters.pauses_total += len(plan.paused)
+        counters.cached_tokens_total += plan.num_cached_tokens
+        counters.sequences_evicted_total += plan.num_evicted
+        context = plan.rows[plan.num_generation_rows :]
+        self.iteration_stats.append(self._gauges(IterationStats(
+            iter=self.iteration,
+            timestamp_ns=self.clock.time_ns(),
+            iter_latency_ms=(self.clock.monotonic_ns() - started_ns) / 1e6,
+            num_completed_requests=self._num_completed,
+            num_scheduled_requests=len(plan.rows),
+            num_context_requests=len(context),
+            num_gen_requests=plan.num_generation_rows,
+            num_ctx_tokens=sum(num_tokens for _, num_tokens in context),
+        )))
+        self._num_completed = 0
+
+    def _gauges(self, latest: IterationStats) -> IterationStats:
+        """`latest` with everything that can be read off the present state."""
+        waiting = self.scheduler.waiting
+        return msgspec.structs.replace(
+            latest,
+            num_active_requests=len(self._live),
+            num_queued_requests=len(waiting) - waiting.num_paused,
+            num_paused_requests=waiting.num_paused,
+            max_num_active_requests=self.kv.slots.num_slots,
+            num_sessions=len(self.sessions),
+            kv_cache=self.kv.stats(),
+        )

@@ -1,0 +1,117 @@
+"""Intake: turns a Request into a Sequence that waits, or refuses it. A refusal has changed nothing.
+
+Order: duplicate id, field limits, queue limits, session rules, room in the sequence length and in the pool; only then is a
+session cut or a sequence made.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from backend.api.config import LimitsConfig
+from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
+from backend.api.limits import RequestLimits, check_request
+from backend.api.request import Request, RequestId, SessionId
+from backend.core.sequence import Event, Sequence
+from backend.core.step import ModelInfo, SequenceId
+from backend.engine.sessions import SessionTable
+from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.scheduler import Scheduler
+
+
+class Intake:
+    def __init__(
+        self, limits: LimitsConfig, model: ModelInfo, kv: KVCacheManager, scheduler: Scheduler, sessions: SessionTable
+    ):
+        self._caps = limits
+        self._model = model
+        self._kv = kv
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._limits = RequestLimits(vocab_size=model.vocab_size, max_seq_len=model.max_seq_len, caps=limits)
+        self._next_seq_id = itertools.count(1)
+        self._next_arrival = itertools.count(1)
+        self.sessions_this_poll: set[SessionId] = set()  # cleared by the engine before each poll of the inbox
+
+    def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
+        """Return the sequence, queued. Raises EverbatchError subclasses and changes nothing."""
+        check_request(request, self._limits)
+        self._check_queue(request)
+        if request.session is None:
+            max_output = self._check_room(request, 0, len(request.input_token_ids))
+            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+        else:
+            seq, max_output = self._accept_turn(request_id, request, now_ns)
+        seq.max_output_tokens = max_output
+        timeout_s = request.timeout_s or self._caps.default_timeout_s
+        seq.deadline_ns = now_ns + int(timeout_s * 1e9)
+        self._scheduler.add(seq)
+        return seq
+
+    def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int]:
+        session = request.session
+        if session.id in self.sessions_this_poll:
+            raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
+        known = self._sessions.check_turn(request)
+        keep, new_ids = _kept_history(known, request)
+        max_output = self._check_room(request, keep, len(new_ids))
+        self.sessions_this_poll.add(session.id)
+        if known is None:
+            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+            self._sessions.put(session.id, seq, now_ns)
+            return seq, max_output
+        if keep < known.num_tokens:
+            self._kv.truncate(known, keep)
+            known.truncate(keep)
+        known.begin_turn(request_id, request, new_ids, next(self._next_arrival), now_ns)
+        known.apply(Event.RETURN)
+        self._sessions.touch(session.id, now_ns)
+        return known, max_output
+
+    def _check_queue(self, request: Request) -> None:
+        waiting = self._scheduler.waiting
+        if len(waiting) >= self._caps.max_queue_size:
+            raise Overloaded(
+                f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {self._caps.max_queue_size} "
+                f"is reached (limits.max_queue_size); try again later"
+            )
+        if waiting.num_tokens + len(request.input_token_ids) > self._caps.max_queued_tokens:
+            raise Overloaded(
+                f"Exceeds maximum queue size: {waiting.num_tokens} prompt tokens wait, the limit is "
+                f"{self._caps.max_queued_tokens} (limits.max_queued_tokens); try again later"
+            )
+
+    def _check_room(self, request: Request, num_history: int, num_new: int) -> int:
+        """Return the output length that fits the model and the session. Raises when the prompt, or all of it, cannot fit."""
+        session = request.session
+        limit = self._model.max_seq_len
+        if session is not None and session.session_len is not None:
+            limit = min(limit, session.session_len)
+        num_prompt = num_history + num_new
+        if num_prompt + min(1, request.max_tokens) > limit:
+            message = f"history and prompt have {num_prompt} tokens, the limit is {limit}; rewind with step or start afresh"
+            raise SessionError(SessionStatus.TOO_LONG, message) if session else InvalidRequest(message)
+        max_output = min(request.max_tokens, limit - num_prompt)
+        self._check_pool(num_prompt, max_output)
+        return max_output
+
+    def _check_pool(self, num_prompt: int, max_output: int) -> None:
+        needed = self._kv.blocks_needed(num_prompt + max(0, max_output - 1))
+        if needed > self._kv.usable_blocks:
+            raise InvalidRequest(
+                f"{num_prompt} prompt tokens and {max_output} output tokens need {needed} KV blocks, the pool has "
+                f"{self._kv.usable_blocks} of {self._kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
+            )
+
+
+def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[int]]:
+    """How many tokens of a session stay, and which tokens this turn adds to them."""
+    if known is None:
+        return 0, request.input_token_ids
+    session, prompt = request.session, request.input_token_ids
+    if session.full_history:
+        pairs = zip(known.token_ids, prompt, strict=False)
+        keep = next((i for i, (old, new) in enumerate(pairs) if old != new), min(known.num_tokens, len(prompt)))
+        keep = min(keep, len(prompt) - 1)
+        return keep, prompt[keep:]
+    return min(known.num_tokens if session.step is None else session.step, known.num_tokens), prompt

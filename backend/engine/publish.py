@@ -1,0 +1,56 @@
+"""Responses are made from a sequence only after its state is consistent, the final one after its blocks are released."""
+
+from __future__ import annotations
+
+from backend.api.errors import EverbatchError
+from backend.api.request import RequestId
+from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
+from backend.core.sequence import Sequence
+
+
+def result_response(seq: Sequence, iteration: int) -> Response:
+    """The next Response of a sequence. Streaming: tokens since the last one; otherwise everything. Marks them published."""
+    request = seq.request
+    first = seq.num_published_tokens
+    if not request.streaming or request.return_all_generated_tokens:
+        first = seq.num_prompt_tokens
+    tokens = seq.token_ids[first:]
+    if not (request.streaming or request.output_config.exclude_input_from_output):
+        tokens = request.input_token_ids + tokens
+    seq.num_published_tokens = seq.num_tokens
+    is_final = seq.finish_reason is not FinishReason.NOT_FINISHED
+    wants_log_probs = request.output_config.return_log_probs
+    start = first - seq.num_prompt_tokens
+    result = Result(
+        output_token_ids=[tokens],
+        is_final=is_final,
+        is_sequence_final=is_final,
+        finish_reasons=(seq.finish_reason,),
+        cum_log_probs=[seq.cum_log_prob] if wants_log_probs else None,
+        log_probs=[seq.log_probs[start:]] if wants_log_probs else None,
+        top_log_probs=_top_log_probs(seq, start),
+        decoding_iter=iteration,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        perf_metrics=_perf_metrics(seq) if request.output_config.return_perf_metrics else None,
+    )
+    return Response(seq.request_id, request.client_id, result)
+
+
+def error_response(request_id: RequestId, client_id: int | None, error: EverbatchError) -> Response:
+    return Response(request_id, client_id, error_or_none=error.message, error_code=error.code)
+
+
+def empty_response(request_id: RequestId) -> Response:
+    """Final and without tokens: the answer to a stop."""
+    return Response(request_id, None, Result([[]], is_final=True, is_sequence_final=True, finish_reasons=(FinishReason.CANCELLED,)))
+
+
+def _top_log_probs(seq: Sequence, start: int) -> list[list[TopLogProb]] | None:
+    if not seq.request.output_config.top_log_probs:
+        return None
+    return [[TopLogProb(token_id, log_prob) for token_id, log_prob in entries] for entries in seq.top_log_probs[start:]]
+
+
+def _perf_metrics(seq: Sequence) -> PerfMetrics:
+    names = PerfMetrics.__struct_fields__
+    return PerfMetrics(**{name: getattr(seq, name) for name in names})

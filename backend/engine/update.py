@@ -1,0 +1,52 @@
+"""What a step's samples do to a sequence: counters, tokens, log-probs, and whether it ends."""
+
+from __future__ import annotations
+
+from backend.api.response import FinishReason
+from backend.core.sequence import Sequence
+from backend.core.step import SampledToken
+
+
+def advance(seq: Sequence, num_tokens: int) -> tuple[int, int]:
+    """Book `num_tokens` executed tokens. Returns (context tokens, recomputed tokens) among them."""
+    before = seq.num_computed_tokens
+    seq.num_inflight_tokens -= num_tokens
+    seq.num_computed_tokens = before + num_tokens
+    is_context = seq.num_output_tokens == 0 or before < seq.num_tokens - 1
+    context = num_tokens if is_context else 0
+    recomputed = max(0, min(seq.num_computed_tokens, seq.max_computed_tokens) - before)
+    seq.max_computed_tokens = max(seq.max_computed_tokens, seq.num_computed_tokens)
+    seq.num_context_tokens += context
+    seq.num_recomputed_tokens += recomputed
+    return context, recomputed
+
+
+def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
+    """Append a sampled token and what was asked for about it."""
+    seq.token_ids.append(sample.token_id)
+    if sample.log_prob is not None:
+        seq.log_probs.append(sample.log_prob)
+        seq.cum_log_prob += sample.log_prob
+        if seq.request.output_config.top_log_probs:
+            seq.top_log_probs.append(sample.top_log_probs)
+    if not seq.first_token_ns:
+        seq.first_token_ns = now_ns
+    seq.last_token_ns = now_ns
+
+
+def finish_reason(seq: Sequence) -> FinishReason:
+    """Judge a sequence after its newest token; NOT_FINISHED when it goes on. End ids go before stop words before length."""
+    request = seq.request
+    num_output = seq.num_output_tokens
+    if num_output and num_output >= (request.sampling_config.min_tokens or 0):
+        if seq.token_ids[-1] in request.end_ids:
+            return FinishReason.END_ID
+        if any(_ends_with(seq, word) for word in request.stop_words):
+            return FinishReason.STOP_WORDS
+    if num_output >= seq.max_output_tokens:
+        return FinishReason.LENGTH
+    return FinishReason.NOT_FINISHED
+
+
+def _ends_with(seq: Sequence, word: list[int]) -> bool:
+    return len(word) <= seq.num_output_tokens and seq.token_ids[-len(word) :] == word

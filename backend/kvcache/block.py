@@ -1,0 +1,41 @@
+"""Block and the opaque handle by which everyone else names one.
+
+After LMDeploy TurboMind (SequenceManager/BlockManager): a handle pairs the block with the unique id its content had when the
+handle was made. Content that is lost or rewritten gets another unique id, so a stale handle can be recognised and never read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from backend.core.step import BlockId
+
+
+class BlockHandle(NamedTuple):
+    """Names the content of a block, not just the block."""
+
+    block_id: BlockId
+    unique_id: int
+
+
+DROPPED = BlockHandle(BlockId(-1), 0)  # table entry whose positions have left the sliding window
+
+
+class Block:
+    """A fixed run of KV positions, of all layers.
+
+    free    ref_count 0, unique_id 0    holds nothing
+    cached  ref_count 0, unique_id > 0  holds KV that an idle sequence or a shared prefix may want again; evictable
+    active  ref_count > 0               held by that many running sequences
+    """
+
+    __slots__ = ("block_id", "ref_count", "unique_id")
+
+    def __init__(self, block_id: BlockId):
+        self.block_id = block_id
+        self.ref_count = 0
+        self.unique_id = 0
+
+    @property
+    def handle(self) -> BlockHandle:
+        return BlockHandle(self.block_id, self.unique_id)

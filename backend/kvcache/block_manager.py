@@ -1,0 +1,179 @@
+"""BlockManager: the pool. It knows blocks, reference counts and the LRU order, and nothing of sequences or tokens.
+
+    unbacked --grow--> free --allocate--> active --release(keep=True)--> cached --evict--> free
+                        ^                   |  ^                            |
+                        +--release(False)---+  +----------lock--------------+
+
+Order of preference for a new block: free, then growth of the backed part of the pool, then eviction of the least recently
+used cached block. Invariant: free + cached + active == num_blocks, where free counts the unbacked ones too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from backend.core.step import BlockId
+from backend.kvcache.block import DROPPED, Block, BlockHandle
+
+
+class OutOfBlocks(RuntimeError):
+    """A block was asked for when none is free or evictable: the plan was wrong."""
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, chunk_blocks: int = -1, on_evict: Callable[[BlockId], None] = lambda block_id: None):
+        """`chunk_blocks`: how many blocks get memory at a time; -1 all at once, 0 the square root of `num_blocks`."""
+        self.num_blocks = num_blocks
+        self.chunk_blocks = {-1: num_blocks, 0: max(1, math.isqrt(num_blocks))}.get(chunk_blocks, chunk_blocks)
+        self.blocks: list[Block] = []  # those backed by memory, and those taken out of service by `resize`
+        self._free: list[BlockId] = []
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._withdrawn: list[BlockId] = []  # out of service after a shrink
+        self._num_active = 0
+        self._next_unique_id = 1
+        self._on_evict = on_evict
+        self._shrink_to: int | None = None  # a shrink that active blocks still hold up
+        self.num_allocated_total = 0
+        self.num_evicted_total = 0
+        self._grow()
+
+    @property
+    def num_backed(self) -> int:
+        """Blocks that need memory: ids 0 .. num_backed - 1 may occur in tables."""
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - self._num_active - len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_active(self) -> int:
+        return self._num_active
+
+    @property
+    def num_available(self) -> int:
+        """Blocks a plan may count on: free ones and evictable ones."""
+        return self.num_blocks - self._num_active
+
+    @property
+    def capacity(self) -> int:
+        """Blocks there will be once a pending shrink is through: the limit to judge by what can never fit."""
+        return self.num_blocks if self._shrink_to is None else self._shrink_to
+
+    def allocate(self) -> Block:
+        """Return a block with ref_count 1 and a fresh unique id; may grow the pool or evict. Raises OutOfBlocks."""
+        if not self._free:
+            self._grow()
+        if not self._free:
+            self.evict_lru()
+        block = self.blocks[self._free.pop()]
+        block.ref_count = 1
+        block.unique_id = self._next_unique_id
+        self._next_unique_id += 1
+        self._num_active += 1
+        self.num_allocated_total += 1
+        return block
+
+    def lock(self, block_id: BlockId) -> None:
+        """Add a reference to a block that is cached or active."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self._cached[block_id]
+            self._num_active += 1
+        block.ref_count += 1
+
+    def release(self, block_id: BlockId, keep: bool) -> None:
+        """Drop a reference. At none, the block becomes the most recently used cached one, or free. Raises on a double free."""
+        block = self.blocks[block_id]
+        if block.ref_count <= 0:
+            raise RuntimeError(f"block {block_id} is released more often than it was locked")
+        block.ref_count -= 1
+        if block.ref_count:
+            return
+        self._num_active -= 1
+        if keep:
+            self._cached[block_id] = None
+        else:
+            self._clear(block)
+        self._shed()
+
+    def verify(self, handles: Iterable[BlockHandle]) -> int:
+        """Return how many handles from the front still name the content they were made for. Dropped entries pass."""
+        survived = 0
+        for handle in handles:
+            if handle is not DROPPED and self.blocks[handle.block_id].unique_id != handle.unique_id:
+                break
+            survived += 1
+        return survived
+
+    def discard(self, block_id: BlockId) -> None:
+        """Turn a cached block into a free one, because nobody can ask for its content any more."""
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._clear(self.blocks[block_id])
+            self._shed()
+
+    def resize(self, num_blocks: int) -> None:
+        """Change the size of the pool. Shrinking evicts cached blocks now; active ones leave as they are released."""
+        while self._withdrawn and self._in_service < num_blocks:
+            self._free.append(self._withdrawn.pop())
+        self._shrink_to = num_blocks
+        self._shed()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with the equation when the pool's books do not balance."""
+        free, cached, active = self.num_free, self.num_cached, self.num_active
+        counted = sum(1 for block in self.blocks if block.ref_count)
+        assert counted == active, f"active {active} != {counted} blocks with references"
+        assert free >= 0 and free + cached + active == self.num_blocks, (
+            f"free {free} + cached {cached} + active {active} != num_blocks {self.num_blocks}"
+        )
+        backed = len(self._free) + cached + active + len(self._withdrawn)
+        assert backed == len(self.blocks), f"{backed} blocks in the books, {len(self.blocks)} are backed"
+        for block_id in self._cached:
+            block = self.blocks[block_id]
+            assert block.ref_count == 0 and block.unique_id, f"cached block {block_id} is not idle or holds nothing"
+        for block_id in self._free:
+            block = self.blocks[block_id]
+            assert block.ref_count == 0 and not block.unique_id, f"free block {block_id} is held or holds something"
+
+    @property
+    def _in_service(self) -> int:
+        return len(self.blocks) - len(self._withdrawn)
+
+    def _grow(self) -> None:
+        room = self.num_blocks - self._in_service
+        for _ in range(min(self.chunk_blocks, room)):
+            self.blocks.append(Block(BlockId(len(self.blocks))))
+            self._free.append(self.blocks[-1].block_id)
+
+    def evict_lru(self) -> None:
+        """Turn the least recently used cached block into a free one. Raises OutOfBlocks when nothing is cached."""
+        if not self._cached:
+            raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use by running sequences")
+        block_id, _ = self._cached.popitem(last=False)
+        self.num_evicted_total += 1
+        self._clear(self.blocks[block_id])
+
+    def _clear(self, block: Block) -> None:
+        block.unique_id = 0
+        self._free.append(block.block_id)
+        self._on_evict(block.block_id)
+
+    def _shed(self) -> None:
+        """While a shrink is pending: take free blocks out of service, evicting where necessary, until the target is met."""
+        if self._shrink_to is None:
+            return
+        while self._in_service > self._shrink_to and (self._free or self._cached):
+            if not self._free:
+                self.evict_lru()
+            self._withdrawn.append(self._free.pop())
+        self.num_blocks = max(self._shrink_to, self._in_service)
+        if self._in_service <= self._shrink_to:
+            self._shrink_to = None

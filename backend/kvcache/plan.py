@@ -1,0 +1,158 @@
+"""KVPlan: what a step would do to the cache, worked out on a snapshot. Nothing changes until KVCacheManager.commit.
+
+The snapshot is an overlay: reference counts that would differ (`_delta`) and the number of blocks still to be had
+(`available`). Which block is taken or evicted is decided at commit, in the order in which the grants were made.
+
+    available = free + cached - (cached blocks this plan locks) - (new blocks this plan takes) + (blocks its pauses free)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backend.core.sequence import Sequence
+from backend.core.step import BlockId, SequenceId
+from backend.kvcache.block import DROPPED, BlockHandle
+
+if TYPE_CHECKING:
+    from backend.kvcache.manager import KVCacheManager
+
+
+class Admission(enum.Enum):
+    """The three answers to a sequence that wants to run (vLLM and QServe call it AllocStatus)."""
+
+    NOW = "now"
+    LATER = "later"  # fits the pool, but not beside what runs
+    NEVER = "never"  # larger than the pool
+
+
+@dataclass(slots=True)
+class Grant:
+    """What one sequence gets in this plan."""
+
+    seq: Sequence
+    admitted: bool  # gets a slot; its table is `kept` + new blocks. Otherwise its table is extended.
+    num_new: int
+    computed: int = 0  # admitted: tokens whose KV was found
+    kept: list[BlockHandle] = field(default_factory=list)  # admitted: blocks found, in table order
+    copy_from: BlockHandle | None = None  # content that the first new block starts with (copy on write, partial match)
+    replaces: int | None = None  # extended: table index that the copy takes over
+
+
+@dataclass(slots=True)
+class _Found:
+    """KV that exists for a sequence: whole blocks, then perhaps a block of which only the head is right."""
+
+    kept: list[BlockHandle]
+    partial: BlockHandle | None
+    computed: int
+
+
+class KVPlan:
+    def __init__(self, manager: KVCacheManager):
+        self._manager = manager
+        self._delta: dict[BlockId, int] = {}
+        self.available = manager.blocks.num_available
+        self.free_slots = manager.slots.num_free
+        self.grants: dict[SequenceId, Grant] = {}  # in the order they were made
+        self.pauses: list[Sequence] = []
+
+    def extend(self, seq: Sequence, num_cells: int) -> bool:
+        """Plan blocks for KV positions [0, num_cells) of a running sequence. False, and nothing planned, when they are not to be had."""
+        manager = self._manager
+        handles = manager.records[seq.seq_id].handles
+        num_new = max(0, manager.blocks_for(num_cells) - len(handles))
+        first_cell = seq.num_computed_tokens + seq.num_inflight_tokens
+        index = first_cell // manager.block_size
+        source = None
+        if first_cell % manager.block_size and self._ref_count(handles[index].block_id) > 1:
+            source = handles[index]
+            num_new += 1
+        if num_new > self.available:
+            return False
+        if num_new:
+            self.available -= num_new
+            self.grants[seq.seq_id] = Grant(seq, False, num_new, copy_from=source, replaces=index if source else None)
+            if source:
+                self._delta[source.block_id] = self._delta.get(source.block_id, 0) - 1
+        return True
+
+    def admit(self, seq: Sequence, needed_cells: int, headroom: int) -> Admission:
+        """Plan a slot and blocks for the tokens known so far, reusing KV that survived or that a prefix shares.
+
+        It is admitted only if blocks for KV positions [0, needed_cells) could be had with `headroom` blocks left over.
+        """
+        manager = self._manager
+        if manager.blocks_needed(needed_cells) > manager.usable_blocks:
+            return Admission.NEVER
+        if self.free_slots == 0:
+            return Admission.LATER
+        found = self._find(seq)
+        if not self._fits(found, needed_cells, headroom):
+            found = self._without_partial(found)  # a copy needs its source kept meanwhile, one block more
+            if not self._fits(found, needed_cells, headroom):
+                return Admission.LATER
+        num_new = max(0, manager.blocks_for(manager.cells_at_admission(seq.num_tokens, found.computed)) - len(found.kept))
+        self.available -= num_new
+        for handle in (*found.kept, *([found.partial] if found.partial else [])):
+            self._lock(handle)
+        self.free_slots -= 1
+        self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.kept, found.partial)
+        return Admission.NOW
+
+    def pause(self, seq: Sequence) -> None:
+        """Plan to take a running sequence off the batch; what only it held becomes evictable at once."""
+        assert seq.seq_id not in self.grants, f"{seq!r} is paused after it was granted blocks"
+        for handle in self._manager.records[seq.seq_id].handles:
+            if handle is not DROPPED:
+                self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
+                if self._ref_count(handle.block_id) == 0:
+                    self.available += 1
+        self.free_slots += 1
+        self.pauses.append(seq)
+
+    def _find(self, seq: Sequence) -> _Found:
+        """The longer of what survived of the sequence's own blocks and what the trie knows. One token is always left to run."""
+        manager = self._manager
+        limit = seq.num_tokens - 1
+        kept, computed = manager.survivors(seq, limit)
+        partial = None
+        if manager.enable_block_reuse:
+            matched, matched_partial, partial_tokens = manager.trie.match(seq.namespace, seq.token_ids, limit)
+            if not manager.enable_partial_reuse:
+                matched_partial, partial_tokens = None, 0
+            matched_tokens = len(matched) * manager.block_size + partial_tokens
+            if matched_tokens > computed:
+                return _Found(matched, matched_partial, matched_tokens)
+        if computed % manager.block_size and self._must_not_write(kept[-1].block_id):
+            partial = kept.pop()
+        return _Found(kept, partial, computed)
+
+    def _without_partial(self, found: _Found) -> _Found:
+        computed = len(found.kept) * self._manager.block_size
+        if not self._manager.window_is_whole(found.kept, computed):
+            return _Found([], None, 0)
+        return _Found(found.kept, None, computed)
+
+    def _lock(self, handle: BlockHandle) -> None:
+        if handle is DROPPED:
+            return
+        if self._ref_count(handle.block_id) == 0:
+            self.available -= 1
+        self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) + 1
+
+    def _must_not_write(self, block_id: BlockId) -> bool:
+        return self._ref_count(block_id) > 0 or self._manager.trie.holds(block_id)
+
+    def _fits(self, found: _Found, needed_cells: int, headroom: int) -> bool:
+        new = max(0, self._manager.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))
+        pinned = self._num_idle(found.kept) + (1 if found.partial and self._ref_count(found.partial.block_id) == 0 else 0)
+        return new + pinned + headroom <= self.available
+
+    def _num_idle(self, handles: list[BlockHandle]) -> int:
+        return sum(1 for handle in handles if handle is not DROPPED and self._ref_count(handle.block_id) == 0)
+
+    def _ref_count(self, block_id: BlockId) -> int:
+        return self._manager.blocks.blocks[block_id].ref_count + self._delta.get(block_id, 0)

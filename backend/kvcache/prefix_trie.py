@@ -1,0 +1,122 @@
+"""PrefixTrie: finds blocks whose KV belongs to a prefix of the given tokens.
+
+A node stands for one full block: its key in the parent's `children` is the tuple of the block's token ids, so a lookup
+compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. Each namespace (cache
+salt, later adapter) has a root of its own. A node is valid as long as its block keeps its content: the BlockManager's
+`on_evict` calls `forget`, which cuts the node and everything below it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from backend.core.step import BlockId
+from backend.kvcache.block import DROPPED, BlockHandle
+
+Key = tuple[int, ...]
+
+
+class TrieNode:
+    __slots__ = ("children", "handle", "key", "parent")
+
+    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle | None):
+        self.parent = parent  # None when cut off, and for roots
+        self.key = key
+        self.handle = handle  # None for roots
+        self.children: dict[Key, TrieNode] = {}
+
+
+class PrefixTrie:
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._roots: dict[str, TrieNode] = {}
+        self._nodes: dict[BlockId, TrieNode] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def holds(self, block_id: BlockId) -> bool:
+        """Whether the block can be found through the trie."""
+        return block_id in self._nodes
+
+    def root(self, namespace: str) -> TrieNode:
+        return self._roots.setdefault(namespace, TrieNode(None, (), None))
+
+    def is_attached(self, node: TrieNode) -> bool:
+        return node.handle is None or self._nodes.get(node.handle.block_id) is node
+
+    def match(self, namespace: str, token_ids: Seq[int], max_tokens: int) -> tuple[list[BlockHandle], BlockHandle | None, int]:
+        """Find the longest known prefix of token_ids[:max_tokens].
+
+        Returns (full blocks in order, the block that continues them in part or None, tokens of it that match).
+        """
+        node = self._roots.get(namespace)
+        handles: list[BlockHandle] = []
+        if node is None:
+            return handles, None, 0
+        size = self._block_size
+        start = 0
+        while start + size <= max_tokens:
+            child = node.children.get(tuple(token_ids[start : start + size]))
+            if child is None:
+                break
+            handles.append(child.handle)
+            node, start = child, start + size
+        tail = tuple(token_ids[start : min(start + size, max_tokens)])
+        partial, matched = self._best_partial(node, tail)
+        return handles, partial, matched
+
+    def insert(
+        self, namespace: str, node: TrieNode | None, depth: int, token_ids: Seq[int], handles: Seq[BlockHandle], num_blocks: int
+    ) -> tuple[TrieNode | None, int]:
+        """Enter blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
+
+        A block whose tokens are known already is not entered twice: the first one stays. Returns the node and depth to go on
+        from; (None, depth) when a block that has left the window is missing in between.
+        """
+        if node is None or not self.is_attached(node):
+            node, depth = self.root(namespace), 0
+        size = self._block_size
+        for index in range(depth, num_blocks):
+            key = tuple(token_ids[index * size : (index + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                if handles[index] is DROPPED or handles[index].block_id in self._nodes:
+                    return None, index
+                child = TrieNode(node, key, handles[index])
+                node.children[key] = child
+                self._nodes[handles[index].block_id] = child
+            node = child
+        return node, max(depth, num_blocks)
+
+    def forget(self, block_id: BlockId) -> None:
+        """Cut off the block's node and all below it, for their path no longer exists. Unknown blocks are ignored."""
+        node = self._nodes.get(block_id)
+        if node is None:
+            return
+        if node.parent is not None:
+            del node.parent.children[node.key]
+        stack = [node]
+        while stack:
+            cut = stack.pop()
+            del self._nodes[cut.handle.block_id]
+            cut.parent = None
+            stack.extend(cut.children.values())
+            cut.children = {}
+
+    def check_integrity(self) -> None:
+        for block_id, node in self._nodes.items():
+            assert node.handle.block_id == block_id and node.parent is not None, f"trie: block {block_id} is cut off but kept"
+            assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
+
+    @staticmethod
+    def _best_partial(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
+        best: TrieNode | None = None
+        length = 0
+        for key, child in node.children.items():
+            if not tail or key[0] != tail[0]:
+                continue
+            common = next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), len(tail))
+            if common > length:
+                best, length = child, common
+        return (best.handle if best else None), length

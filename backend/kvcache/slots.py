@@ -1,0 +1,33 @@
+"""SlotManager: the rows of the persistent batch. The lowest free row is given out first, so that live rows stay dense."""
+
+from __future__ import annotations
+
+import heapq
+
+from backend.core.step import SequenceId, SlotId
+
+
+class SlotManager:
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+        self._owner: dict[SlotId, SequenceId] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, seq_id: SequenceId) -> SlotId:
+        """Give the lowest free slot. Raises IndexError when none is free."""
+        slot = SlotId(heapq.heappop(self._free))
+        self._owner[slot] = seq_id
+        return slot
+
+    def release(self, slot: SlotId) -> None:
+        """Take a slot back. Raises KeyError when it was not held."""
+        del self._owner[slot]
+        heapq.heappush(self._free, slot)
+
+    def check_integrity(self) -> None:
+        held = len(self._owner)
+        assert held + len(self._free) == self.num_slots, f"held {held} + free {len(self._free)} != {self.num_slots} slots"

@@ -1,0 +1,56 @@
+"""MicroBatchScheduler: how many tokens of each sequence run in one step, under `max_num_tokens` for all.
+
+Generation rows come first, one token each, so that running streams keep streaming while long prompts are computed in chunks
+from what is left of the budget.
+
+    budget   |1|1|1|...|1|   chunk of A      |  chunk of B  |      FIRST_COME_FIRST_SERVED: A as much as it can, then B
+             |1|1|1|...|1|   chunk of A |  chunk of B       |      EQUAL_PROGRESS: the same for both, until one is done
+"""
+
+from __future__ import annotations
+
+from backend.api.config import SchedulerConfig
+
+
+class MicroBatchScheduler:
+    def __init__(self, config: SchedulerConfig):
+        self.max_num_tokens = config.max_num_tokens
+        self.max_chunk_tokens = min(config.max_num_tokens, config.max_chunk_tokens or config.max_num_tokens)
+        self._chunked = config.enable_chunked_context
+        self._equal = config.chunking_policy == "equal_progress"
+
+    def has_room(self, wants: list[int], budget: int, next_want: int) -> bool:
+        """Whether one more context row that wants `next_want` tokens can join rows that want `wants`."""
+        if not wants:
+            return budget > 0 and (self._chunked or min(next_want, self.max_num_tokens) <= budget)
+        if self._chunked and self._equal:
+            return len(wants) < budget
+        left = budget - sum(min(want, self.max_chunk_tokens) for want in wants)
+        return left > 0 and (self._chunked or next_want <= left)
+
+    def cut(self, wants: list[int], budget: int) -> list[int]:
+        """Share `budget` tokens among context rows that want `wants` tokens; some may get 0. Never more than wanted."""
+        if self._chunked and self._equal:
+            return self._share_equally(wants, budget)
+        shares = []
+        limit = self.max_chunk_tokens if self._chunked else self.max_num_tokens
+        for want in wants:
+            share = min(want, limit, budget)
+            if not self._chunked and share < want <= self.max_num_tokens:
+                share = 0  # unchunked: all of it, or nothing in this step
+            shares.append(share)
+            budget -= share
+        return shares
+
+    def _share_equally(self, wants: list[int], budget: int) -> list[int]:
+        shares = [0] * len(wants)
+        open_rows = [i for i, want in enumerate(wants) if want]
+        while open_rows and budget:
+            each = max(1, budget // len(open_rows))
+            for i in list(open_rows):
+                share = min(each, min(wants[i], self.max_chunk_tokens) - shares[i], budget)
+                shares[i] += share
+                budget -= share
+                if shares[i] == min(wants[i], self.max_chunk_tokens):
+                    open_rows.remove(i)
+        return shares

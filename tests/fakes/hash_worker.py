@@ -1,0 +1,125 @@
+"""A WorkerGroup without a model: the shadow KV of reliability.md R1.
+
+Each KV cell holds a chained hash of (token, position, namespace, the cell before it), written and read through the block
+table only. The next token is a hash of the cells in reach, so a stale, foreign or missing cell changes the output. `oracle`
+computes the same output from the token ids alone, with an infinite pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.core.step import ModelInfo, NewRow, SampledToken, StepInput, StepOutput
+
+MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (splitmix64's finaliser over a running sum)."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state * 0xBF58476D1CE4E5B9 + value + 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_of(namespace: str) -> int:
+    return mix(*namespace.encode())
+
+
+def next_token(cells: Sequence[int], seed: int, counter: int, vocab_size: int) -> int:
+    return mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), seed, counter) % vocab_size
+
+
+def cell_of(before: int, token_id: int, position: int, namespace: int) -> int:
+    return mix(before, token_id, position, namespace)
+
+
+def oracle(token_ids: list[int], num_outputs: int, vocab_size: int, namespace: str = "", seed: int = 0, counter: int = 0,
+           window: int | None = None) -> list[int]:
+    """The outputs that follow `token_ids` when nothing is ever evicted."""
+    cells, before, outputs = [], 0, []
+    ids = list(token_ids)
+    for step in range(num_outputs):
+        for position in range(len(cells), len(ids)):
+            before = cell_of(before, ids[position], position, seed_of(namespace))
+            cells.append(before)
+        token = next_token(cells[-window:] if window else cells, seed, counter + step, vocab_size)
+        outputs.append(token)
+        ids.append(token)
+    return outputs
+
+
+class HashWorkerGroup:
+    """Implements WorkerGroup. `trace` keeps every StepInput for tests that look at the schedule."""
+
+    def __init__(self, vocab_size: int = 1000, max_seq_len: int = 1 << 20, window: int | None = None,
+                 free_bytes: int = 1 << 30, bytes_per_token: int = 1024, keep_trace: bool = True):
+        self.info = ModelInfo("hash", vocab_size, max_seq_len, window, bytes_per_token)
+        self.free_bytes = free_bytes
+        self.trace: list[StepInput] = []
+        self.fail_next: Exception | None = None
+        self.num_backed = 0
+        self.num_grown = 0  # how often memory was obtained
+        self._keep_trace = keep_trace
+        self._slots: dict[int, NewRow] = {}
+
+    def load(self) -> ModelInfo:
+        return self.info
+
+    def free_memory_bytes(self) -> int:
+        return self.free_bytes
+
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+        self.max_blocks, self.block_size = max_blocks, block_size
+        self.cells: list[list[int]] = []
+        self._grow(num_blocks)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        if self._keep_trace:
+            self.trace.append(step)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            self.cells = [[mix(i) for i in range(self.block_size)] for _ in self.cells]
+            raise error
+        self._grow(step.num_blocks)
+        for source, destination in step.copies:
+            self.cells[destination] = list(self.cells[source])
+        for row in step.new_rows:
+            self._slots[row.slot] = NewRow(**{name: getattr(row, name) for name in NewRow.__struct_fields__})
+        return StepOutput(step.step_id, [sample for row in step.rows if (sample := self._run(row)) is not None])
+
+    def shutdown(self) -> None:
+        self._slots.clear()
+
+    def _grow(self, num_blocks: int) -> None:
+        if num_blocks > self.num_backed:
+            self.num_grown += 1
+            self.cells += [[mix(7, i) for i in range(self.block_size)] for _ in range(num_blocks - self.num_backed)]
+            self.num_backed = num_blocks
+
+    def _run(self, row) -> SampledToken | None:
+        state = self._slots[row.slot]
+        state.block_ids.extend(row.new_block_ids)
+        namespace = seed_of(state.cache_namespace)
+        end = row.num_computed + row.num_tokens
+        assert end <= len(state.token_ids), "asked to run tokens that are not known"
+        for position in range(row.num_computed, end):
+            before = self._read(state, position - 1) if position else 0
+            block, offset = divmod(position, self.block_size)
+            assert state.block_ids[block] >= 0, "writes into a block that has left the window"
+            self.cells[state.block_ids[block]][offset] = cell_of(before, state.token_ids[position], position, namespace)
+        if not row.samples:
+            return None
+        assert end == len(state.token_ids), "samples before the whole context is computed"
+        window = self.info.sliding_window
+        cells = [self._read(state, position) for position in range(max(0, end - window) if window else 0, end)]
+        counter = state.num_sampled_before + end - state.num_prompt_tokens
+        token = next_token(cells, state.sampling.seed or 0, counter, self.info.vocab_size)
+        state.token_ids.append(token)
+        return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)
+
+    def _read(self, state: NewRow, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        assert state.block_ids[block] >= 0, "reads a block that has left the window"
+        return self.cells[state.block_ids[block]][offset]
