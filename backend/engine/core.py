@@ -124,7 +124,7 @@ class EngineCore:
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
-        self._expire(started_ns)
+        self.expire()
         plan = self.scheduler.schedule()
         step = self.scheduler.commit(plan, self.iteration, started_ns)
         self._fail_rejected(plan)
@@ -144,9 +144,15 @@ class EngineCore:
         for seq in list(self._live.values()):
             self._fail(seq, error)
 
-    def next_deadline_ns(self) -> int | None:
-        """Monotonic time at which something is due even if no step runs."""
-        return self._deadlines[0][0] if self._deadlines else None
+    def expire(self) -> None:
+        """End requests that are past their deadline, and sessions that nobody has used for long. Every step begins with it."""
+        now_ns = self.clock.monotonic_ns()
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline_ns, request_id = heapq.heappop(self._deadlines)
+            seq = self._live.get(request_id)
+            if seq is not None and seq.deadline_ns == deadline_ns:
+                self._finish(seq, FinishReason.TIMED_OUT)
+        self.sessions.expire(now_ns)
 
     def stats(self) -> EngineStats:
         latest = self.iteration_stats[-1] if self.iteration_stats else IterationStats()
@@ -250,14 +256,6 @@ class EngineCore:
         for seq in list(self.scheduler.running):  # had no tokens in this step
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
-
-    def _expire(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            deadline_ns, request_id = heapq.heappop(self._deadlines)
-            seq = self._live.get(request_id)
-            if seq is not None and seq.deadline_ns == deadline_ns:
-                self._finish(seq, FinishReason.TIMED_OUT)
-        self.sessions.expire(now_ns)
 
     def _count_end(self, name: str) -> None:
         self._num_completed += 1

@@ -1,0 +1,87 @@
+"""EngineLoop: drives an EngineCore from a thread-safe inbox. One thread runs it; any thread may post.
+
+Each turn: take every command that has arrived, run one step if there is work, deliver the responses of both. Without work it
+sleeps until a command arrives or a deadline is due.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+from backend.api.errors import EngineUnavailable
+from backend.api.response import Response
+from backend.api.stats import EngineStats
+from backend.engine.core import EngineCore
+from backend.engine.ipc import Cancel, Command, StopSession, Submit
+
+MAX_IDLE_S = 1.0
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        core: EngineCore,
+        deliver: Callable[[list[Response]], None],
+        publish_stats: Callable[[EngineStats], None] = lambda stats: None,
+        stats_period_s: float = 1.0,
+    ):
+        """`deliver` and `publish_stats` are called from the thread that runs the loop and must not block."""
+        self._core = core
+        self._deliver = deliver
+        self._publish_stats = publish_stats
+        self._stats_period_s = stats_period_s
+        self._next_stats = 0.0
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._drain = False
+
+    def post(self, command: Command) -> None:
+        """Hand a command over; it is applied before the next step."""
+        self._inbox.put(command)
+
+    def stop(self, drain: bool = False) -> None:
+        """End `run` soon. `drain`: only when no request is live any more; otherwise live ones end with an error."""
+        self._drain = drain
+        self._stopping = True
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """Serve until `stop`. Whatever ends it, every live request has been answered then."""
+        try:
+            while not (self._stopping and not (self._drain and self._core.has_work)):
+                self._poll()
+                responses = self._core.step() if self._core.has_work else self._core.take_responses()
+                if responses:
+                    self._deliver(responses)
+                self._report()
+        finally:
+            self._core.fail_all(EngineUnavailable("the engine is shutting down; send the request again later"))
+            self._deliver(self._core.take_responses())
+
+    def _poll(self) -> None:
+        self._core.begin_poll()
+        if not (self._core.has_work or self._stopping):
+            try:
+                self._apply(self._inbox.get(timeout=MAX_IDLE_S))
+            except queue.Empty:
+                self._core.expire()
+                return
+        while not self._inbox.empty():
+            self._apply(self._inbox.get())
+
+    def _apply(self, command: Command | None) -> None:
+        match command:
+            case Submit(request_id, request):
+                self._core.enqueue(request_id, request)
+            case Cancel(request_id, keep_output_tokens):
+                self._core.cancel(request_id, keep_output_tokens)
+            case StopSession(request_id, session_id, end):
+                self._core.stop_session(request_id, session_id, end)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_stats:
+            self._next_stats = now + self._stats_period_s
+            self._publish_stats(self._core.stats())
