@@ -52,7 +52,7 @@ class Connection:
             self._outgoing.put_nowait(encode_frame(message))
         except queue.Full:
             log.error("client %d does not read its responses; it is cut off", self.index)
-            self._sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(self._sock)
 
     def send_responses(self, responses: list[Response]) -> None:
         with self._lock:
@@ -93,6 +93,7 @@ class Connection:
         except OSError:
             pass  # the reader sees the same end and cleans up
         finally:
+            _hang_up(self._sock)
             self._sock.close()
 
 
@@ -128,6 +129,7 @@ class EngineServer:
 
     def close(self) -> None:
         """Stop listening; connections end once what is queued for them has been sent."""
+        _hang_up(self._listener)
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.finish()
@@ -151,6 +153,14 @@ class EngineServer:
     def _forget(self, index: int) -> None:
         with self._lock:
             self._connections.pop(index, None)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake whoever blocks on a socket: closing alone would not."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side was first
 
 
 def _peer_uid(sock: socket.socket) -> int:

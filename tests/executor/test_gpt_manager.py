@@ -1,0 +1,153 @@
+"""The callback interface of document 001."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from backend.api import FinishReason, Request
+from backend.executor.gpt_manager import GptManager
+from tests.executor.helpers import make_core
+from tests.fakes.hash_worker import oracle
+
+
+class Client:
+    """Feeds a GptManager from a list and records what it says, with the events in order."""
+
+    def __init__(self, requests: list[tuple[int, Request]], stop_after: dict[int, int] | None = None):
+        self.todo = list(requests)
+        self.stop_after = stop_after or {}
+        self.tokens: dict[int, list[int]] = {}
+        self.finals: list[int] = []
+        self.errors: dict[int, str] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.threads: set[str] = set()
+        self.on_final = lambda request_id: None
+        self.done = threading.Event()
+        self.expected = len(requests)
+
+    def get(self, max_count: int) -> list[tuple[int, Request]]:
+        self.threads.add(threading.current_thread().name)
+        taken, self.todo = self.todo[:max_count], self.todo[max_count:]
+        return taken
+
+    def send(self, request_id: int, response, is_final: bool, error: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if error:
+            self.errors[request_id] = error
+        else:
+            self.tokens.setdefault(request_id, []).extend(response.result.output_token_ids[0])
+            self.reasons[request_id] = response.result.finish_reasons[0]
+        if is_final:
+            self.finals.append(request_id)
+            self.on_final(request_id)
+        if len(self.finals) >= self.expected:
+            self.done.set()
+
+    def poll(self) -> set[int]:
+        return {i for i, n in self.stop_after.items() if len(self.tokens.get(i, ())) >= n} | {999_999}
+
+    def run(self, core=None, **options: object) -> GptManager:
+        core = core or make_core()
+        with GptManager(core, self.get, self.send, self.poll, **options) as manager:
+            assert self.done.wait(20)
+        return manager
+
+
+def streaming(prompt: list[int], max_tokens: int) -> Request:
+    return Request(prompt, max_tokens, streaming=True)
+
+
+@pytest.mark.feature("001-07", "001-06")
+def test_a_duplicate_id_is_refused_and_the_first_request_is_untouched():
+    client = Client([(7, streaming([1, 2], 6)), (7, streaming([3, 4], 6))])
+    client.run()
+    assert "in use" in client.errors[7]
+    assert client.finals == [7, 7]
+    assert client.tokens[7] == oracle([1, 2], 6, 1000)
+
+
+@pytest.mark.feature("001-08", "001-58")
+def test_an_id_may_be_used_again_from_inside_its_final_callback():
+    client = Client([(1, streaming([1], 1))])
+    client.expected = 1000
+    client.on_final = lambda request_id: client.todo.append((1, streaming([1], 1)))
+    client.run()
+    assert not client.errors
+    assert set(client.tokens[1]) == set(oracle([1], 1, 1000))
+
+
+@pytest.mark.feature("001-58")
+def test_in_the_final_callback_the_blocks_are_free_already():
+    core = make_core()
+    used = []
+    client = Client([(1, streaming([1, 2, 3], 10))])
+    client.on_final = lambda request_id: used.append(core.kv.stats().used_num_blocks)
+    client.run(core)
+    assert used == [0]
+
+
+@pytest.mark.feature("001-09")
+def test_a_stop_signal_ends_an_active_request_and_unknown_ids_are_ignored():
+    core = make_core()
+    client = Client([(1, streaming([1, 2], 100)), (2, streaming([3, 4], 8))], stop_after={1: 5})
+    client.run(core)
+    assert client.reasons[1] is FinishReason.CANCELLED
+    assert client.tokens[1] == oracle([1, 2], 100, 1000)[: len(client.tokens[1])]
+    assert 5 <= len(client.tokens[1]) <= 6
+    assert client.tokens[2] == oracle([3, 4], 8, 1000)
+    assert core.kv.stats().used_num_blocks == 0
+
+
+@pytest.mark.feature("001-09")
+def test_a_queued_request_can_be_stopped():
+    requests = [(i, streaming([i], 20)) for i in range(1, 5)] + [(5, streaming([5], 20))]
+    client = Client(requests, stop_after={5: 0})
+    client.run()
+    assert client.reasons[5] is FinishReason.CANCELLED
+    assert client.tokens[5] == []
+
+
+@pytest.mark.feature("001-56")
+def test_the_worker_thread_runs_from_construction_and_makes_the_callbacks():
+    client = Client([(1, streaming([1], 2))])
+    manager = client.run()
+    assert client.threads == {"gpt-manager"}
+    assert not manager.worker_thread.is_alive()
+
+
+@pytest.mark.feature("001-57")
+def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response():
+    sizes: dict[int, list[int]] = {1: [], 2: []}
+    client = Client([(1, streaming([1], 5)), (2, Request([1], 5))])
+    send = client.send
+
+    def record(request_id, response, is_final, error):
+        sizes[request_id].append(len(response.result.output_token_ids[0]))
+        send(request_id, response, is_final, error)
+
+    client.send = record
+    client.run()
+    assert sizes == {1: [1] * 5, 2: [6]}
+
+
+@pytest.mark.feature("001-59")
+def test_leaving_the_context_finishes_what_is_active():
+    client = Client([(i, streaming([i], 30)) for i in range(1, 4)])
+    started = threading.Event()
+    client.on_final = lambda request_id: None
+    get = client.get
+
+    def get_and_tell(max_count):
+        taken = get(max_count)
+        if taken:
+            started.set()
+        return taken
+
+    manager = GptManager(make_core(), get_and_tell, client.send)
+    assert started.wait(5)
+    manager.shutdown()
+    assert sorted(client.finals) == [1, 2, 3]
+    assert all(client.tokens[i] == oracle([i], 30, 1000) for i in (1, 2, 3))
+    assert not manager.worker_thread.is_alive()

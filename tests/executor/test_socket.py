@@ -1,0 +1,99 @@
+"""The engine behind its socket: several clients, clients that leave, an engine that dies and returns."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from backend.api import EngineUnavailable, ErrorCode, Request
+from backend.engine.ipc import MAX_FRAME_BYTES, Hello, receive_frame
+from backend.engine.loop import EngineLoop
+from backend.engine.server import EngineServer
+from backend.executor import Executor
+from backend.executor.transport import wait_until
+from tests.executor.helpers import CONFIG, drain, make_core, tokens_of
+from tests.fakes.hash_worker import oracle
+
+
+@contextmanager
+def engine(socket_path: Path):
+    """An engine that listens, in this process: (core, loop)."""
+    core = make_core()
+    server: EngineServer | None = None
+    loop = EngineLoop(core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01)
+    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield core
+    finally:
+        loop.stop()
+        thread.join()
+        server.close()
+
+
+def streaming(prompt: list[int], max_tokens: int) -> Request:
+    return Request(prompt, max_tokens, streaming=True)
+
+
+def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path):
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as one, Executor.attach(str(tmp_path / "s"), 5) as two:
+        ids = {one: one.enqueue_request(streaming([1], 20)), two: two.enqueue_request(streaming([2], 20))}
+        assert len(set(ids.values())) == 2
+        for executor, first in ((one, 1), (two, 2)):
+            assert tokens_of(drain(executor, [ids[executor]])[ids[executor]]) == oracle([first], 20, 1000)
+
+
+def test_the_requests_of_a_client_that_leaves_are_cancelled(tmp_path):
+    with engine(tmp_path / "s") as core:
+        client = Executor.attach(str(tmp_path / "s"), 5)
+        client.enqueue_request(Request([1, 2, 3], 200))
+        client.enqueue_request(Request([4, 5, 6], 200))
+        client.shutdown()
+        assert wait_until(lambda: core.num_live == 0 and core.kv.stats().used_num_blocks == 0, 5)
+
+
+def test_a_lost_engine_answers_every_live_request_with_unavailable_and_a_new_one_is_found(tmp_path):
+    path = tmp_path / "s"
+    with engine(path):
+        client = Executor.attach(str(path), 5)
+        heard, done = [], threading.Event()
+        client.submit(Request([1, 2], 254), lambda response: (heard.append(response), done.set()))
+    assert done.wait(5)
+    assert len(heard) == 1 and heard[0].error_code is ErrorCode.UNAVAILABLE
+    assert wait_until(lambda: not client.is_ready(), 5)
+    with pytest.raises(EngineUnavailable, match="not ready"):
+        client.enqueue_request(Request([1], 1))
+    with engine(path):
+        assert wait_until(client.is_ready, 5)
+        request_id = client.enqueue_request(streaming([3], 4))
+        assert tokens_of(drain(client, [request_id])[request_id]) == oracle([3], 4, 1000)
+        client.shutdown()
+
+
+def test_statistics_arrive_by_themselves(tmp_path):
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
+        drain(client, [client.enqueue_request(streaming([1], 5))])
+        assert wait_until(lambda: client.latest_stats() and client.latest_stats().counters.generated_tokens_total == 5, 5)
+
+
+def test_garbage_on_the_socket_harms_nobody(tmp_path):
+    path = str(tmp_path / "s")
+    with engine(tmp_path / "s"), Executor.attach(path, 5) as client:
+        for garbage in (b"\x05\x00\x00\x00hello", (MAX_FRAME_BYTES + 1).to_bytes(4, "little"), b"\x00"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+                stranger.connect(path)
+                assert receive_frame(stranger) is not None  # the Hello
+                stranger.sendall(garbage)
+        request_id = client.enqueue_request(streaming([3], 4))
+        assert tokens_of(drain(client, [request_id])[request_id]) == oracle([3], 4, 1000)
+
+
+def test_the_socket_is_private(tmp_path):
+    with engine(tmp_path / "run" / "s"):
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "run" / "s").stat().st_mode & 0o777 == 0o600
