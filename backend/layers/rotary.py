@@ -1,0 +1,40 @@
+"""Rotary tables: cos and sin for every position, computed once. Frequencies follow transformers' `rope_type`s."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from backend.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(inv_freq, rope)
+    return inv_freq
+
+
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [num_positions, head_dim / 2] in `dtype`; the angles are formed in float32."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, a smooth ramp between."""
+    wavelength = 2 * math.pi / inv_freq
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    ramp = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (1 - ramp) * inv_freq / rope.factor + ramp * inv_freq
+    scaled = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
+    is_medium = ~(wavelength < shortest) & ~(wavelength > longest)
+    return torch.where(is_medium, smooth, scaled)

@@ -1,0 +1,103 @@
+"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. One forward over a flat batch; everything it needs is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend.layers.attention import AttentionWeights, attention
+from backend.layers.mlp import MlpWeights, mlp
+from backend.layers.rotary import rotary_tables
+from backend.models.config import ModelConfig
+from backend.models.tensors import TensorSource
+from kernels.paged_attention import AttentionRows
+from kernels.rms_norm import rms_norm
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    input_norm: Tensor  # [hidden]
+    attention: AttentionWeights
+    post_norm: Tensor  # [hidden]
+    mlp: MlpWeights
+
+
+@dataclass(slots=True)
+class Llama:
+    config: ModelConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    cos: Tensor  # [max_seq_len, head_dim / 2]
+    sin: Tensor
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, cells: Tensor, rows: AttentionRows, pools: list[Tensor]
+    ) -> Tensor:
+        """Run a flat batch of tokens and write their KV.
+
+        token_ids, positions, cells: [num_tokens] int64. pools: one KV pool a layer. Returns hidden states [num_tokens, hidden].
+        """
+        config = self.config
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = self.embedding[token_ids]  # [num_tokens, hidden]
+        for layer, pool, window in zip(self.layers, pools, config.windows, strict=True):
+            normed = rms_norm(x, layer.input_norm, config.norm_eps)
+            x = x + attention(
+                normed, layer.attention, pool, rows, cells, cos, sin, config.head_dim, config.norm_eps, window
+            )
+            x = x + mlp(rms_norm(x, layer.post_norm, config.norm_eps), layer.mlp)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden] -> [num_rows, vocab] float32. Give it only the rows that sample."""
+        return F.linear(rms_norm(hidden, self.norm, self.config.norm_eps), self.lm_head).float()
+
+
+def build_llama(
+    config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int, dtype: torch.dtype, device: torch.device
+) -> Llama:
+    """Fuse a checkpoint's tensors into a model. Raises ConfigError for missing, misshapen or unused tensors."""
+    source = TensorSource(tensors, dtype, device)
+    embedding = source.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    if config.tied_embeddings:
+        lm_head = embedding
+        source.ignore("lm_head.weight")
+    else:
+        lm_head = source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    layers = [_layer(config, source, f"model.layers.{index}.") for index in range(config.num_layers)]
+    norm = source.take("model.norm.weight", (config.hidden_size,))
+    source.check_all_used()
+    cos, sin = rotary_tables(config.rope, config.head_dim, max_seq_len, dtype, device)
+    return Llama(config, embedding, layers, norm, lm_head, cos, sin)
+
+
+def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeights:
+    hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    attn, ffn = prefix + "self_attn.", prefix + "mlp."
+    qkv = {attn + "q_proj": q, attn + "k_proj": kv, attn + "v_proj": kv}
+    gate_up = {ffn + "gate_proj": inter, ffn + "up_proj": inter}
+    return LayerWeights(
+        input_norm=source.take(prefix + "input_layernorm.weight", (hidden,)),
+        attention=AttentionWeights(
+            qkv=torch.cat([source.take(name + ".weight", (rows, hidden)) for name, rows in qkv.items()]),
+            qkv_bias=torch.cat([source.take(n + ".bias", (rows,)) for n, rows in qkv.items()]) if config.qkv_bias else None,
+            out=source.take(attn + "o_proj.weight", (hidden, q)),
+            out_bias=source.take(attn + "o_proj.bias", (hidden,)) if config.out_bias else None,
+            q_norm=source.take(attn + "q_norm.weight", (head,)) if config.qk_norm else None,
+            k_norm=source.take(attn + "k_norm.weight", (head,)) if config.qk_norm else None,
+        ),
+        post_norm=source.take(prefix + "post_attention_layernorm.weight", (hidden,)),
+        mlp=MlpWeights(
+            gate_up=torch.cat([source.take(name + ".weight", (rows, hidden)) for name, rows in gate_up.items()]),
+            gate_up_bias=torch.cat([source.take(n + ".bias", (r,)) for n, r in gate_up.items()]) if config.mlp_bias else None,
+            down=source.take(ffn + "down_proj.weight", (hidden, inter)),
+            down_bias=source.take(ffn + "down_proj.bias", (hidden,)) if config.mlp_bias else None,
+        ),
+    )

@@ -1,0 +1,115 @@
+"""Checkpoints: a Hugging Face directory (config.json, safetensors in one file or shards), or the same in memory.
+
+safetensors only: a pickle-based file could run code while it is read, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.models.config import ModelConfig, parse_model_config, read_model_config
+from backend.models.llama import Llama
+from backend.models.registry import FAMILIES
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_model_path(path: str) -> Path:
+    """A directory, a Hugging Face hub id (fetched or found in the local cache), or "" for the default model."""
+    if not path:
+        return DEFAULT_MODEL
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ConfigError(f"model {path}: File does not exist; give a checkpoint directory or a hub id such as ORG/NAME")
+    return _from_hub(path)
+
+
+def load_directory(directory: Path, max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
+    """Build the model of a checkpoint directory. Raises ConfigError."""
+    config = read_model_config(directory)
+    with ExitStack() as stack:
+        tensors = _LazyTensors([stack.enter_context(safe_open(path, "pt")) for path in _weight_files(directory)])
+        return _build(config, tensors, max_seq_len, dtype, device)
+
+
+def load_buffers(tensors: Mapping[str, Tensor], json_config: str, max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
+    """Build a model from tensors in memory and the text of a config.json. Raises ConfigError."""
+    return _build(parse_model_config(json_config), tensors, max_seq_len, dtype, device)
+
+
+def read_eos_ids(directory: Path) -> tuple[int, ...]:
+    """Token ids that end a text: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if path.is_file():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()
+
+
+def effective_dtype(config: ModelConfig, dtype: str) -> torch.dtype:
+    """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
+    name = config.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=...")
+    return DTYPES[name]
+
+
+def _build(config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
+    limit = min(max_seq_len or config.max_position, config.max_position)
+    with torch.inference_mode():
+        return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, dtype), device)
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors of open safetensors files, read one at a time when they are asked for."""
+
+    def __init__(self, files: list[safe_open]):
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ConfigError(f"model {directory.name}: {missing[0]}: File does not exist; {len(missing)} shards are missing")
+        return [directory / name for name in names]
+    if (directory / "model.safetensors").is_file():
+        return [directory / "model.safetensors"]
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+        raise ConfigError(f"model {directory.name} has pickle weights (.bin, .pt), which are refused; convert them to safetensors")
+    raise ConfigError(f"model {directory.name}: model.safetensors: File does not exist")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {name}: File does not exist here and could not be fetched ({type(error).__name__}); give a checkpoint directory"
+        ) from None

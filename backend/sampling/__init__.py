@@ -1,0 +1,1 @@
+"""Per-slot sampling parameters and the Sampler. The tensor mathematics is in kernels/sampling.py."""

@@ -1,0 +1,106 @@
+"""What the sampler remembers of each slot: numbers in two tensors on the device, switches and word lists on the host.
+
+A slot's parameters change only in `set_row`, which replaces all of them. Columns of the two tensors:
+
+    floats [num_slots, 6] float64   temperature, top_p, min_p, repetition, presence, frequency
+    ints   [num_slots, 4] int64     top_k, seed, counter base, num_prompt_tokens
+
+The random counter of the next token is num_sampled_before + outputs so far = counter base + known tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from backend.core.step import NewRow
+from backend.api.sampling import SamplingConfig
+
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+TOP_K, SEED, COUNTER_BASE, NUM_PROMPT = range(4)
+
+LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
+
+
+class SlotOptions(Struct, frozen=True):
+    """The host's share: which paths a row takes, and the sparse additions to its logits (tensors on the device)."""
+
+    is_greedy: bool = True
+    is_filtered: bool = False  # top-k, top-p or min-p
+    has_penalties: bool = False
+    top_k: int = 0  # 1 .. vocab
+    num_prompt_tokens: int = 0
+    min_tokens: int = 0
+    end_ids: Tensor | None = None  # [ends] int64
+    bias: tuple[Tensor, Tensor] | None = None  # ids [entries] int64, values [entries] float32
+    words: tuple[Tensor, Tensor] | None = None  # bad words [words, width] int64 aligned to the right, lengths [words]
+    return_log_probs: bool = False
+    top_log_probs: int = 0
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.return_log_probs or self.top_log_probs > 0
+
+
+class SlotParameters:
+    """The store. Values are taken as valid: the limits were checked when the request was accepted."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.device = device
+        self.floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
+        self.ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
+        self.options: list[SlotOptions | None] = [None] * num_slots
+
+    def set_row(self, row: NewRow) -> None:
+        """Replace everything known of `row.slot`."""
+        config = row.sampling
+        top_k = min(config.top_k or self.vocab_size, self.vocab_size)
+        top_p = _value(config.top_p, 1.0)
+        min_p = _value(config.min_p, 0.0)
+        temperature = max(_value(config.temperature, 1.0), LEAST_TEMPERATURE)
+        penalties = _penalties(config)
+        self.floats[row.slot] = torch.tensor([temperature, top_p, min_p, *penalties], dtype=torch.float64)
+        seed = config.seed or 0
+        seed -= (1 << 64) if seed >= 1 << 63 else 0
+        base = row.num_sampled_before - row.num_prompt_tokens
+        self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens])
+        self.options[row.slot] = SlotOptions(
+            is_greedy=config.is_greedy,
+            is_filtered=top_k < self.vocab_size or top_p < 1.0 or min_p > 0.0,
+            has_penalties=config.has_penalties,
+            top_k=top_k,
+            num_prompt_tokens=row.num_prompt_tokens,
+            min_tokens=config.min_tokens or 0,
+            end_ids=self._ids(row.end_ids) if row.end_ids and config.min_tokens else None,
+            bias=self._bias(config.logit_bias) if config.logit_bias else None,
+            words=self._words(row.bad_words) if any(row.bad_words) else None,
+            return_log_probs=row.return_log_probs,
+            top_log_probs=min(row.top_log_probs, self.vocab_size),
+        )
+
+    def _ids(self, ids: tuple[int, ...] | list[int]) -> Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+
+    def _bias(self, bias: dict[int, float]) -> tuple[Tensor, Tensor]:
+        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+        return self._ids(list(bias)), values
+
+    def _words(self, words: list[list[int]]) -> tuple[Tensor, Tensor]:
+        words = [word for word in words if word]
+        width = max(map(len, words))
+        table = torch.tensor([[0] * (width - len(word)) + word for word in words], device=self.device)
+        return table, self._ids([len(word) for word in words])
+
+
+def _value(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _penalties(config: SamplingConfig) -> tuple[float, float, float]:
+    return (
+        _value(config.repetition_penalty, 1.0),
+        _value(config.presence_penalty, 0.0),
+        _value(config.frequency_penalty, 0.0),
+    )

@@ -1,0 +1,56 @@
+"""CancellationPoller: asks Triton which live streams their clients have given up. Nothing but asking tells.
+
+One thread, one sweep per period over all live streams, queued ones included. `is_cancelled` is a round trip (60 to 100 us),
+more threads do not make a sweep shorter, and no engine step ever waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from backend.serving.pump import Stream
+
+log = logging.getLogger("everbatch.serving")
+
+
+class CancellationPoller:
+    def __init__(self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float):
+        """`abandon(stream)` is called once for each stream whose client is gone, from the poller's thread."""
+        self._live_streams = live_streams
+        self._abandon = abandon
+        self._period_s = period_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everbatch-cancellation", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5)
+
+    def sweep(self) -> None:
+        """One look at every live stream."""
+        for stream in self._live_streams():
+            if not stream.closed and not stream.abandoned and self._is_cancelled(stream):
+                self._abandon(stream)
+
+    def _is_cancelled(self, stream: Stream) -> bool:
+        try:
+            return stream.sender.is_cancelled()
+        except Exception as error:  # Triton's own type; the next sweep asks again, and a stream that ended is not live any more
+            log.warning("asking for the cancellation of request %r failed: %s", stream.client_request_id, error)
+            return False
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            started = time.monotonic()
+            try:
+                self.sweep()
+            except Exception:
+                log.exception("a cancellation sweep failed")
+            elapsed = time.monotonic() - started
+            self._stopped.wait(max(self._period_s - elapsed, self._period_s / 2))

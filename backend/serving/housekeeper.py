@@ -1,0 +1,81 @@
+"""Housekeeper: one thread for everything that happens about once a second, and for the drain signal.
+
+SIGUSR1 asks for a drain: nothing new is accepted, running requests may go on for a grace period, then they are ended. Triton
+itself tells a model nothing of a shutdown before its last request is answered. A Python signal handler would run only when the
+main thread next executes Python, which may be never; so the signal's wake-up pipe is read here.
+
+When the server process goes away, the stub may hang for ever on a lock in shared memory: the parent's process id is watched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("everbatch.serving")
+PARENT_CHECK_S = 0.5
+
+
+class Housekeeper:
+    def __init__(
+        self,
+        tick: Callable[[], None],
+        period_s: float,
+        drain: Callable[[], None],
+        orphaned: Callable[[], None],
+        parent_pid: Callable[[], int] = os.getppid,
+    ):
+        """`tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent process has changed. All in its thread."""
+        self._tick = tick
+        self._period_s = period_s
+        self._drain = drain
+        self._orphaned = orphaned
+        self._parent_pid = parent_pid
+        self._parent = parent_pid()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everbatch-housekeeper", daemon=True)
+
+    def listen_for_drain(self) -> None:
+        """Install the signal. Main thread only."""
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)  # the wake-up pipe does the work
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        os.write(self._writer, b"\0")
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        next_tick = 0.0
+        drained = False
+        while not self._stopped.is_set():
+            wait_s = max(0.0, min(next_tick - time.monotonic(), PARENT_CHECK_S))
+            woken, _, _ = select.select([self._reader], [], [], wait_s)
+            signals = os.read(self._reader, 64) if woken else b""
+            if self._parent_pid() != self._parent:
+                self._orphaned()
+                return
+            if signal.SIGUSR1 in signals and not drained:
+                drained = True
+                self._guarded(self._drain)
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + self._period_s
+                self._guarded(self._tick)
+
+    @staticmethod
+    def _guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # one bad update must not end the watch on the server process
+            log.exception("housekeeping failed")

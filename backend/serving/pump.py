@@ -1,0 +1,242 @@
+"""Responses from the engine to Triton, over a few coalescing sender threads.
+
+    engine reader --deliver()--> stream.inbox --(stream queued at most once)--> lane --> sender thread --send()--> Triton
+
+Rules
+  - A stream (one Triton request of one or more rows) stays with one lane, hence its responses keep their order, and only
+    that lane's thread touches its row outputs and its Triton sender.
+  - What arrives while a send is in flight joins the next response.
+  - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
+  - A row's error ends that row only. A stream-wide failure (`fail`) ends all rows with one error.
+  - A send that raises ends the stream: error with FINAL, else a bare FINAL, else nothing is left to try. Its rows are
+    cancelled in the engine.
+  - `deliver`, `fail` and `open` never block; they may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from backend.api import ErrorCode, RequestId, Response
+from backend.serving import pb
+from backend.serving.outputs import RowOutput
+
+log = logging.getLogger("everbatch.serving")
+
+
+class ResponseSender(Protocol):
+    """Triton's, as far as it is used."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class Failure(NamedTuple):
+    code: ErrorCode
+    message: str
+
+
+class Row:
+    """One engine request of a stream. `request_id` is set by the main thread or by the first response; the rest by the sender."""
+
+    def __init__(self, output: RowOutput, num_input_tokens: int = 0):
+        self.output = output
+        self.num_input_tokens = num_input_tokens
+        self.request_id: RequestId | None = None
+        self.failure: Failure | None = None
+        self.ended = False
+
+
+class Stream:
+    """One Triton request while it is answered. Fields below the line are guarded by `lock`."""
+
+    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: queue.SimpleQueue):
+        self.sender = sender
+        self.client_request_id = client_request_id
+        self.rows = rows
+        self.lane = lane
+        self.closed = False  # FINAL has been sent; written by the sender thread
+        self.lock = threading.Lock()
+        # ----
+        self.inbox: deque[tuple[Row, Response]] = deque()
+        self.failure: Failure | None = None
+        self.answers_nothing = False  # one empty response is the whole answer
+        self.queued = False
+        self.cancelled = False  # somebody asked the engine to stop it
+        self.abandoned = False  # the client is gone: only the end still matters
+
+
+class ResponsePump:
+    """Owns the sender threads and the set of live streams.
+
+    `stop_rows(stream)` asks the engine to cancel what still runs; `stop_at(row, n)` to cancel one row that ended by its text
+    after n output tokens; `on_row_end(row)` is told of every row that ended without an error. All called from sender threads.
+    """
+
+    def __init__(
+        self,
+        num_lanes: int,
+        stop_rows: Callable[[Stream], None],
+        stop_at: Callable[[Row, int], None],
+        on_row_end: Callable[[Row], None] = lambda row: None,
+    ):
+        self._stop_rows = stop_rows
+        self._stop_at = stop_at
+        self._on_row_end = on_row_end
+        self._lanes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_lanes)]
+        self._live: dict[int, Stream] = {}  # insertion order
+        self._live_lock = threading.Lock()
+        self._num_opened = 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"everbatch-sender-{n}", daemon=True)
+            for n, lane in enumerate(self._lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- any thread --------------------------------------------------------------------------------------------------
+
+    def open(self, sender: ResponseSender, client_request_id: str, rows: list[Row]) -> Stream:
+        with self._live_lock:
+            lane = self._lanes[self._num_opened % len(self._lanes)]
+            self._num_opened += 1
+            stream = Stream(sender, client_request_id, rows, lane)
+            self._live[id(stream)] = stream
+        return stream
+
+    def deliver(self, stream: Stream, row: Row, response: Response) -> None:
+        """Hand one engine response of `row` to its sender."""
+        with stream.lock:
+            stream.inbox.append((row, response))
+            self._queue(stream)
+
+    def fail(self, stream: Stream, code: ErrorCode, message: str) -> None:
+        """End the whole stream with an error. The first failure counts; after the end it changes nothing."""
+        with stream.lock:
+            stream.failure = stream.failure or Failure(code, message)
+            self._queue(stream)
+
+    def finish_empty(self, stream: Stream) -> None:
+        """Answer with one response that holds no tensor."""
+        with stream.lock:
+            stream.answers_nothing = True
+            self._queue(stream)
+
+    def live_streams(self) -> list[Stream]:
+        """Streams without FINAL yet, oldest first."""
+        with self._live_lock:
+            return list(self._live.values())
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the senders finish what is queued, then end them."""
+        for lane in self._lanes:
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    @staticmethod
+    def _queue(stream: Stream) -> None:
+        """Called with the stream's lock held."""
+        if not stream.queued and not stream.closed:
+            stream.queued = True
+            stream.lane.put(stream)
+
+    # ---- sender threads ----------------------------------------------------------------------------------------------
+
+    def _run(self, lane: queue.SimpleQueue) -> None:
+        while (stream := lane.get()) is not None:
+            try:
+                self._serve(stream)
+            except Exception:  # the last line of defence: a stream without an end hangs its client and blocks the shutdown
+                log.exception("answering request %r failed", stream.client_request_id)
+                self._end_badly(stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log"))
+
+    def _serve(self, stream: Stream) -> None:
+        with stream.lock:
+            stream.queued = False
+            arrived, stream.inbox = stream.inbox, deque()
+            failure, answers_nothing, abandoned = stream.failure, stream.answers_nothing, stream.abandoned
+        if stream.closed:
+            return
+        if failure is not None:
+            self._end_badly(stream, failure)
+            return
+        if answers_nothing:
+            self._send(stream, pb.data_response([]), last=True)
+            return
+        touched = self._feed(arrived)
+        ending = all(row.ended for row in stream.rows)
+        if abandoned and not ending:
+            return
+        replies = [reply for row in touched if (reply := _reply(stream, row)) is not None]
+        for n, reply in enumerate(replies):
+            if not self._send(stream, reply, last=ending and n == len(replies) - 1):
+                return
+
+    def _feed(self, arrived: deque[tuple[Row, Response]]) -> list[Row]:
+        """Give the responses to their rows; returns the rows that got any, in the order of their first."""
+        touched: dict[int, Row] = {}
+        for row, response in arrived:
+            if row.ended:
+                continue
+            touched[id(row)] = row
+            if row.request_id is None:
+                row.request_id = response.request_id
+            if response.has_error():
+                row.failure = Failure(response.error_code, response.error_msg)
+                row.ended = True
+                continue
+            num_kept = row.output.feed(response.result)
+            row.ended = response.result.is_final
+            if row.ended:
+                self._on_row_end(row)
+            elif num_kept is not None:
+                self._stop_at(row, num_kept)
+        return list(touched.values())
+
+    def _send(self, stream: Stream, response: Any, last: bool) -> bool:
+        """Returns whether the stream may go on."""
+        try:
+            stream.sender.send(response, flags=pb.FINAL if last else 0)
+        except Exception as error:  # Triton raises its own type for a full /dev/shm, a closed sender, ...
+            log.error("sending to request %r failed: %s", stream.client_request_id, error)
+            self._end_badly(stream, Failure(ErrorCode.INTERNAL, "the server could not send a response; see its log"))
+            return False
+        if last:
+            self._close(stream)
+        return True
+
+    def _end_badly(self, stream: Stream, failure: Failure) -> None:
+        if stream.closed:
+            return
+        self._close(stream)
+        self._stop_rows(stream)
+        attempts = (lambda: stream.sender.send(pb.error_response(*failure), flags=pb.FINAL), lambda: stream.sender.send(flags=pb.FINAL))
+        for attempt in attempts:
+            try:
+                attempt()
+                return
+            except Exception as error:
+                if "closed" in str(error):
+                    return
+                log.error("ending request %r failed: %s", stream.client_request_id, error)
+
+    def _close(self, stream: Stream) -> None:
+        with stream.lock:
+            stream.closed = True
+        with self._live_lock:
+            self._live.pop(id(stream), None)
+
+
+def _reply(stream: Stream, row: Row) -> Any | None:
+    if row.failure is not None:
+        prefix = f"row {stream.rows.index(row)}: " if len(stream.rows) > 1 else ""
+        return pb.error_response(row.failure.code, prefix + row.failure.message)
+    arrays = row.output.render(row.ended)
+    return None if arrays is None else pb.data_response(arrays)

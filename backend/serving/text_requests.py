@@ -1,0 +1,185 @@
+"""ensemble and tensorrt_llm_bls: text or chat messages in, text out.
+
+The front tokenises, the engine works on tokens, the row's sender detokenises. Stop strings are matched on the text here, so
+a row that has any is streamed by the engine even when its client wants one response.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from backend.api import InvalidRequest, Request, SessionConfig
+from backend.serving.outputs import RowSettings, TextOutput
+from backend.serving.reading import Batch
+from backend.serving.requests import (
+    Parameters,
+    ServingContext,
+    Work,
+    check_mode,
+    echoes_prompt,
+    prompt_too_long,
+    read_output_config,
+    read_sampling,
+    read_session,
+    read_settings,
+    read_stop_session,
+)
+from backend.text.chat import ChatTemplate
+from backend.text.stream import TextStream
+from backend.text.tokenizer import Tokenizer
+from backend.text.words import words_token_ids
+
+MAX_TOKEN_BYTES = 64  # a prompt of more bytes than this for each token of max_seq_len is refused before it is tokenised
+
+
+class TextTools(NamedTuple):
+    """The model's tokenizer and chat template."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @classmethod
+    def from_directory(cls, path: str) -> TextTools:
+        """Raises ConfigError when the directory has no tokenizer that can be read."""
+        tokenizer = Tokenizer.from_directory(path)
+        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer))
+
+
+class _Prompt(NamedTuple):
+    text: str
+    ids: list[int]
+    is_chat: bool
+
+
+def parse_text_requests(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
+    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs."""
+    batch.refuse_what_is_not_built()
+    check_mode(batch, "stream", context.decoupled)
+    return [_parse_row(batch, row, context, parameters, tools) for row in range(batch.num_rows)]
+
+
+def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Parameters, tools: TextTools) -> Work:
+    stop_session = read_stop_session(batch, row)
+    if stop_session is not None:
+        batch_index = row if batch.num_rows > 1 else None
+        return Work(stop_session, TextOutput(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
+    limits, triton = context.config.limits, context.config.triton
+    session = read_session(batch, row)
+    max_tokens = _read_max_tokens(batch, row, session)
+    prompt = _read_prompt(batch, row, context, tools, session)
+    stops = _read_stops(batch, row, limits.max_words, limits.max_stop_bytes)
+    streaming = bool(batch.scalar("stream", row))
+    request = Request(
+        input_token_ids=prompt.ids,
+        max_tokens=max_tokens,
+        streaming=streaming or bool(stops),
+        sampling_config=read_sampling(batch, row, _read_bias(batch, row, tools.tokenizer, limits.max_logit_bias)),
+        output_config=read_output_config(batch, row),
+        end_ids=_read_end_ids(batch, row, context, tools.tokenizer),
+        bad_words=_read_bad_words(batch, row, tools.tokenizer, limits.max_words, limits.max_stop_bytes),
+        session=session,
+        timeout_s=parameters.timeout_s,
+        cache_salt=parameters.cache_salt,
+    )
+    # the prompt of a chat is the template's work: it is echoed only to who asks for it
+    echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
+    output = TextOutput(
+        read_settings(batch, row, streaming, len(prompt.ids)),
+        TextStream(tools.tokenizer, prompt.ids, stops, include_stop=True),
+        prefix=prompt.text if echo else "",
+        accumulate=triton.accumulate_tokens,
+    )
+    return Work(request, output)
+
+
+def _read_max_tokens(batch: Batch, row: int, session: SessionConfig | None) -> int:
+    """At least 1; a session's turn may ask for 0 (its history is computed, or it only ends)."""
+    max_tokens = batch.scalar("max_tokens", row)
+    if max_tokens is None:
+        raise InvalidRequest("A value is required for max_tokens")
+    if max_tokens < (1 if session is None else 0):
+        raise InvalidRequest(f"max_tokens must be a single value > 0, got {max_tokens}")
+    return max_tokens
+
+
+def _read_prompt(
+    batch: Batch, row: int, context: ServingContext, tools: TextTools, session: SessionConfig | None
+) -> _Prompt:
+    if batch.has("text_input") == batch.has("messages"):
+        problem = "both are given" if batch.has("messages") else "neither is given: text_input is required"
+        raise InvalidRequest(f"exactly one of text_input and messages is expected, {problem}")
+    max_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
+    if batch.has("messages"):
+        text = tools.template.render(_read_messages(batch, row, max_bytes))
+        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        prompt = _Prompt(text, ids, is_chat=True)
+    else:
+        text = _sized_text(batch, "text_input", row, max_bytes)
+        if not text:
+            raise InvalidRequest("text_input is empty; give at least one character")
+        starts = session is None or session.start or session.full_history  # a later turn goes on inside the text
+        prompt = _Prompt(text, tools.tokenizer.encode(text, add_special_tokens=starts), is_chat=False)
+    if not prompt.ids:
+        raise InvalidRequest("the prompt holds no token; give more text")
+    if len(prompt.ids) > context.model.max_seq_len:
+        raise prompt_too_long(len(prompt.ids), context.model.max_seq_len)
+    return prompt
+
+
+def _sized_text(batch: Batch, name: str, row: int, max_bytes: int) -> str:
+    text = batch.scalar(name, row)
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > max_bytes:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes, the limit is {max_bytes}; shorten it")
+    return text
+
+
+def _read_messages(batch: Batch, row: int, max_bytes: int) -> list[dict[str, Any]]:
+    text = _sized_text(batch, "messages", row, max_bytes)
+    try:
+        messages = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise InvalidRequest("messages is not JSON; send a JSON list of objects, each with a role and a content") from None
+    if not isinstance(messages, list):
+        raise InvalidRequest("messages is no JSON list; send a list of objects, each with a role and a content")
+    return messages
+
+
+def _read_words(batch: Batch, name: str, row: int, max_words: int, max_bytes: int) -> list[str]:
+    words = [word for word in batch.texts(name, row, max_words) if word]  # "" pads rows of a batch
+    for word in words:
+        num_bytes = len(word.encode("utf-8", "replace"))
+        if num_bytes > max_bytes:
+            raise InvalidRequest(f"{name} holds a word of {num_bytes} bytes, the limit is {max_bytes}; use shorter words")
+    return words
+
+
+def _read_stops(batch: Batch, row: int, max_words: int, max_bytes: int) -> list[str]:
+    return _read_words(batch, "stop_words", row, max_words, max_bytes)
+
+
+def _read_bad_words(batch: Batch, row: int, tokenizer: Tokenizer, max_words: int, max_bytes: int) -> list[list[int]]:
+    return words_token_ids(tokenizer, _read_words(batch, "bad_words", row, max_words, max_bytes))
+
+
+def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The request's end_id (-1: none), else all end ids that the model names."""
+    end_id = batch.scalar("end_id", row)
+    if end_id is not None:
+        return () if end_id == -1 else (end_id,)
+    return tuple(dict.fromkeys([*context.model.eos_ids, *tokenizer.eos_ids]))
+
+
+def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer, max_entries: int) -> dict[int, float]:
+    """Each word's weight is added to every id of the word, special tokens included, as TensorRT-LLM's preprocessing does."""
+    words = batch.texts("embedding_bias_words", row, max_entries)
+    weights = batch.vector("embedding_bias_weights", row)
+    num_weights = 0 if weights is None else weights.size
+    if len(words) != num_weights:
+        raise InvalidRequest(f"embedding_bias_words has {len(words)} entries and embedding_bias_weights {num_weights}; send as many")
+    bias: dict[int, float] = {}
+    for word, weight in zip(words, [] if weights is None else weights.tolist()):
+        for token_id in tokenizer.encode(word) if word else ():
+            bias[token_id] = bias.get(token_id, 0.0) + weight
+    return bias

@@ -1,0 +1,91 @@
+"""tensorrt_llm: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backend.api import InvalidRequest, Request
+from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.reading import Batch
+from backend.serving.requests import (
+    Parameters,
+    ServingContext,
+    Work,
+    check_mode,
+    echoes_prompt,
+    prompt_too_long,
+    read_output_config,
+    read_sampling,
+    read_session,
+    read_settings,
+    read_stop_session,
+    required,
+)
+from backend.serving.word_lists import decode_word_list
+
+
+def parse_token_requests(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
+    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs."""
+    batch.refuse_what_is_not_built()
+    check_mode(batch, "streaming", context.decoupled)
+    return [_parse_row(batch, row, context, parameters) for row in range(batch.num_rows)]
+
+
+def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Parameters) -> Work:
+    stop_session = read_stop_session(batch, row)
+    if stop_session is not None:
+        batch_index = row if batch.num_rows > 1 else None
+        return Work(stop_session, TokenOutput(RowSettings(batch_index=batch_index), []))
+    limits = context.config.limits
+    prompt = _read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
+    streaming = bool(batch.scalar("streaming", row))
+    end_id = batch.scalar("end_id", row)
+    request = Request(
+        input_token_ids=prompt,
+        max_tokens=required(batch, "request_output_len", row),
+        streaming=streaming,
+        sampling_config=read_sampling(batch, row, _read_bias(batch, row, context.model.vocab_size, limits.max_logit_bias)),
+        output_config=read_output_config(batch, row),
+        end_ids=() if end_id in (None, -1) else (end_id,),
+        stop_words=decode_word_list("stop_words_list", batch.matrix("stop_words_list", row), limits),
+        bad_words=decode_word_list("bad_words_list", batch.matrix("bad_words_list", row), limits),
+        session=read_session(batch, row),
+        timeout_s=parameters.timeout_s,
+        cache_salt=parameters.cache_salt,
+    )
+    echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
+    return Work(request, TokenOutput(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
+
+
+def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
+    """The row's ids without their padding. Checked as an array: no list is built of a prompt that cannot be served."""
+    ids = batch.vector("input_ids", row)
+    if ids is None:
+        raise InvalidRequest("A value is required for input_ids")
+    length = batch.scalar("input_lengths", row)
+    if length is None:
+        length = ids.size
+    if not 0 <= length <= ids.size:
+        raise InvalidRequest(f"input_lengths is {length}, allowed is 0 to {ids.size}, the width of input_ids")
+    ids = ids[:length]
+    if length == 0:
+        raise InvalidRequest("Invalid format for input_ids: the prompt is empty; give at least 1 token")
+    if length > max_seq_len:
+        raise prompt_too_long(length, max_seq_len)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
+    return ids.tolist()
+
+
+def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:
+    """A dense bias per vocabulary entry as its non-zero entries."""
+    bias = batch.vector("embedding_bias", row)
+    if bias is None or bias.size == 0:
+        return {}
+    if bias.size != vocab_size:
+        raise InvalidRequest(f"embedding bias shape is not as expected: {bias.size} values, the vocabulary has {vocab_size}")
+    where = np.flatnonzero(bias)
+    if where.size > max_entries:
+        raise InvalidRequest(f"embedding_bias has {where.size} entries that are not zero, the limit is {max_entries}; send fewer")
+    return dict(zip(where.tolist(), bias[where].tolist()))

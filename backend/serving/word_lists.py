@@ -1,0 +1,41 @@
+"""TensorRT-LLM's tensor form of a list of words (stop_words_list, bad_words_list), one row of a batch: INT32 [2, L].
+
+    [[ 5, 8, 2],      token ids of the words 5 and 8 2, one after the other, padded with 0
+     [ 1, 3, -1]]     where each word ends (exclusive position), strictly increasing, padded with -1
+
+No words: L = 0, or a second row that begins with -1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backend.api import InvalidRequest
+from backend.api.config import LimitsConfig
+
+
+def decode_word_list(name: str, matrix: np.ndarray | None, limits: LimitsConfig) -> list[list[int]]:
+    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it."""
+    if matrix is None or matrix.size == 0:
+        return []
+    ids, ends = matrix
+    num_words = int(np.argmax(ends == -1)) if (ends == -1).any() else len(ends)
+    if (ends[num_words:] != -1).any():
+        raise InvalidRequest(f"Invalid format for word list {name}: Sparse list must not have values after a -1")
+    if num_words > limits.max_words:
+        raise InvalidRequest(f"{name} holds {num_words} words, the limit is {limits.max_words}; send fewer")
+    if num_words == 0:
+        return []
+    lengths = np.diff(ends[:num_words].astype(np.int64), prepend=0)
+    if (lengths <= 0).any():
+        raise InvalidRequest(f"Invalid format for word list {name}: offsets must be positive and strictly increasing")
+    if ends[num_words - 1] > len(ids):
+        raise InvalidRequest(
+            f"Invalid format for word list {name}: offset {ends[num_words - 1]} is beyond the {len(ids)} token ids given"
+        )
+    if lengths.max() > limits.max_word_tokens:
+        raise InvalidRequest(
+            f"{name} holds a word of {lengths.max()} tokens, the limit is {limits.max_word_tokens}; use shorter words"
+        )
+    stops = ends[:num_words].tolist()
+    return [ids[start:stop].tolist() for start, stop in zip([0, *stops], stops)]

@@ -1,0 +1,179 @@
+"""ChatTemplate: messages to prompt text with the model's own Jinja template, as transformers renders it.
+
+The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON
+values only; messages are capped in number, size and depth before, and the result is cut off at a size while it is
+rendered. The sandbox bounds ranges but not time: what a template of the model itself does with capped messages is the
+operator's trust.
+
+Tokenise the result with add_special_tokens=False: a template writes its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from backend.api.errors import ConfigError, EverbatchError, InvalidRequest, Unsupported
+from backend.text.tokenizer import Tokenizer, read_json
+
+MAX_DEPTH = 16  # nesting of lists and objects in one message
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` (bos_token, ...) are its variables besides the messages."""
+
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: dict[str, str] | None = None,
+        max_messages: int = 1024,
+        max_chars: int = 4_000_000,
+    ):
+        """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
+
+        `max_chars` bounds the characters of all messages (tools included), and those of the result.
+        """
+        self._special_tokens = dict(special_tokens or {})
+        self._max_messages = max_messages
+        self._max_chars = max_chars
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
+
+    @classmethod
+    def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
+        """Read chat_template.jinja, else `chat_template` of tokenizer_config.json (a string, or its `default`)."""
+        return cls(_read_template(Path(path)), tokenizer.special_tokens, **caps)
+
+    @property
+    def exists(self) -> bool:
+        return self._template is not None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt text. Keys whose value is null are left out of a message, as transformers does.
+
+        Raises Unsupported without a template, InvalidRequest for messages beyond the caps or refused by the template.
+        """
+        if self._template is None:
+            raise Unsupported("this model has no chat template; send the prompt as text instead of messages")
+        self._check(messages, tools)
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self._run(messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
+        except EverbatchError:
+            raise
+        except Exception as error:  # a template may fail in any way on messages it does not expect; the request ends
+            raise InvalidRequest(
+                f"the chat template cannot render these messages ({type(error).__name__}); check roles and content"
+            ) from error
+
+    def _run(self, **variables: Any) -> str:
+        parts: list[str] = []
+        room = self._max_chars
+        for part in self._template.generate(**self._special_tokens, **variables):
+            room -= len(part)
+            if room < 0:
+                raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")
+            parts.append(part)
+        return "".join(parts)
+
+    def _check(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise InvalidRequest("messages must be a list of objects, each with a role and a content")
+        if not 1 <= len(messages) <= self._max_messages:
+            limit = f"allowed is 1 to {self._max_messages}"
+            raise InvalidRequest(f"there are {len(messages)} messages, {limit}; drop older ones")
+        for message in messages:
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequest("a message has no role; give it one such as user, assistant or system")
+        chars = _count_chars(messages, MAX_DEPTH + 2) + _count_chars(tools, MAX_DEPTH + 2)
+        if chars > self._max_chars:
+            raise InvalidRequest(f"the messages hold {chars} characters, allowed is {self._max_chars}; shorten them")
+
+
+def _count_chars(value: Any, depth: int) -> int:
+    """Characters of all strings in a JSON value. Raises InvalidRequest for another type, or when nested too deep."""
+    if type(value) is str:
+        return len(value)
+    if value is None or type(value) in (bool, int, float):
+        return 1
+    if depth == 0:
+        raise InvalidRequest(f"a message is nested deeper than {MAX_DEPTH} levels; flatten it")
+    if type(value) is list:
+        return 1 + sum(_count_chars(item, depth - 1) for item in value)
+    if type(value) is dict and all(type(key) is str for key in value):
+        return 1 + sum(len(key) + _count_chars(item, depth - 1) for key, item in value.items())
+    raise InvalidRequest(f"a message holds a {type(value).__name__}, allowed are JSON values; convert it")
+
+
+def _read_template(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = read_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(source, list):  # [{"name": ..., "template": ...}]
+        return {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+# ------------------------------------------------------------------------------------------------------- environment
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The names and filters that transformers gives to chat templates (transformers, utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text for training; here it renders its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    """A template refuses the messages; its sentence is the model maker's, and goes to the client."""
+    raise InvalidRequest(f"the chat template refuses these messages: {str(message)[:200]}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter it does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

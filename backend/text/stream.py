@@ -1,0 +1,95 @@
+"""TextStream: the text of one request, from its output tokens to what the client may see.
+
+    ids -> IncrementalDetokenizer -> stable text -> StopMatcher -> safe text
+
+`finished_by` names the stop string that ended the text. Then `num_tokens_kept` is the least number of output tokens
+whose decoded text holds everything up to and including the stop: the engine cuts the session's log there. The last
+kept token may carry text beyond the stop; the client never sees it. Before that, `num_tokens_kept` counts all tokens
+pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from backend.text.detokenizer import IncrementalDetokenizer
+from backend.text.stop_strings import StopMatcher
+from backend.text.tokenizer import Tokenizer
+
+
+class TextDelta(Struct, frozen=True):
+    """What one push added."""
+
+    text: str
+    finished_by: str | None = None
+    num_tokens_kept: int = 0
+
+
+class TextStream:
+    """State follows from the token ids alone: a new stream given the same prompt and output goes on identically."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        self._new_detokenizer = lambda ids: IncrementalDetokenizer(tokenizer, ids, skip_special_tokens)
+        self._prompt_ids = prompt_ids
+        self._detokenizer = self._new_detokenizer(prompt_ids)
+        self._matcher = StopMatcher(stops, include_stop)
+        self._ids: list[int] = []
+        self._num_chars = 0  # of stable text
+        self._num_clean, self._chars_clean = 0, 0  # tokens and characters when the detokenizer last held nothing
+        self._since_clean = ""  # stable text since then
+        self._num_kept: int | None = None
+
+    def push(self, ids: Sequence[int]) -> TextDelta:
+        """Take in output tokens. After a stop string has been found, more tokens change nothing."""
+        parts: list[str] = []
+        for token_id in ids:
+            if self._num_kept is not None:
+                break
+            if not self._detokenizer.holds:
+                self._num_clean, self._chars_clean, self._since_clean = len(self._ids), self._num_chars, ""
+            self._ids.append(token_id)
+            parts.append(self._take(self._detokenizer.push((token_id,))))
+        return self._delta("".join(parts))
+
+    def flush(self) -> TextDelta:
+        """The output is over: return the rest of the text. Nothing may be pushed afterwards."""
+        if self._num_kept is not None:
+            return self._delta("")
+        text = self._take(self._detokenizer.flush())
+        return self._delta(text + self._matcher.flush())
+
+    def _take(self, stable: str) -> str:
+        safe, matched = self._matcher.push(stable)
+        self._num_chars += len(stable)
+        self._since_clean += stable
+        if matched is not None:
+            self._num_kept = self._tokens_up_to_stop()
+        return safe
+
+    def _delta(self, text: str) -> TextDelta:
+        kept = len(self._ids) if self._num_kept is None else self._num_kept
+        return TextDelta(text, self._matcher.matched, kept)
+
+    def _tokens_up_to_stop(self) -> int:
+        """Replay the tokens since the detokenizer last held nothing, until their text reaches the stop's end.
+
+            stable text    0 ....... chars_clean ....... matcher.end ....... num_chars
+            tokens         0 ....... num_clean  |  replayed, usually one  |  len(ids)
+        """
+        target = self._since_clean[: self._matcher.end - self._chars_clean]
+        replay = self._new_detokenizer([*self._prompt_ids, *self._ids[: self._num_clean]])
+        stable = ""
+        for n in range(self._num_clean, len(self._ids)):
+            stable += replay.push(self._ids[n : n + 1])
+            if (stable + replay.peek()).startswith(target):
+                return n + 1
+        return len(self._ids)

@@ -1,0 +1,56 @@
+"""ModelRunner: one step on one rank. Effects in order: grow, copy blocks, take in new rows, append blocks, forward, sample, append.
+
+`forward` and `sample` are apart, so that logits can be looked at between them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend.core.step import Row, SampledToken, StepInput, StepOutput
+from backend.models.llama import Llama
+from backend.sampling.sampler import Sampler
+from backend.worker.input_batch import InputBatch
+from backend.worker.kv_storage import KVStorage
+
+
+class ModelRunner:
+    def __init__(self, model: Llama, storage: KVStorage, batch: InputBatch, sampler: Sampler):
+        self.model = model
+        self.storage = storage
+        self.batch = batch
+        self.sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> StepOutput:
+        rows, logits = self.forward(step)
+        return StepOutput(step.step_id, self.sample(rows, logits))
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> tuple[list[Row], Tensor]:
+        """Everything up to the logits. Returns the rows that sample and their logits [num_rows, vocab] float32."""
+        self.storage.grow(step.num_blocks)
+        self.storage.copy_blocks(step.copies)
+        for new_row in step.new_rows:
+            self.batch.take_in(new_row)
+            self.sampler.set_row(new_row)
+        for row in step.rows:
+            if row.new_block_ids:
+                self.batch.append_blocks(row.slot, row.new_block_ids)
+        if not step.rows:
+            return [], torch.empty(0, self.model.config.vocab_size)
+        flat = self.batch.flatten(step.rows)
+        hidden = self.model.forward(flat.token_ids, flat.positions, flat.cells, flat.rows, self.storage.pools)
+        return flat.sample_rows, self.model.logits(hidden[flat.sample_index])
+
+    @torch.inference_mode()
+    def sample(self, rows: list[Row], logits: Tensor) -> list[SampledToken]:
+        """Choose a token for each row, and append it to the row's slot."""
+        if not rows:
+            return []
+        slots = [row.slot for row in rows]
+        num_tokens = [self.batch.num_tokens[slot] for slot in slots]
+        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens)
+        self.batch.append_tokens(samples)
+        return samples
