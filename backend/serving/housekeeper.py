@@ -40,11 +40,13 @@ class Housekeeper:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
+        self._listening = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everbatch-housekeeper", daemon=True)
 
     def listen_for_drain(self) -> None:
         """Install the signal. Main thread only."""
+        self._listening = True
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR1, lambda number, frame: None)  # the wake-up pipe does the work
 
@@ -52,9 +54,15 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread and let go of the signal. Main thread only."""
         self._stopped.set()
         os.write(self._writer, b"\0")
         self._thread.join(timeout=5)
+        if self._listening:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            signal.set_wakeup_fd(-1)
+        os.close(self._reader)
+        os.close(self._writer)
 
     def _run(self) -> None:
         next_tick = 0.0

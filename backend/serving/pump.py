@@ -8,8 +8,8 @@ Rules
   - What arrives while a send is in flight joins the next response.
   - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
   - A row's error ends that row only. A stream-wide failure (`fail`) ends all rows with one error.
-  - A send that raises ends the stream: error with FINAL, else a bare FINAL, else nothing is left to try. Its rows are
-    cancelled in the engine.
+  - A send that raises ends the stream: error with FINAL, else a bare FINAL, tried twice. Its rows are cancelled in the
+    engine.
   - `deliver`, `fail` and `open` never block; they may be called from any thread.
 """
 
@@ -174,7 +174,7 @@ class ResponsePump:
         ending = all(row.ended for row in stream.rows)
         if abandoned and not ending:
             return
-        replies = [reply for row in touched if (reply := _reply(stream, row)) is not None]
+        replies = [reply for row in touched for reply in _replies(stream, row)]
         for n, reply in enumerate(replies):
             if not self._send(stream, reply, last=ending and n == len(replies) - 1):
                 return
@@ -217,10 +217,9 @@ class ResponsePump:
             return
         self._close(stream)
         self._stop_rows(stream)
-        attempts = (lambda: stream.sender.send(pb.error_response(*failure), flags=pb.FINAL), lambda: stream.sender.send(flags=pb.FINAL))
-        for attempt in attempts:
+        for response in (pb.error_response(*failure), None, None):  # an end that never goes out blocks the server's shutdown
             try:
-                attempt()
+                stream.sender.send(response, flags=pb.FINAL)
                 return
             except Exception as error:
                 if "closed" in str(error):
@@ -234,9 +233,11 @@ class ResponsePump:
             self._live.pop(id(stream), None)
 
 
-def _reply(stream: Stream, row: Row) -> Any | None:
+def _replies(stream: Stream, row: Row) -> list[Any]:
+    """What the row has to say now: what came before an error is said before it."""
+    arrays = row.output.render(final=row.ended and row.failure is None)
+    replies = [] if arrays is None else [pb.data_response(arrays)]
     if row.failure is not None:
         prefix = f"row {stream.rows.index(row)}: " if len(stream.rows) > 1 else ""
-        return pb.error_response(row.failure.code, prefix + row.failure.message)
-    arrays = row.output.render(row.ended)
-    return None if arrays is None else pb.data_response(arrays)
+        replies.append(pb.error_response(row.failure.code, prefix + row.failure.message))
+    return replies

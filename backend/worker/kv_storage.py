@@ -11,7 +11,7 @@ class KVStorage:
     def __init__(self, num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self._shape = (block_size, 2, kv_heads, head_dim)
         self._dtype, self._device = dtype, device
-        self.pools: list[Tensor] = [self._allocate(0) for _ in range(num_layers)]
+        self.pools: list[Tensor] = [torch.empty(0, *self._shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.num_blocks = 0
 
     @property

@@ -1,0 +1,96 @@
+"""`chat` and `generate` in the terminal. Registered in ./everbatch; also `python -m client.cli`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+Url = Annotated[Optional[str], typer.Option(help="Server: HOST:PORT for gRPC, http://HOST:PORT for HTTP.")]
+ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
+MaxTokens = Annotated[int, typer.Option(min=0, help="Most tokens of a reply.")]
+Temperature = Annotated[Optional[float], typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[Optional[float], typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
+TopK = Annotated[Optional[int], typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
+Seed = Annotated[Optional[int], typer.Option(min=0, help="Same seed, same text.")]
+Protocol = Annotated[Optional[str], typer.Option(help="grpc or http; taken from the URL when left out.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command("generate")
+def generate_command(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Annotated[Optional[list[str]], typer.Option(help="Stop at this string; may be repeated.")] = None,
+    min_tokens: Annotated[Optional[int], typer.Option(min=0, help="Least tokens before the reply may end.")] = None,
+    url: Url = None,
+    model_name: ModelName = "ensemble",
+    protocol: Protocol = None,
+    timeout: Timeout = 600.0,
+    quiet: Annotated[bool, typer.Option(help="No statistics.")] = False,
+) -> None:
+    """Continue a text; it streams to standard output, statistics go to standard error."""
+    from client.terminal import run_generate
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options = dict(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
+        stop_words=list(stop or ()),
+    )  # fmt: skip
+    _run(lambda: run_generate(connect(url, protocol, model_name), text, options, timeout, quiet))
+
+
+@app.command("chat")
+def chat_command(
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    system: Annotated[Optional[str], typer.Option(help="System message.")] = None,
+    url: Url = None,
+    model_name: ModelName = "ensemble",
+    protocol: Protocol = None,
+) -> None:
+    """Talk with the model; every turn reuses the KV cache of those before. /reset, /quit, Ctrl-C ends a reply."""
+    from client.terminal import run_chat
+
+    options = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    _run(lambda: run_chat(connect(url, protocol, model_name), system, options))
+
+
+def connect(url: str | None, protocol: str | None, model_name: str):  # type: ignore[no-untyped-def]
+    """A client; http:// in the URL chooses HTTP unless `protocol` says otherwise."""
+    from client.client import EverbatchClient
+
+    chosen = protocol or ("http" if (url or "").startswith("http://") else "grpc")
+    if chosen not in ("grpc", "http"):
+        raise typer.BadParameter(f"--protocol is {chosen!r}, grpc or http is expected")
+    return EverbatchClient(url, chosen, model_name)
+
+
+def _run(action) -> None:  # type: ignore[no-untyped-def]
+    from client.errors import ClientError
+
+    try:
+        status = action()
+    except (ClientError, ValueError) as error:
+        Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+        status = 1
+    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
+        sys.stderr.close()
+        status = 0
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    app()

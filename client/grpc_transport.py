@@ -1,0 +1,117 @@
+"""Requests over gRPC: ModelStreamInfer, one stream per request.
+
+Cancelling a stream cancels every request on it, so none is ever shared. A deadline is always set, because a stream whose
+server-side process died says nothing more. The stub is used directly rather than through tritonclient's callback thread:
+iterating the call delivers the chunks in order, in the caller's thread, and its cancel() is the cancellation.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Generator, Iterator
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from client.errors import ClientError
+from client.messages import GenerateRequest, TextChunk
+
+_PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
+_UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+def encode_values(datatype: str, values: list[Any]) -> bytes:
+    """Raw contents of a tensor; a string is its UTF-8 bytes after a 4-byte length."""
+    if datatype == "BYTES":
+        return b"".join(struct.pack("<I", len(data)) + data for data in (value.encode() for value in values))
+    return b"".join(struct.pack(_PACK[datatype], value) for value in values)
+
+
+def decode_values(datatype: str, raw: bytes) -> list[Any]:
+    """The inverse of encode_values, for every datatype the text models answer with. Raises ClientError for others."""
+    if datatype == "BYTES":
+        return list(_strings(raw))
+    if datatype not in _UNPACK:
+        raise ClientError(f"an output has datatype {datatype}, which this client does not read; use tritonclient for it")
+    code = _UNPACK[datatype]
+    return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
+
+
+def _strings(raw: bytes) -> Iterator[str]:
+    position = 0
+    while position < len(raw):
+        (length,) = struct.unpack_from("<I", raw, position)
+        position += 4
+        yield raw[position : position + length].decode(errors="replace")
+        position += length
+
+
+def encode_request(request: GenerateRequest, model: str, request_id: str, timeout_s: float) -> Any:
+    """The ModelInferRequest, rank-2 tensors throughout; the server is told the deadline as well (microseconds)."""
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    message.parameters["timeout"].int64_param = int(timeout_s * 1e6)
+    for name, (datatype, values) in request.tensors().items():
+        tensor = message.inputs.add()
+        tensor.name, tensor.datatype = name, datatype
+        tensor.shape.extend([1, len(values)])
+        message.raw_input_contents.append(encode_values(datatype, values))
+    return message
+
+
+def decode_response(message: Any) -> TextChunk:
+    """A TextChunk from one ModelInferResponse; `final` as the server flags it."""
+    final = message.parameters["triton_final_response"].bool_param if "triton_final_response" in message.parameters else False
+    outputs = {
+        output.name: decode_values(output.datatype, raw)
+        for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
+    }
+    return TextChunk.from_outputs(outputs, final)
+
+
+class GrpcTransport:
+    """A channel to one server. Any thread; every request opens a stream of its own on it."""
+
+    def __init__(self, url: str, model: str):
+        self.url = url
+        self._model = model
+        self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
+        """Yield chunks until the final one. Leaving the iteration early cancels the request. Raises ClientError."""
+        message = encode_request(request, self._model, request_id, timeout_s)
+        metadata = (("triton_grpc_error", "true"),)  # otherwise the status code of an error is lost
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=metadata)
+        try:
+            for answer in call:
+                if answer.error_message:
+                    raise ClientError(answer.error_message)
+                chunk = decode_response(answer.infer_response)
+                yield chunk
+                if chunk.final:
+                    return
+            raise ClientError("the server ended the stream without a final response", "UNAVAILABLE")
+        except grpc.RpcError as error:
+            raise _client_error(error, self.url, timeout_s) from None
+        finally:
+            call.cancel()  # nothing happens when it is over
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _client_error(error: grpc.RpcError, url: str, timeout_s: float) -> ClientError:
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ClientError(f"no final answer from {url} within {timeout_s:g} s", code.name)
+    if code == grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "resolv" in details.lower()):
+        return ClientError(no_server(url), "UNREACHABLE")
+    if any(sign in details for sign in ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")):
+        return ClientError(f"the connection to {url} broke: the server was stopped or started again ({details})", "UNAVAILABLE")
+    return ClientError(details or f"the server answered {code.name}", code.name)
+
+
+def no_server(url: str) -> str:
+    return f"no server answers at {url}; start one with ./everbatch serve, or name another with --url"

@@ -1,0 +1,174 @@
+"""A generation request and its answer as plain values, and their form on the wire (KServe v2 tensors).
+
+Text models take rank-2 tensors [1, 1] ([1, n] for word lists). What is None is not sent: the server's default holds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Mapping
+
+# wire name -> (datatype, attribute of GenerateRequest)
+INPUTS: dict[str, tuple[str, str]] = {
+    "text_input": ("BYTES", "prompt"),
+    "max_tokens": ("INT32", "max_tokens"),
+    "stream": ("BOOL", "stream"),
+    "temperature": ("FP32", "temperature"),
+    "top_k": ("INT32", "top_k"),
+    "top_p": ("FP32", "top_p"),
+    "repetition_penalty": ("FP32", "repetition_penalty"),
+    "presence_penalty": ("FP32", "presence_penalty"),
+    "frequency_penalty": ("FP32", "frequency_penalty"),
+    "seed": ("UINT64", "seed"),
+    "min_tokens": ("INT32", "min_tokens"),
+    "end_id": ("INT32", "end_id"),
+    "stop_words": ("BYTES", "stop_words"),
+    "bad_words": ("BYTES", "bad_words"),
+    "exclude_input_in_output": ("BOOL", "exclude_input"),
+    "return_log_probs": ("BOOL", "return_log_probs"),
+}
+RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A conversation the server remembers by `id`; each request holds the whole of it and the server reuses what it knows."""
+
+    id: int
+    start: bool = False  # create it, or forget what was known of it
+    end: bool = False  # forget it after this request
+    stop: bool = False  # generate nothing: interrupt what the session runs, and with `end` forget it
+    full_history: bool = True
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What to generate. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the latter."""
+
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    max_tokens: int = 64
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    end_id: int | None = None
+    stop_words: list[str] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)
+    exclude_input: bool = True
+    return_log_probs: bool | None = None
+    stream: bool = True
+    session: Session | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for what no server could accept."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages is needed")
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
+
+    def tensors(self) -> dict[str, tuple[str, list[Any]]]:
+        """Wire name -> (datatype, values), in wire order. Raises ValueError for an integer that its type cannot hold."""
+        self.check()
+        found: dict[str, tuple[str, list[Any]]] = {}
+        for name, (datatype, attribute) in INPUTS.items():
+            value = getattr(self, attribute)
+            if value is not None and value != []:
+                found[name] = (datatype, value if isinstance(value, list) else [value])
+        if self.messages is not None:
+            found["messages"] = ("BYTES", [json.dumps(self.messages, ensure_ascii=False)])
+        for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
+            found[name] = ("BOOL", [True])
+        if self.session is not None:
+            found["CORRID"] = ("UINT64", [self.session.id])
+            for name, value in (("START", self.session.start), ("END", self.session.end), ("STOP", self.session.stop)):
+                found[name] = ("INT32", [int(value)])
+            found["session_full_history"] = ("BOOL", [self.session.full_history])
+        for name, (datatype, values) in found.items():
+            least, greatest = RANGES.get(datatype, (0, 0))
+            if datatype in RANGES and not all(least <= value <= greatest for value in values):
+                raise ValueError(f"{name} is {values[0]}, allowed is {least} to {greatest}")
+        return found
+
+    def json_body(self) -> dict[str, Any]:
+        """Body of HTTP generate: one-element tensors as scalars, word lists as lists."""
+        lists = {"stop_words", "bad_words"}
+        return {name: values if name in lists else values[0] for name, (_, values) in self.tensors().items()}
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """A piece of generated text. The last chunk of an answer has `final` set and knows why it ended.
+
+    `num_output_tokens` counts the tokens of this chunk; the other counts belong to the whole request.
+    """
+
+    text: str
+    final: bool = False
+    finish_reason: str | None = None
+    num_output_tokens: int | None = None
+    num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None  # history and prompt tokens whose KV was still there
+    num_context_tokens: int | None = None  # prompt tokens that had to be computed
+    num_recomputed_tokens: int | None = None  # of these, computed before and lost meanwhile
+    log_probs: list[float] | None = None
+
+    @classmethod
+    def from_outputs(cls, outputs: Mapping[str, list[Any]], final: bool) -> TextChunk:
+        """`outputs`: wire name -> flat list of values; outputs that were not sent are absent. No text = an empty chunk."""
+        reason = _first(outputs, "finish_reason")
+        return cls(
+            text="".join(outputs.get("text_output", [])),
+            final=final,
+            finish_reason=None if reason in (None, "", "None") else reason,
+            num_output_tokens=_first(outputs, "num_output_tokens"),
+            num_input_tokens=_first(outputs, "num_input_tokens"),
+            num_cached_tokens=_first(outputs, "num_cached_tokens"),
+            num_context_tokens=_first(outputs, "num_context_tokens"),
+            num_recomputed_tokens=_first(outputs, "num_recomputed_tokens"),
+            log_probs=outputs.get("output_log_probs"),
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer: all chunks put together."""
+
+    text: str
+    finish_reason: str | None
+    num_output_tokens: int
+    num_input_tokens: int | None
+    num_cached_tokens: int | None
+    num_context_tokens: int | None
+    num_recomputed_tokens: int | None
+    log_probs: list[float] | None
+
+    @classmethod
+    def from_chunks(cls, chunks: Iterable[TextChunk]) -> Completion:
+        """Texts and counts of output tokens add up; of the rest the last value that was sent holds."""
+        parts = list(chunks)
+        probs = [value for part in parts for value in part.log_probs or ()]
+        return cls(
+            text="".join(part.text for part in parts),
+            finish_reason=_last(parts, "finish_reason"),
+            num_output_tokens=sum(part.num_output_tokens or 0 for part in parts),
+            num_input_tokens=_last(parts, "num_input_tokens"),
+            num_cached_tokens=_last(parts, "num_cached_tokens"),
+            num_context_tokens=_last(parts, "num_context_tokens"),
+            num_recomputed_tokens=_last(parts, "num_recomputed_tokens"),
+            log_probs=probs or None,
+        )
+
+
+def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:
+    values = outputs.get(name)
+    return values[0] if values else None
+
+
+def _last(parts: list[TextChunk], name: str) -> Any:
+    return next((value for part in reversed(parts) if (value := getattr(part, name)) is not None), None)

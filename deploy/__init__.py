@@ -1,0 +1,9 @@
+"""Everything between a fresh clone and a running, supervised tritonserver. Importing this package costs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout (or of the installed copy in the container)

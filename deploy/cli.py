@@ -1,0 +1,166 @@
+"""The command line: `./everbatch COMMAND`. Errors are one sentence, exit status 2 for a wrong use and 1 for a failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from client.cli import chat_command, generate_command
+from deploy import ROOT, __version__
+from deploy.errors import ServerFailed, UserError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
+)
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"everbatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.command("serve")
+def serve_command(
+    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; the default model when left out.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
+    engine_config: Annotated[Optional[Path], typer.Option(help="JSON file with the engine's configuration.")] = None,
+    set_: Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting.")] = None,
+    model_repository: Annotated[Optional[Path], typer.Option(help="Another directory of Triton models.")] = None,
+    exit_timeout: Annotated[int, typer.Option(min=1, help="Seconds that running requests get after Ctrl-C.")] = 30,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds the models may take to load.")] = 600.0,
+    verbose: Annotated[bool, typer.Option(help="Show the server's log.")] = False,
+) -> None:
+    """Start a real tritonserver with a model, and keep it running until Ctrl-C."""
+    from deploy.ports import Ports
+    from deploy.serve import DEFAULT_REPOSITORY, ServeOptions, serve
+
+    options = ServeOptions(
+        model=model,
+        host=host,
+        ports=Ports(http_port, grpc_port, metrics_port),
+        engine_config=engine_config,
+        overrides=tuple(set_ or ()),
+        model_repository=model_repository or DEFAULT_REPOSITORY,
+        exit_timeout_s=exit_timeout,
+        ready_timeout_s=ready_timeout,
+        verbose=verbose,
+    )
+    console = Console()
+    try:
+        status = serve(options, console)
+    except (UserError, ServerFailed) as error:
+        raise fail(error) from None
+    raise typer.Exit(status)
+
+
+def fail(error: UserError | ServerFailed) -> typer.Exit:
+    """Print the error (and the log's last lines, when there are any) on standard error."""
+    console = Console(stderr=True)
+    if isinstance(error, ServerFailed) and error.log_tail:
+        console.print(f"[dim]{escape(error.log_tail)}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+    return typer.Exit(error.exit_code)
+
+
+@app.command("test", context_settings=PASS_ON)
+def test_command(
+    context: typer.Context,
+    schedules: Annotated[Optional[int], typer.Option(min=1, help="Random schedules of the engine simulation.")] = None,
+) -> None:
+    """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
+    variables = dict(os.environ)
+    if schedules is not None:
+        variables["EVERBATCH_SCHEDULES"] = str(schedules)
+    command = [sys.executable, "-m", "pytest", *pytest_arguments(context.args)]
+    raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
+
+
+def pytest_arguments(given: list[str]) -> list[str]:
+    """`given`, with the whole suite in front unless it names files or directories."""
+    names_paths = any(Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-"))
+    return given if names_paths else ["tests", *given]
+
+
+@app.command("doctor")
+def doctor_command(
+    host: Annotated[str, typer.Option(help="Address whose ports are looked at.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
+) -> None:
+    """Say what this machine has and lacks, and what to do about it."""
+    from deploy.doctor import examine, show
+    from deploy.ports import Ports
+
+    findings = examine(host, Ports(http_port, grpc_port, metrics_port))
+    raise typer.Exit(show(findings, Console()))
+
+
+@app.command("bench", context_settings=PASS_ON)
+def bench_command(
+    context: typer.Context,
+    name: Annotated[Optional[str], typer.Argument(help="Benchmark; without it they are listed.")] = None,
+) -> None:
+    """Run a benchmark; further arguments go to it."""
+    known = benchmarks()
+    if name is None:
+        typer.echo("\n".join(known) if known else "there are no benchmarks in this checkout")
+        raise typer.Exit
+    if name not in known:
+        raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))
+    command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
+    raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+
+
+def benchmarks() -> list[str]:
+    """Modules of benchmarks/ that can be run: those with a main guard."""
+    files = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
+    return [file.stem for file in files if 'if __name__ == "__main__":' in file.read_text()]
+
+
+app.command("generate")(generate_command)
+app.command("chat")(chat_command)
+
+
+def main() -> None:
+    """Entry point; a wrong option is one sentence as well."""
+    try:
+        status = app(prog_name="everbatch", standalone_mode=False)
+    except _UsageProblem as error:
+        Console(stderr=True).print(f"[red]everbatch: {escape(error.format_message())}[/red]", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+# the base of everything that parsing can raise; typer has its own copy of click from 0.2x on, and click's before
+_UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+if __name__ == "__main__":
+    main()

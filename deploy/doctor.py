@@ -1,0 +1,191 @@
+"""`everbatch doctor`: what this machine has and lacks. Each finding is data (name, state, what was seen, what to do)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deploy import ROOT, libpython, tritonserver
+from deploy.environment import is_complete, requirements_hash
+from deploy.errors import UserError
+from deploy.ports import Ports, check_port
+
+State = Literal["ok", "warn", "fail"]
+SHM_WANTED = 64 << 20  # one region of a stub is 1 MB; prompts of many MB make it grow
+MEMORY_WANTED = 2 << 30
+DISK_WANTED = 1 << 30
+GLIBC_WANTED = (2, 35)  # of the wheel
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table. `remedy` is empty when nothing needs to be done."""
+
+    name: str
+    state: State
+    seen: str
+    remedy: str = ""
+
+
+def examine(host: str, ports: Ports) -> list[Finding]:
+    """Look at everything. Changes nothing and raises nothing that a machine could cause."""
+    findings = [python(), environment(), libc(), stub_library(), server(), torch_and_cuda(), gpu(), compiler()]
+    findings += [shared_memory(), memory(), disk(), model()]
+    options = (("--http-port", ports.http), ("--grpc-port", ports.grpc), ("--metrics-port", ports.metrics))
+    return findings + [port(host, number, option) for option, number in options]
+
+
+def show(findings: list[Finding], console: Console) -> int:
+    """Print the table. Returns 1 if something fails, else 0."""
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for finding in findings:
+        text = escape(finding.seen) + (f"\n[dim]{escape(finding.remedy)}[/dim]" if finding.remedy else "")
+        table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.name, text)
+    console.print(table)
+    failed = [finding.name for finding in findings if finding.state == "fail"]
+    console.print(f"\n{len(failed)} problem(s): {', '.join(failed)}" if failed else "\nready to serve", highlight=False)
+    return 1 if failed else 0
+
+
+# ---- findings ------------------------------------------------------------------------------------------------------------
+
+
+def python() -> Finding:
+    seen = f"{platform.python_implementation()} {platform.python_version()} ({sys.prefix})"
+    if sys.implementation.name == "cpython" and sys.version_info[:2] in ((3, 11), (3, 12)):
+        return Finding("Python", "ok", seen)
+    return Finding("Python", "fail", seen, "the stub and numpy < 2 need CPython 3.11 or 3.12: apt-get install -y python3.11-venv")
+
+
+def environment() -> Finding:
+    venv = ROOT / ".venv"
+    if Path(sys.prefix) != venv:
+        return Finding("environment", "warn", f"{sys.prefix}, not the launcher's own", "its packages are not checked; unset EVERBATCH_PYTHON")
+    if is_complete(venv, requirements_hash(ROOT)):
+        return Finding("environment", "ok", str(venv))
+    return Finding("environment", "warn", f"{venv} does not match requirements/", "the next ./everbatch command brings it up to date")
+
+
+def libc() -> Finding:
+    name, version = platform.libc_ver()
+    numbers = tuple(int(part) for part in version.split(".")[:2]) if version else (0, 0)
+    seen = f"{name or 'unknown'} {version} on {platform.machine()}"
+    if name == "glibc" and numbers >= GLIBC_WANTED and platform.machine() == "x86_64":
+        return Finding("C library", "ok", seen)
+    return Finding("C library", "fail", seen, "the wheel needs x86_64 and glibc 2.35 (Debian 12, Ubuntu 22.04); use docker compose up")
+
+
+def stub_library() -> Finding:
+    name = "libpython for the stub"
+    path = libpython.find()
+    if path is not None:
+        return Finding(name, "ok", path)
+    version = "{}.{}".format(*sys.version_info[:2])
+    return Finding(name, "fail", f"{libpython.library_name()} not found", f"run as root: apt-get install -y libpython{version}")
+
+
+def server() -> Finding:
+    try:
+        installation = tritonserver.find_installation()
+    except UserError as error:
+        return Finding("tritonserver", "fail", "not found", str(error))
+    if installation.wheel is None:
+        return Finding("tritonserver", "ok", str(installation.binary))
+    version = importlib.metadata.version("nvidia-pytriton")
+    return Finding("tritonserver", "ok", f"{installation.binary} (nvidia-pytriton {version}, Triton 24.10)")
+
+
+def torch_and_cuda() -> Finding:
+    """torch is asked in a process of its own: importing it takes a second, and a broken build may take the process down."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "fail", "not installed", "remove .venv/everbatch.json and start again: the environment is repaired")
+    code = "import torch;c=torch.cuda;print(torch.__version__, c.get_device_name(0) if c.is_available() else '', sep='|')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Finding("torch", "fail", reason, "remove .venv and start again: the environment is made anew")
+    version, _, device = result.stdout.strip().splitlines()[-1].partition("|")
+    if not device and shutil.which("nvidia-smi"):
+        return Finding("torch", "warn", f"{version} does not see the GPU", "install a CUDA build of this torch version into .venv")
+    return Finding("torch", "ok", f"{version}, CUDA on {device}" if device else f"{version}, on the CPU")
+
+
+def gpu() -> Finding:
+    """What the driver sees, whether or not torch can use it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Finding("CUDA", "ok", "no NVIDIA driver: the engine runs on the CPU")
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if result.returncode != 0:
+        return Finding("CUDA", "warn", f"nvidia-smi failed with status {result.returncode}", "look at the driver: nvidia-smi")
+    return Finding("CUDA", "ok", "; ".join(result.stdout.strip().splitlines()) or "no GPU visible")
+
+
+def compiler() -> Finding:
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
+            return Finding("compiler", "ok", path)
+    return Finding("compiler", "warn", "no C++ compiler", "native CPU kernels are not built without one: apt-get install -y g++")
+
+
+def shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("/dev/shm", "fail", "there is none", "mount a tmpfs there; in a container use --shm-size=1g")
+    usage = shutil.disk_usage("/dev/shm")
+    seen = f"{_size(usage.free)} free of {_size(usage.total)}"
+    if usage.free >= SHM_WANTED:
+        return Finding("/dev/shm", "ok", seen)
+    remedy = f"{_size(SHM_WANTED)} are wanted; in a container use --shm-size=1g, else: mount -o remount,size=1g /dev/shm"
+    return Finding("/dev/shm", "warn" if usage.free >= 4 << 20 else "fail", seen, remedy)
+
+
+def memory() -> Finding:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    total = int(fields["MemTotal"].split()[0]) << 10
+    seen = f"{_size(available)} available of {_size(total)}, {os.cpu_count()} processors"
+    if available >= MEMORY_WANTED:
+        return Finding("memory", "ok", seen)
+    return Finding("memory", "warn", seen, f"{_size(MEMORY_WANTED)} are wanted; make the pool smaller with --set kv_cache.max_tokens=N")
+
+
+def disk() -> Finding:
+    free = shutil.disk_usage(ROOT).free
+    if free >= DISK_WANTED:
+        return Finding("disk", "ok", f"{_size(free)} free under {ROOT}")
+    return Finding("disk", "warn", f"{_size(free)} free under {ROOT}", f"logs and run files need up to {_size(DISK_WANTED)}")
+
+
+def model() -> Finding:
+    path = ROOT / "models" / "default"
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return Finding("default model", "ok", str(path))
+    return Finding("default model", "warn", f"{path} holds no checkpoint", "give one with --model PATH_OR_HUB_ID")
+
+
+def port(host: str, number: int, option: str) -> Finding:
+    try:
+        check_port(host, number, option)
+    except UserError as error:
+        return Finding(f"port {number}", "fail", "taken", str(error))
+    return Finding(f"port {number}", "ok", "free")
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

@@ -1,0 +1,77 @@
+"""The three ports of a server: are they free, and if nobody cares, which ones are."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+from deploy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ports:
+    """TCP ports of tritonserver."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+    @classmethod
+    def free(cls, host: str = "127.0.0.1") -> Ports:
+        """Three different ports that nobody listens on at this moment. Another process may take them before a server does."""
+        sockets = [_bind(host, 0) for _ in range(3)]
+        numbers = [bound.getsockname()[1] for bound in sockets]
+        for bound in sockets:
+            bound.close()
+        return cls(*numbers)
+
+    def check_free(self, host: str) -> None:
+        """Raise UserError naming the first port that is taken (or not allowed), and the option that changes it."""
+        named = {"--http-port": self.http, "--grpc-port": self.grpc, "--metrics-port": self.metrics}
+        for option, port in named.items():
+            if not 1 <= port <= 65535:
+                raise UserError(f"{option} is {port}, allowed is 1 to 65535")
+            if list(named.values()).count(port) > 1:
+                raise UserError(f"port {port} is given twice; choose another one with {option} PORT")
+            check_port(host, port, option)
+
+
+def check_port(host: str, port: int, option: str) -> None:
+    """Raise UserError unless a server could listen on `host:port` now."""
+    try:
+        _bind(host, port).close()
+    except OSError as error:
+        raise UserError(_reason(error, host, port, option)) from None
+
+
+def _reason(error: OSError, host: str, port: int, option: str) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"address {host!r} is none of this machine's; choose another one with --host ADDRESS"
+    if error.errno == errno.EACCES:
+        return f"port {port} may be opened by root only; choose one above 1023 with {option} PORT"
+    return f"port {port} on {host} is already in use; stop what uses it or choose another one with {option} PORT"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket bound as tritonserver binds its own. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(1)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def reachable(host: str) -> str:
+    """The address at which a client on this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def url_host(host: str) -> str:
+    """`host` as it is written in a URL."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,128 @@
+"""Find and end every process of one server, whatever became of its parents. Standard library and Linux's /proc only.
+
+Rule: each server is started with a random EVERBATCH_RUN_ID in its environment. Stubs, the engine process and the ranks
+inherit it, so "ours" is a fact that can be read from /proc/PID/environ, also after a re-parenting to pid 1. Nothing is
+ever found, and so nothing is ever killed, by name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable
+
+RUN_ID_VARIABLE = "EVERBATCH_RUN_ID"
+STUB_NAME = "triton_python_backend_stub"
+SHM_DIRECTORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as it was seen; `start` (clock ticks after boot) tells it from a later one with the same pid."""
+
+    pid: int
+    start: int
+
+    def alive(self) -> bool:
+        """False once it is gone, a zombie, or its pid belongs to another process."""
+        stat = read_stat(self.pid)
+        return stat is not None and stat.start == self.start and stat.state not in "ZX"
+
+
+@dataclass(frozen=True)
+class Stat:
+    state: str
+    parent: int
+    start: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """The fields of /proc/PID/stat that are used here, or None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name may hold spaces and brackets
+    return Stat(state=fields[0], parent=int(fields[1]), start=int(fields[19]))
+
+
+def _read_proc(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # gone meanwhile, or another user's
+        return b""
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def processes_of_run(run_id: str) -> list[Process]:
+    """Every live process that carries `run_id` in its environment; zombies have none and are left out."""
+    mark = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    found = []
+    for pid in all_pids():
+        if mark in _read_proc(pid, "environ").split(b"\0"):
+            stat = read_stat(pid)
+            if stat is not None and stat.state not in "ZX":
+                found.append(Process(pid, stat.start))
+    return found
+
+
+def stubs_of(server_pid: int) -> list[Process]:
+    """The Python-backend stub processes that are children of `server_pid`."""
+    found = []
+    for pid in all_pids():
+        stat = read_stat(pid)
+        if stat is not None and stat.parent == server_pid and stat.state not in "ZX":
+            program = _read_proc(pid, "cmdline").split(b"\0", 1)[0].decode(errors="replace")
+            if os.path.basename(program) == STUB_NAME:
+                found.append(Process(pid, stat.start))
+    return found
+
+
+def catches(pid: int, signal_number: int) -> bool:
+    """True if the process has installed a handler for the signal (whose default action would kill it)."""
+    for line in _read_proc(pid, "status").decode(errors="replace").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
+    return False
+
+
+def send_signal(process: Process, signal_number: int) -> None:
+    """Signal the process unless it is gone or its pid has been given to another one."""
+    if not process.alive():
+        return
+    try:
+        os.kill(process.pid, signal_number)
+    except ProcessLookupError:
+        pass
+
+
+def kill_run(run_id: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> list[int]:
+    """SIGKILL every process of a run until none is left, new ones included. Returns the pids that outlived `timeout_s`."""
+    spared = set(spare)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = [process for process in processes_of_run(run_id) if process.pid not in spared]
+        if not left or time.monotonic() > deadline:
+            return [process.pid for process in left]
+        for process in left:
+            send_signal(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def shared_memory_files(prefix: str) -> list[Path]:
+    """The shared memory regions whose names begin with `prefix` (each server is given one of its own)."""
+    return sorted(path for path in SHM_DIRECTORY.glob("*") if path.name.startswith(prefix))
+
+
+def remove_shared_memory(prefix: str) -> int:
+    """Unlink the regions that killed stubs have left. Returns how many there were."""
+    files = shared_memory_files(prefix)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)

@@ -1,0 +1,46 @@
+"""Progress on a terminal before rich is installed: one line that changes; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import Optional, TextIO
+
+
+class Progress:
+    """Steps that take a while, on standard error, with the seconds since the first one."""
+
+    def __init__(self, stream: Optional[TextIO] = None):
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._began = time.monotonic()
+        self._noted = 0.0
+
+    def step(self, title: str) -> None:
+        """Begin a step; its title stays on the screen."""
+        self._line(f"[{self._elapsed()}] {title}")
+
+    def note(self, text: str) -> None:
+        """What the step is busy with: replaces the former note, or at most every 5 s a line where there is no terminal."""
+        now = time.monotonic()
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r\x1b[2K" + f"[{self._elapsed()}]   {text}"[:width])
+            self._stream.flush()
+        elif now - self._noted >= 5:
+            self._line(f"[{self._elapsed()}]   {text}")
+            self._noted = now
+
+    def done(self, title: str) -> None:
+        """End of all steps."""
+        self._line(f"[{self._elapsed()}] {title}")
+
+    def _line(self, text: str) -> None:
+        clear = "\r\x1b[2K" if self._live else ""
+        self._stream.write(f"{clear}{text}\n")
+        self._stream.flush()
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._began:5.1f} s"

@@ -1,0 +1,85 @@
+"""What `everbatch serve` prints."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from backend.api.config import EngineConfig
+from deploy.server import TritonServer
+
+
+def differences(config: EngineConfig) -> list[str]:
+    """The settings that are not the default, as the `--set` arguments that would make them."""
+    default, actual = msgspec.to_builtins(EngineConfig()), msgspec.to_builtins(config)
+    return [
+        f"{section}.{key}={_plain(value)}"
+        for section, values in actual.items()
+        for key, value in values.items()
+        if value != default[section][key]
+    ]
+
+
+def effective(config: EngineConfig) -> list[str]:
+    """Every setting that has a value, a line per section."""
+    sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    return [
+        f"{section:<10} " + "  ".join(f"{key}={_plain(value)}" for key, value in values.items() if value not in (None, ""))
+        for section, values in sections.items()
+    ]
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class ConsoleReporter:
+    """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
+
+    def __init__(self, console: Console, server: TritonServer):
+        self._console = console
+        self._server = server
+        self._phase: str | None = None
+        self._phase_began = self._began = time.monotonic()
+
+    def phase(self, text: str) -> None:
+        now = time.monotonic()
+        if self._phase is None:
+            self._began = now
+        self._finish_phase(now)
+        self._phase, self._phase_began = text, now
+        if self._console.is_terminal:
+            self._console.print(f"[dim]  ...  {text}[/dim]", end="\r")
+
+    def ready(self) -> None:
+        now = time.monotonic()
+        self._finish_phase(now)
+        server, curl = self._server, '{"text_input": "def main(", "max_tokens": 64, "stream": true}'
+        port = f" --url {server.grpc_url}" if server.ports.grpc != 8001 else ""
+        self._console.print(f"[green]ready[/green] after {now - self._began:.1f} s, with one token generated\n")
+        for name, value in (("HTTP", server.http_url), ("gRPC", server.grpc_url), ("metrics", server.metrics_url)):
+            self._console.print(f"  {name:<8} {value}", highlight=False)
+        self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
+        self._example(f"curl -N {server.http_url}/v2/models/ensemble/generate_stream -d '{curl}'")
+        self._example(f'./everbatch generate "import os" --max-tokens 64{port}')
+        self._example(f"./everbatch chat{port}")
+        self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
+
+    def problem(self, text: str) -> None:
+        self._phase = None
+        self._console.print(f"[red]{escape(text)}[/red]", soft_wrap=True)
+
+    def stopping(self) -> None:
+        self._console.print("stopping: running requests may finish; Ctrl-C again stops at once")
+
+    def _finish_phase(self, now: float) -> None:
+        if self._phase is not None:
+            self._console.print(f"  {now - self._phase_began:5.1f} s  {self._phase}", highlight=False)
+        self._phase = None
+
+    def _example(self, command: str) -> None:
+        self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)

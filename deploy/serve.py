@@ -1,0 +1,90 @@
+"""The `serve` command: options -> configuration -> supervised server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from backend.api.config import EngineConfig, load_config
+from backend.api.errors import ConfigError
+from deploy import ROOT, rundir
+from deploy.errors import UserError
+from deploy.model_source import resolve_model
+from deploy.ports import Ports
+from deploy.report import ConsoleReporter, differences, effective
+from deploy.server import TritonServer
+from deploy.supervisor import StopSignals, supervise
+
+DEFAULT_REPOSITORY = ROOT / "model_repository"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `serve`, as given."""
+
+    model: str = ""
+    host: str = "127.0.0.1"
+    ports: Ports = field(default_factory=Ports)
+    engine_config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    model_repository: Path = DEFAULT_REPOSITORY
+    exit_timeout_s: int = 30
+    ready_timeout_s: float = 600.0
+    verbose: bool = False
+
+
+def effective_config(options: ServeOptions) -> EngineConfig:
+    """File, then `--set`, then `--model`, with the model as an absolute directory. Raises UserError in one sentence."""
+    try:
+        config = load_config(options.engine_config, options.overrides)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+    name = options.model or config.model.path
+    if not name and options.model_repository.resolve() != DEFAULT_REPOSITORY.resolve():
+        return config  # a repository of the user's own may need no checkpoint of ours
+    path = str(resolve_model(name))
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+
+
+def serve(options: ServeOptions, console: Console) -> int:
+    """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
+    options.ports.check_free(options.host)
+    config = effective_config(options)
+    server = TritonServer(
+        config,
+        options.ports,
+        rundir.default_run_directory(f"serve-{options.ports.http}"),
+        model_repository=options.model_repository,
+        host=options.host,
+        exit_timeout_s=options.exit_timeout_s,
+    )
+    for line in effective(config):
+        console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
+    changed = " ".join(f"--set {setting}" for setting in differences(config))
+    console.print(f"changed: {escape(changed) or 'nothing'}", highlight=False, soft_wrap=True)
+    with StopSignals() as signals:
+        if options.verbose:
+            threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
+        status = supervise(server, ConsoleReporter(console, server), signals, options.ready_timeout_s)
+    console.print("stopped; no process of it is left")
+    return status
+
+
+def _follow(path: Path, console: Console) -> None:
+    """Copy the growing log to the console; starts over when it is replaced by a shorter one."""
+    position = path.stat().st_size if path.is_file() else 0
+    while True:
+        size = path.stat().st_size if path.is_file() else 0
+        position = 0 if size < position else position
+        if size > position:
+            with path.open("rb") as file:
+                file.seek(position)
+                console.out(file.read().decode(errors="replace"), end="", highlight=False)
+                position = file.tell()
+        time.sleep(0.2)

@@ -1,0 +1,298 @@
+"""One tritonserver with its stubs and engine, from start to nothing left.
+
+    with TritonServer(config, Ports.free(), run_dir) as server:   # started, not yet ready
+        server.wait_ready(120)                                     # ready, and one real token was generated
+        ... server.http_url, server.grpc_url, server.metrics_url, server.stub_pids()
+
+Order of side effects in start(): ports are checked, then files are written, then the janitor is started, then the server.
+In stop(): SIGUSR1 to the stubs (drain), SIGTERM to the server, wait, SIGKILL to whatever carries the run id, shared memory
+unlinked, janitor released. stop() is idempotent and start() may be called again after it.
+
+The server is killed by the kernel when the *thread* that called start() ends: call it from a thread that lives long enough.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Callable, Self
+
+from backend.api.config import EngineConfig
+from deploy import ROOT, probe, rundir, server_log, tritonserver
+from deploy.errors import ServerFailed
+from deploy.ports import Ports, reachable, url_host
+from deploy.processes import (
+    Process,
+    catches,
+    kill_run,
+    processes_of_run,
+    remove_shared_memory,
+    send_signal,
+    stubs_of,
+)
+
+SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
+KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
+FOLLOWERS_S = 2.0
+_POLL_S = 0.1
+
+
+class StartCancelled(Exception):
+    """wait_ready() was told to give up."""
+
+
+class TritonServer:
+    """A supervised server process. Not thread-safe: one thread starts, waits and stops."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ports: Ports | None = None,
+        run_dir: Path | None = None,
+        *,
+        model_repository: Path = ROOT / "model_repository",
+        host: str = "127.0.0.1",
+        log_path: Path | None = None,
+        exit_timeout_s: int = 30,
+        probe_model: str | None = "ensemble",
+        extra_flags: tuple[str, ...] = (),
+        extra_environment: dict[str, str] | None = None,
+    ):
+        """Describe a server; nothing happens yet.
+
+        `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text model
+        that must generate one token before the server counts as ready; None asks the readiness endpoint only.
+        """
+        self.config = config
+        self.host = host
+        self.ports = ports or Ports.free(host)
+        self.run_dir = Path(run_dir or rundir.default_run_directory(f"server-{self.ports.http}")).resolve()
+        self.log_path = log_path or self.run_dir / "server.log"
+        self.exit_timeout_s = exit_timeout_s
+        self.admin_key = secrets.token_hex(16)
+        self.run_id = secrets.token_hex(8)
+        self._model_repository = model_repository
+        self._probe_model = probe_model
+        self._extra_flags = extra_flags
+        self._extra_environment = extra_environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._janitor: subprocess.Popen[bytes] | None = None
+        self._temporary_socket_directory: Path | None = None
+        self._stubs: list[Process] = []
+
+    # ---- addresses ---------------------------------------------------------------------------------------------------
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{url_host(reachable(self.host))}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{url_host(reachable(self.host))}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{url_host(reachable(self.host))}:{self.ports.metrics}/metrics"
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be executed."""
+        if self._process is not None:
+            raise RuntimeError(f"the server on port {self.ports.http} is already started; stop() it first")
+        self.ports.check_free(self.host)
+        installation = tritonserver.find_installation()
+        source = rundir.check_repository(Path(self._model_repository))
+        rundir.prepare_run_directory(self.run_dir)
+        backends = tritonserver.prepare_backend_directory(installation, self.run_dir / "backends")
+        repository = rundir.render_repository(source, self.run_dir / "models", decoupled=self.config.triton.decoupled)
+        config_file = rundir.write_config(self.run_dir, self.config)
+        rundir.write_private(self.run_dir / "admin.key", self.admin_key + "\n")
+        sockets, temporary = rundir.socket_directory(self.run_dir)
+        self._temporary_socket_directory = sockets if temporary else None
+        command = tritonserver.command_line(
+            installation,
+            repository=repository,
+            backend_directory=backends,
+            host=self.host,
+            ports=self.ports,
+            shm_prefix=self._shm_prefix,
+            admin_key=self.admin_key,
+            exit_timeout_s=self.exit_timeout_s,
+            extra=self._extra_flags,
+        )
+        variables = tritonserver.environment(
+            installation,
+            config_file=config_file,
+            socket_directory=sockets,
+            run_id=self.run_id,
+            exit_timeout_s=self.exit_timeout_s,
+        )
+        self._start_janitor()
+        self._start_process(command, variables | self._extra_environment)
+
+    def wait_ready(
+        self,
+        timeout_s: float = 120.0,
+        *,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Block until one real token came out of the server. `on_phase` is told what is being waited for.
+
+        Raises ServerFailed (with the log's tail) when the server ends or `timeout_s` passes, StartCancelled on request.
+        """
+        deadline = time.monotonic() + timeout_s
+        phase: str | None = "loading the models"
+        on_phase(phase)
+        while not probe.is_ready(self.http_url):
+            self._check_start(deadline, timeout_s, cancelled)
+            time.sleep(_POLL_S)
+            said = server_log.engine_phase(server_log.tail(self.log_path))
+            if said is not None and said != phase:
+                phase = said
+                on_phase(f"engine: {phase}")
+        self._stubs = stubs_of(self.pid)
+        if self._probe_model is not None:
+            on_phase("generating a first token")
+            self._generate_first_token(deadline)
+        if dead := self.dead_stubs():
+            raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
+
+    def stop(self, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """End the server and everything it started; drain for at most `timeout_s` (the exit timeout when unset).
+
+        With `cancelled()` true the rest of the wait is skipped. Afterwards no process and no shared memory of it is left.
+        """
+        if self._process is not None:
+            self._drain(self.exit_timeout_s + KILL_MARGIN_S if timeout_s is None else timeout_s, cancelled)
+        self._sweep()
+
+    def kill(self) -> None:
+        """End everything at once, without draining."""
+        self._sweep()
+
+    # ---- supervision -------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The server's process id. Raises RuntimeError when it was not started."""
+        if self._process is None:
+            raise RuntimeError("the server is not started; call start() first")
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """The server's exit status (negative: the signal that ended it), None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def stub_pids(self) -> list[int]:
+        """Process ids of the stubs that live now."""
+        return [process.pid for process in stubs_of(self.pid)] if self.running() else []
+
+    def dead_stubs(self) -> list[Process]:
+        """Stubs that were there when the server became ready and are not any more: Triton itself never tells."""
+        return [stub for stub in self._stubs if not stub.alive()]
+
+    def processes(self) -> list[int]:
+        """Process ids of everything that belongs to this server: itself, stubs, engine, ranks."""
+        return [process.pid for process in processes_of_run(self.run_id)]
+
+    def log_tail(self) -> str:
+        """The last telling lines that the server, its stubs and the engine wrote."""
+        return "\n".join(server_log.telling_lines(server_log.tail(self.log_path)))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _shm_prefix(self) -> str:
+        return f"{SHM_PREFIX}{self.run_id}_"
+
+    def _start_janitor(self) -> None:
+        command = [sys.executable, "-P", "-m", "deploy.janitor", self.run_id, self._shm_prefix]
+        if self._temporary_socket_directory is not None:
+            command.append(str(self._temporary_socket_directory))
+        self._janitor = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
+            env={"PYTHONPATH": str(ROOT)},
+        )
+
+    def _start_process(self, command: list[str], variables: dict[str, str]) -> None:
+        spawn = [sys.executable, "-P", "-m", "deploy.spawn", str(os.getpid()), str(tritonserver.STACK_BYTES)]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                spawn + command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=variables,
+            )
+
+    def _check_start(self, deadline: float, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        if cancelled():
+            raise StartCancelled
+        if not self.running():
+            raise ServerFailed(f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}", self.log_tail())
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail())
+
+    def _generate_first_token(self, deadline: float) -> None:
+        remaining = max(5.0, deadline - time.monotonic())
+        try:
+            probe.generate_one_token(self.http_url, str(self._probe_model), timeout_s=remaining)
+        except probe.ProbeFailed as failure:
+            raise ServerFailed(f"the server is up but does not generate: {failure}", self.log_tail()) from None
+
+    def _drain(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Ask politely: SIGUSR1 to stubs that have a handler for it (its default would kill them), SIGTERM to the server."""
+        if self.running():
+            for stub in stubs_of(self.pid):
+                if catches(stub.pid, signal.SIGUSR1):
+                    send_signal(stub, signal.SIGUSR1)
+            self._process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline and not cancelled():
+            time.sleep(_POLL_S / 2)
+        followers = min(deadline, time.monotonic() + FOLLOWERS_S)  # stubs and engine notice by themselves that it is gone
+        while processes_of_run(self.run_id) and time.monotonic() < followers and not cancelled():
+            time.sleep(_POLL_S / 2)
+
+    def _sweep(self) -> None:
+        """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
+        left = kill_run(self.run_id)
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+        remove_shared_memory(self._shm_prefix)
+        if self._temporary_socket_directory is not None:
+            shutil.rmtree(self._temporary_socket_directory, ignore_errors=True)
+            self._temporary_socket_directory = None
+        if self._janitor is not None:
+            self._janitor.stdin.close()
+            self._janitor.wait()
+            self._janitor = None
+        self._stubs = []
+        if left:
+            raise ServerFailed(f"processes {left} of the server did not end after SIGKILL; look at them with ps")

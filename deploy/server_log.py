@@ -1,0 +1,36 @@
+"""What a server's log says to a person: the reason of a failure, and how far the engine has got while it loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TAIL_BYTES = 64 << 10
+_NOISE = (  # normal on a machine without a GPU, and Triton's tables and progress messages
+    re.compile(r"^I\d{4} "),
+    re.compile(r"^[+|]"),
+    re.compile(r"CudaDriverHelper has not been initialized|Unable to allocate pinned system memory|DCGM unable to start"),
+    re.compile(r"^Error: Failed to initialize NVML|everbatch: Python environment"),
+)
+_ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of the log; empty when there is none yet."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def telling_lines(lines: list[str], limit: int = 30) -> list[str]:
+    """The last `limit` lines that are no noise; escaped line breaks of Triton's messages are cut off."""
+    kept = [line for line in lines if line.strip() and not any(pattern.search(line) for pattern in _NOISE)]
+    return [line.split("\\n\\nAt:")[0][:400] for line in kept][-limit:]
+
+
+def engine_phase(lines: list[str]) -> str | None:
+    """What the engine process last said about its start, for example `loading torch`."""
+    found = (match.group(1).strip() for line in reversed(lines) if (match := _ENGINE_PHASE.search(line)))
+    return next(found, None)

@@ -1,0 +1,140 @@
+"""Which tritonserver, with which flags and which environment. Nothing here starts a process.
+
+The three hard facts (shared/docs/triton-server-notes.md): the stub finds its Python through PATH and not through PYTHONPATH;
+it must embed the libpython of that Python; and every response or readiness default that leaves this machine is a decision,
+so addresses are given explicitly and the dangerous APIs ask for a secret.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import ROOT, libpython
+from deploy.errors import UserError
+from deploy.ports import Ports
+from deploy.processes import RUN_ID_VARIABLE
+
+RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
+ADMIN_HEADER = "x-everbatch-admin"
+STACK_BYTES = 256 << 20  # a 5 MB HTTP body overflows the default 8 MB stack of this server (CVE-2025-23310)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A tritonserver binary; `wheel` is the package's directory when it comes from nvidia-pytriton, else None."""
+
+    binary: Path
+    wheel: Path | None = None
+
+    @property
+    def origin(self) -> str:
+        return "the nvidia-pytriton wheel" if self.wheel else str(self.binary)
+
+
+def find_installation() -> Installation:
+    """PATH first, then /opt/tritonserver, then the wheel of this environment. Raises UserError when there is none."""
+    on_path = shutil.which("tritonserver")
+    for candidate in (on_path, "/opt/tritonserver/bin/tritonserver"):
+        if candidate and os.access(candidate, os.X_OK):
+            return Installation(Path(candidate).resolve())
+    spec = importlib.util.find_spec("pytriton")
+    for location in spec.submodule_search_locations or () if spec else ():
+        wheel = Path(location) / "tritonserver"
+        if (wheel / "bin" / "tritonserver").is_file():
+            return Installation(wheel / "bin" / "tritonserver", wheel)
+    raise UserError(
+        "no tritonserver on PATH, under /opt/tritonserver or in this Python's packages; "
+        "run ./everbatch serve, which installs it into its own environment"
+    )
+
+
+def prepare_backend_directory(installation: Installation, directory: Path) -> Path | None:
+    """Lay out `directory`/python with three links into the wheel. Returns None where the server brings its own backends.
+
+    Raises UserError when the wheel has no stub for this Python, or the stub's libpython is missing.
+    """
+    if installation.wheel is None:
+        return None
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = installation.wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise UserError(f"this tritonserver has no stub for Python {version}; use Python 3.11 or 3.12")
+    if libpython.find() is None:
+        raise UserError(f"{libpython.library_name()} is missing; run: apt-get install -y libpython{version}")
+    backend = directory / "python"
+    backend.mkdir(parents=True, exist_ok=True)
+    wheel_backend = installation.wheel / "backends" / "python"
+    for target in (wheel_backend / "libtriton_python.so", wheel_backend / "triton_python_backend_utils.py", stub):
+        link = backend / target.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return directory
+
+
+def command_line(
+    installation: Installation,
+    *,
+    repository: Path,
+    backend_directory: Path | None,
+    host: str,
+    ports: Ports,
+    shm_prefix: str,
+    admin_key: str,
+    exit_timeout_s: int,
+    extra: tuple[str, ...] = (),
+) -> list[str]:
+    """The server's command. The admin key guards loading code, shared memory, logging and tracing."""
+    command = [str(installation.binary)]
+    if backend_directory is not None:
+        command.append(f"--backend-directory={backend_directory}")
+    return command + [
+        f"--model-repository={repository}",
+        "--disable-auto-complete-config",  # otherwise every model.py is imported twice
+        f"--exit-timeout-secs={exit_timeout_s}",
+        f"--http-address={host}",
+        f"--grpc-address={host}",
+        f"--metrics-address={host}",
+        f"--http-port={ports.http}",
+        f"--grpc-port={ports.grpc}",
+        f"--metrics-port={ports.metrics}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}={admin_key}",
+        f"--grpc-restricted-protocol={RESTRICTED_APIS}:{ADMIN_HEADER}={admin_key}",
+        *extra,
+    ]
+
+
+def environment(
+    installation: Installation,
+    *,
+    config_file: Path,
+    socket_directory: Path,
+    run_id: str,
+    exit_timeout_s: int,
+    base: dict[str, str] | None = None,
+) -> dict[str, str]:
+    """The server's environment, inherited by its stubs and by the engine process. `base` is this process's when unset."""
+    variables = dict(os.environ if base is None else base)
+    python = Path(sys.executable)
+    variables["PATH"] = _prepend(str(python.parent), variables.get("PATH", os.defpath))
+    variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))  # for children; stubs ignore it
+    if installation.wheel is not None:
+        for directory in libpython.search_path():
+            variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
+    variables[RUN_ID_VARIABLE] = run_id
+    variables["EVERBATCH_CONFIG"] = str(config_file)
+    variables["EVERBATCH_RUN_DIR"] = str(socket_directory)
+    variables["EVERBATCH_BACKEND_PATH"] = str(ROOT)
+    variables["EVERBATCH_PYTHON"] = str(python)
+    variables["EVERBATCH_EXIT_TIMEOUT_S"] = str(exit_timeout_s)
+    return variables
+
+
+def _prepend(first: str, rest: str) -> str:
+    parts = [part for part in rest.split(os.pathsep) if part and part != first]
+    return os.pathsep.join([first, *parts])

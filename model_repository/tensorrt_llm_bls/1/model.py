@@ -1,0 +1,36 @@
+"""Triton model `tensorrt_llm_bls`: text in, text out, on the engine that tensorrt_llm owns. All of it is in backend/serving."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _find_backend() -> None:
+    """Put the directory that holds `backend/` on sys.path: EVERBATCH_BACKEND_PATH, else beside the model repository."""
+    here = Path(os.path.realpath(__file__)).parent  # .../model_repository/tensorrt_llm_bls/1
+    for root in (os.environ.get("EVERBATCH_BACKEND_PATH"), here.parents[2]):
+        if root and Path(root, "backend", "serving").is_dir():
+            sys.path.insert(0, str(root))
+            return
+
+
+class TritonPythonModel:
+    """Called by Triton's Python backend on the stub's main thread."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        _find_backend()
+        from backend.serving.models import load_text_model  # here, so that a mere import of this file stays light
+
+        self._server = load_text_model(args)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._server.execute(requests)
+
+    def is_ready(self) -> bool:
+        return self._server.is_ready()
+
+    def finalize(self) -> None:
+        self._server.finalize()

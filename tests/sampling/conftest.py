@@ -1,0 +1,54 @@
+"""Helpers of the sampling tests: run Cases through a Sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from backend.core.step import NewRow, SampledToken, SlotId
+from backend.sampling.sampler import Sampler
+from tests.sampling.reference import Case
+
+Run = Callable[..., list[SampledToken]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run() -> Run:
+    return run_cases
+
+
+def run_cases(
+    cases: list[Case],
+    slots: list[int] | None = None,
+    num_slots: int | None = None,
+    return_log_probs: bool = False,
+    top_log_probs: int = 0,
+) -> list[SampledToken]:
+    """One call of `sample` with one row per case, in the given slots."""
+    slots = list(range(len(cases))) if slots is None else slots
+    num_slots = max(slots) + 1 if num_slots is None else num_slots
+    vocab = len(cases[0].logits)
+    sampler = Sampler(num_slots, vocab, torch.device("cpu"))
+    buffer = torch.full((num_slots, max(len(case.tokens) for case in cases) + 3), vocab - 1)
+    for case, slot in zip(cases, slots):
+        buffer[slot, : len(case.tokens)] = torch.tensor(case.tokens)
+        sampler.set_row(
+            NewRow(
+                slot=SlotId(slot), token_ids=case.tokens, num_prompt_tokens=case.num_prompt,
+                num_sampled_before=case.num_sampled_before, block_ids=[], sampling=case.config, end_ids=case.end_ids,
+                bad_words=case.bad_words, return_log_probs=return_log_probs, top_log_probs=top_log_probs,
+            )
+        )  # fmt: skip
+    logits = torch.from_numpy(np.stack([case.logits for case in cases]).astype(np.float32))
+    return sampler.sample(logits, slots, buffer, [len(case.tokens) for case in cases])

@@ -1,0 +1,48 @@
+"""Brings the fake triton_python_backend_utils, and a ModelServer over a scripted executor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.serving import fake_triton
+
+sys.modules["triton_python_backend_utils"] = fake_triton
+
+from backend.api import EngineConfig  # noqa: E402
+from backend.api.config import TritonConfig  # noqa: E402
+from backend.serving.server import ModelServer  # noqa: E402
+from backend.serving.tensors import TOKEN_MODEL  # noqa: E402
+from backend.serving.token_requests import parse_token_requests  # noqa: E402
+from tests.serving.scripted import ScriptedExecutor  # noqa: E402
+
+QUICK = EngineConfig(triton=TritonConfig(cancellation_check_period_ms=1, stats_period_ms=5))
+
+
+@pytest.fixture
+def executor() -> ScriptedExecutor:
+    return ScriptedExecutor()
+
+
+@pytest.fixture
+def make_server(executor: ScriptedExecutor) -> Iterator[Callable[..., ModelServer]]:
+    """Token models by default; everything that was made is finalized, and must have no live stream then."""
+    made: list[ModelServer] = []
+
+    def make(tensors=TOKEN_MODEL, parse=parse_token_requests, config=QUICK, **options) -> ModelServer:
+        made.append(ModelServer(tensors, parse, executor, config, **options))
+        return made[-1]
+
+    switch_interval = sys.getswitchinterval()
+    yield make
+    sys.setswitchinterval(switch_interval)
+    for server in made:
+        server.finalize()
+        assert server.num_live_streams == 0, "every accepted request has ended"
+
+
+@pytest.fixture
+def server(make_server: Callable[..., ModelServer]) -> ModelServer:
+    return make_server()

@@ -1,0 +1,101 @@
+"""An executor that answers as the test says, from one reader thread like the real one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from backend.api import (
+    EngineConfig,
+    EngineStats,
+    ErrorCode,
+    EverbatchError,
+    FinishReason,
+    Request,
+    RequestId,
+    Response,
+    Result,
+    SessionId,
+)
+from backend.core.step import ModelInfo
+from backend.engine.ipc import Hello
+
+OnResponse = Callable[[Response], None]
+MODEL = ModelInfo("scripted", vocab_size=100, max_seq_len=64, eos_ids=(99,))
+
+
+class ScriptedExecutor:
+    """`submit` keeps the request; the test calls `tokens`, `end`, `error`. A cancelled request ends by itself, as in the engine."""
+
+    def __init__(self, model: ModelInfo = MODEL, model_path: str = ""):
+        self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())
+        self.requests: dict[RequestId, Request] = {}
+        self.live: dict[RequestId, OnResponse] = {}
+        self.cancelled: list[tuple[RequestId, int | None]] = []
+        self.stopped_sessions: list[tuple[SessionId, bool]] = []
+        self.refuse: list[EverbatchError | None] = []  # for the next submits, in order
+        self.stats: EngineStats | None = None
+        self.was_shut_down = False
+        self.submitted = threading.Semaphore(0)
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    # ---- the executor's interface ----
+
+    def submit(self, request: Request, on_response: OnResponse) -> RequestId:
+        if self.refuse and (error := self.refuse.pop(0)) is not None:
+            raise error
+        request_id = RequestId(len(self.requests) + 1)
+        self.requests[request_id] = request
+        self.live[request_id] = on_response
+        self.submitted.release()
+        return request_id
+
+    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
+        self.cancelled.append((request_id, keep_output_tokens))
+        self.end(request_id, reason=FinishReason.CANCELLED)
+
+    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse) -> RequestId:
+        self.stopped_sessions.append((session_id, end))
+        request_id = RequestId(10_000 + len(self.stopped_sessions))
+        self.live[request_id] = on_response
+        self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True)))
+        return request_id
+
+    def latest_stats(self) -> EngineStats | None:
+        return self.stats
+
+    def is_ready(self) -> bool:
+        return self.hello is not None and not self.was_shut_down
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+        self._queue.put(None)
+        self._reader.join(5)
+
+    # ---- the script ----
+
+    def tokens(self, request_id: int, *ids: int, **fields: object) -> None:
+        self._put(request_id, Response(RequestId(request_id), result_or_none=Result([list(ids)], **fields)))
+
+    def end(self, request_id: int, *ids: int, reason: FinishReason = FinishReason.LENGTH, **fields: object) -> None:
+        result = Result([list(ids)], is_final=True, is_sequence_final=True, finish_reasons=[reason], **fields)
+        self._put(request_id, Response(RequestId(request_id), result_or_none=result))
+
+    def error(self, request_id: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> None:
+        self._put(request_id, Response(RequestId(request_id), error_or_none=message, error_code=code))
+
+    def _put(self, request_id: int, response: Response) -> None:
+        self._queue.put((request_id, response))
+
+    def _read(self) -> None:
+        while (item := self._queue.get()) is not None:
+            request_id, response = item
+            on_response = self.live.get(request_id)
+            if on_response is None:  # it has ended: exactly one final response per request
+                continue
+            if response.is_final:
+                del self.live[request_id]
+            on_response(response)

@@ -1,0 +1,247 @@
+"""The pump alone: order, coalescing, exactly one FINAL on the last response that says something."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
+from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.pump import ResponsePump, Row, Stream
+from tests.serving.fake_triton import ResponseSender, TritonModelException
+
+
+class Harness:
+    """A pump whose calls back into the engine are recorded."""
+
+    def __init__(self, num_lanes: int = 4):
+        self.stopped: list[Stream] = []
+        self.ended: list[Row] = []
+        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self.ended.append)
+
+    def open(self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()) -> tuple[Stream, ResponseSender]:
+        rows = [
+            Row(TokenOutput(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
+            for n in range(num_rows)
+        ]
+        sender = ResponseSender()
+        return self.pump.open(sender, "r", rows), sender
+
+    def tokens(self, stream: Stream, *ids: int, row: int = 0, final: bool = False) -> None:
+        reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
+        result = Result([list(ids)], is_final=final, finish_reasons=[reason])
+        self.pump.deliver(stream, stream.rows[row], Response(RequestId(row + 1), result_or_none=result))
+
+    def error(self, stream: Stream, message: str, row: int = 0) -> None:
+        response = Response(RequestId(row + 1), error_or_none=message, error_code=ErrorCode.UNAVAILABLE)
+        self.pump.deliver(stream, stream.rows[row], response)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def build(num_lanes: int = 4) -> Harness:
+        made.append(Harness(num_lanes))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.pump.close()
+        assert harness.pump.live_streams() == []
+
+
+def test_tokens_arrive_in_order_and_final_rides_on_the_last_of_them(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    for n in range(50):
+        harness.tokens(stream, n, final=n == 49)
+    sender.wait()
+    assert sender.column("output_ids") == list(range(50))
+    assert sender.finals == [len(sender.sent) - 1]
+    assert all(response.outputs()["output_ids"].shape[:2] == (1, 1) for response in sender.wait())
+
+
+def test_what_arrives_during_a_send_joins_the_next_response(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    sender.gate = threading.Event()
+    harness.tokens(stream, 0)
+    assert sender.entered.acquire(timeout=10)  # the first send is in flight
+    for n in range(1, 10):
+        harness.tokens(stream, n)
+    harness.tokens(stream, 10, final=True)
+    sender.gate.set()
+    responses = sender.wait()
+    assert [response.outputs()["output_ids"].size for response in responses] == [1, 10]
+    assert sender.column("sequence_length") == [1, 10] and sender.finals == [1]
+
+
+def test_one_slow_stream_does_not_hold_up_those_of_other_lanes(make) -> None:
+    harness = make(num_lanes=2)
+    slow, slow_sender = harness.open()
+    slow_sender.gate = threading.Event()
+    harness.tokens(slow, 1)
+    assert slow_sender.entered.acquire(timeout=10)
+    quick, quick_sender = harness.open()
+    harness.tokens(quick, 2, final=True)
+    assert len(quick_sender.wait()) == 1
+    harness.tokens(slow, 3, final=True)
+    slow_sender.gate.set()
+    slow_sender.wait()
+
+
+def test_without_streaming_there_is_one_response_with_the_prompt_in_front(make) -> None:
+    harness = make()
+    stream, sender = harness.open(streaming=False, prompt=(7, 8))
+    harness.tokens(stream, 1)
+    harness.tokens(stream, 2, final=True)
+    assert len(sender.wait()) == 1 and sender.column("output_ids") == [7, 8, 1, 2] and sender.column("sequence_length") == [4]
+
+
+def test_an_end_without_tokens_is_still_a_response_with_data(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    harness.tokens(stream, final=True)
+    (response,) = sender.wait()
+    assert response.outputs()["output_ids"].shape == (1, 1, 0) and sender.column("sequence_length") == [0]
+
+
+def test_a_result_without_tokens_in_the_middle_is_not_sent(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    harness.tokens(stream)
+    harness.tokens(stream, 5, final=True)
+    assert all(response.outputs()["output_ids"].size for response in sender.wait())
+
+
+@pytest.mark.feature("001-06")
+def test_an_error_of_a_row_ends_that_row_and_the_others_go_on(make) -> None:
+    harness = make()
+    stream, sender = harness.open(num_rows=2)
+    harness.tokens(stream, 1, row=0)
+    harness.error(stream, "no more memory", row=0)
+    harness.tokens(stream, 2, row=0)  # after its end: ignored
+    harness.tokens(stream, 3, row=1, final=True)
+    responses = sender.wait()
+    errors = [response.error().message() for response in responses if response.has_error()]
+    assert errors == ["[UNAVAILABLE] row 0: no more memory"]
+    assert not responses[-1].has_error() and sender.finals == [len(responses) - 1]
+    assert 2 not in sender.column("output_ids") and [row is stream.rows[1] for row in harness.ended] == [True]
+
+
+def test_a_failure_of_the_stream_ends_it_once_and_stops_its_rows(make) -> None:
+    harness = make()
+    stream, sender = harness.open(num_rows=2)
+    harness.pump.fail(stream, ErrorCode.UNAVAILABLE, "shutting down")
+    harness.pump.fail(stream, ErrorCode.INTERNAL, "another")
+    harness.tokens(stream, 1, final=True)
+    assert sender.error() == "[UNAVAILABLE] shutting down"
+    harness.pump.close()
+    assert len(sender.sent) == 1 and harness.stopped == [stream]
+
+
+def test_a_send_that_fails_ends_the_stream_once_with_an_error(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    sender.failures = [TritonModelException("Failed to increase the shared memory pool size for key 'secret'")]
+    harness.tokens(stream, 1)
+    message = sender.error()
+    assert "could not send" in message and "secret" not in message
+    harness.tokens(stream, 2, final=True)
+    harness.pump.close()
+    assert sender.finals == [0] and len(sender.sent) == 1 and harness.stopped == [stream]
+
+
+def test_when_the_error_cannot_be_sent_either_a_bare_end_is_tried(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    sender.failures = [TritonModelException("full"), TritonModelException("full")]
+    harness.tokens(stream, 1, final=True)
+    assert sender.wait() == [None] and sender.attempts == 3
+
+
+def test_a_closed_sender_is_left_alone(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    sender.failures = [TritonModelException("x"), TritonModelException("Response sender has been closed.")]
+    harness.tokens(stream, 1, final=True)
+    harness.pump.close()
+    assert sender.attempts == 2 and harness.pump.live_streams() == []
+
+
+def test_an_output_that_cannot_be_rendered_ends_the_stream_and_not_the_lane(make) -> None:
+    harness = make(num_lanes=1)
+    stream, sender = harness.open()
+    stream.rows[0].output.render = lambda final: 1 / 0
+    harness.tokens(stream, 1)
+    assert sender.error() == "[INTERNAL] the answer could not be built; see the server's log"
+    healthy, healthy_sender = harness.open()
+    harness.tokens(healthy, 5, final=True)
+    assert healthy_sender.column("output_ids") == [5]
+
+
+def test_a_stream_whose_client_is_gone_sends_its_end_alone(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    stream.abandoned = True
+    harness.tokens(stream, 1)
+    harness.tokens(stream, 2)
+    harness.tokens(stream, final=True)
+    assert len(sender.wait()) == 1 and sender.finals == [0]
+
+
+# What may happen to a row: tokens, then an end (or an error), then, wrongly, more.
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(["tokens", "tokens", "tokens", "end", "error"])), max_size=40
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS, st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, None, 3, 10]), st.sampled_from([None, None, 2]))
+def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
+    events: list[tuple[int, int, str]], num_streams: int, num_rows: int, fail_after: int | None, break_send: int | None
+) -> None:
+    harness = Harness(num_lanes=2)
+    streams = [harness.open(num_rows) for _ in range(num_streams)]
+    if break_send is not None:
+        streams[0][1].failures = [TritonModelException("full")] * break_send
+    expected: dict[tuple[int, int], list[int]] = defaultdict(list)
+    over: set[tuple[int, int]] = set()
+    for n, (s, r, what) in enumerate(events):
+        key = (s % num_streams, r % num_rows)
+        stream = streams[key[0]][0]
+        if fail_after == n:
+            harness.pump.fail(stream, ErrorCode.CANCELLED, "gone")
+        if what == "error":
+            harness.error(stream, "broken", row=key[1])
+        else:
+            harness.tokens(stream, n, row=key[1], final=what == "end")
+        if key not in over and what != "error":
+            expected[key].append(n)
+        if what != "tokens":
+            over.add(key)
+    for s, (stream, _) in enumerate(streams):  # the engine ends every row at last
+        for r in range(num_rows):
+            harness.tokens(stream, row=r, final=True)
+    harness.pump.close()
+    assert harness.pump.live_streams() == []
+    for s, (stream, sender) in enumerate(streams):
+        assert sender.finals == [len(sender.sent) - 1], "exactly one FINAL, on the last response"
+        responses = [response for response, _ in sender.sent]
+        assert all(r is None or r.has_error() or "output_ids" in r.outputs() for r in responses)
+        assert None not in responses[:-1], "nothing but a last resort is bare"
+        got: dict[int, list[int]] = defaultdict(list)
+        for response in responses:
+            if response is not None and not response.has_error():
+                outputs = response.outputs()
+                got[int(outputs["batch_index"][0, 0]) if num_rows > 1 else 0] += outputs["output_ids"].reshape(-1).tolist()
+        broken = stream.failure is not None or (break_send is not None and s == 0)
+        for r in range(num_rows):
+            whole = expected[s, r]
+            assert got[r] == whole or (broken and got[r] == whole[: len(got[r])]), "tokens are complete and in order"

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result, Unsupported
+from backend.api.config import TritonConfig
+from backend.core.step import ModelInfo
+from backend.serving.outputs import Arrays
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.tensors import BLS, ENSEMBLE
+from backend.serving.text_requests import MAX_TOKEN_BYTES, TextTools, parse_text_requests
+from tests.serving.fake_triton import Tensor
+from tests.serving.helpers import bools, floats, ints, strings, uint64
+
+MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
+
+
+@pytest.fixture(scope="module")
+def tools() -> TextTools:
+    return TextTools.from_directory(str(MODEL_DIRECTORY))
+
+
+@pytest.fixture
+def works(tools: TextTools):
+    def parse(model=ENSEMBLE, triton=TritonConfig(), **inputs: np.ndarray) -> list[Work]:
+        inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
+        batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
+        info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
+        return parse_text_requests(batch, ServingContext(EngineConfig(triton=triton), info), Parameters(), tools)
+
+    return parse
+
+
+def text_of(arrays: Arrays | None) -> str:
+    return dict(arrays)["text_output"][0, 0].decode()
+
+
+def result(ids: list[int], final: bool = False, reason: FinishReason = FinishReason.LENGTH, **fields: object) -> Result:
+    return Result([ids], is_final=final, finish_reasons=[reason] if final else [FinishReason.NOT_FINISHED], **fields)
+
+
+def test_text_is_tokenised_and_ends_at_the_models_end_ids(works, tools: TextTools) -> None:
+    request = works(text_input=strings("def main("))[0].request
+    assert isinstance(request, Request)
+    assert request.input_token_ids == tools.tokenizer.encode("def main(")
+    assert set(request.end_ids) == {3, *tools.tokenizer.eos_ids} and request.max_tokens == 4
+    assert works(text_input=strings("a"), end_id=ints(-1))[0].request.end_ids == ()
+    assert works(text_input=strings("a"), end_id=ints(5))[0].request.end_ids == (5,)
+
+
+def test_text_level_names_fill_the_same_fields(works) -> None:
+    config = works(text_input=strings("a"), top_k=ints(5), top_p=floats(0.5), min_length=ints(2), random_seed=uint64(3))[0]
+    sampling = config.request.sampling_config
+    assert (sampling.top_k, sampling.top_p, sampling.min_tokens, sampling.seed) == (5, 0.5, 2, 3)
+
+
+def test_messages_go_through_the_chat_template_and_bring_their_own_special_tokens(works, tools: TextTools) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    request = works(messages=strings(json.dumps(messages)))[0].request
+    rendered = tools.template.render(messages)
+    assert request.input_token_ids == tools.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: TextTools) -> None:
+    session = {"CORRID": uint64(1), "END": ints(0)}
+    later = works(text_input=strings(" more"), START=ints(0), **session)[0].request
+    assert later.input_token_ids == tools.tokenizer.encode(" more", add_special_tokens=False)
+    first = works(text_input=strings(" more"), START=ints(1), **session)[0].request
+    assert first.input_token_ids == tools.tokenizer.encode(" more")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "neither is given: text_input is required"),
+        ({"text_input": strings("a"), "messages": strings("[]")}, "both are given"),
+        ({"text_input": strings("")}, "text_input is empty"),
+        ({"text_input": strings(b"\xff\xfe")}, "text_input is not valid UTF-8 at byte 0"),
+        ({"text_input": strings("a" * (64 * MAX_TOKEN_BYTES + 1))}, "bytes, the limit is"),
+        ({"text_input": strings("x " * 500)}, "tokens, the limit is 63"),
+        ({"text_input": strings("a"), "max_tokens": ints(0)}, "max_tokens must be a single value > 0"),
+        ({"text_input": strings("a"), "max_tokens": ints(-3)}, "max_tokens must be a single value > 0"),
+        ({"messages": strings("{")}, "messages is not JSON"),
+        ({"messages": strings("[" * 1000)}, "messages is not JSON"),
+        ({"messages": strings("{}")}, "messages is no JSON list"),
+        ({"messages": strings("[]")}, "0 messages, allowed is 1"),
+        ({"messages": strings('[{"content": "x"}]')}, "a message has no role"),
+        ({"text_input": strings("a"), "stop_words": strings([str(n) for n in range(10_000)])}, "10000 entries, the limit is 128"),
+        ({"text_input": strings("a"), "stop_words": strings("s" * 1025)}, "a word of 1025 bytes, the limit is 1024"),
+        ({"text_input": strings("a"), "bad_words": strings([b"ok", b"\xc3"])}, "bad_words is not valid UTF-8"),
+        ({"text_input": strings("a"), "embedding_bias_words": strings(["x", "y"])}, "2 entries and embedding_bias_weights 0"),
+    ],
+)
+def test_bad_text_is_refused_in_one_sentence(works, inputs: dict[str, np.ndarray], message: str) -> None:
+    inputs = {"max_tokens": ints(4), **inputs}
+    with pytest.raises(InvalidRequest, match=message):
+        works(**inputs)
+
+
+def test_a_session_turn_may_generate_nothing(works) -> None:
+    assert works(text_input=strings("a"), max_tokens=ints(0), CORRID=uint64(1))[0].request.max_tokens == 0
+
+
+def test_images_and_drafts_are_refused(works) -> None:
+    for name, array in {"image_input": np.ones((1, 1, 3, 1, 1), np.float16), "num_draft_tokens": ints(2)}.items():
+        with pytest.raises(Unsupported, match=name):
+            works(BLS, text_input=strings("a"), **{name: array})
+    assert works(BLS, text_input=strings("a"), num_draft_tokens=ints(0), image_url_input=strings(""))
+
+
+def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(works, tools: TextTools) -> None:
+    words = ["import", "import os"]
+    bias = works(
+        text_input=strings("a"), embedding_bias_words=strings(words), embedding_bias_weights=np.array([[1.0, 2.0]], np.float32)
+    )[0].request.sampling_config.logit_bias
+    expected: dict[int, float] = {}
+    for word, weight in zip(words, (1.0, 2.0)):
+        for token in tools.tokenizer.encode(word):
+            expected[token] = expected.get(token, 0.0) + weight
+    assert bias == expected
+
+
+def test_a_row_with_stop_strings_streams_inside_even_when_its_client_does_not(works) -> None:
+    assert not works(text_input=strings("a"))[0].request.streaming
+    assert works(text_input=strings("a"), stop_words=strings(["\n", ""]))[0].request.streaming
+    assert not works(text_input=strings("a"), stop_words=strings([""]))[0].request.streaming
+
+
+def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -> None:
+    ids = tools.tokenizer.encode("naïve — 数 = 3\n", add_special_tokens=False)
+    output = works(text_input=strings("a"), stream=bools(True), return_num_output_tokens=bools(True))[0].output
+    pieces, counts = [], []
+    for n, token in enumerate(ids):
+        final = n == len(ids) - 1
+        output.feed(result([token], final))
+        arrays = output.render(final)
+        if arrays is not None:
+            pieces.append(text_of(arrays))
+            counts.append(int(dict(arrays)["num_output_tokens"][0, 0]))
+    assert "".join(pieces) == "naïve — 数 = 3\n" and all("\ufffd" not in piece for piece in pieces)
+    assert sum(counts) == len(ids) == output.num_output_tokens
+    assert dict(arrays)["finish_reason"][0, 0] == b"length"
+
+
+def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(works, tools: TextTools) -> None:
+    ids = tools.tokenizer.encode(" os", add_special_tokens=False)
+
+    def answer(**inputs: np.ndarray) -> str:
+        output = works(**inputs)[0].output
+        output.feed(result(ids, final=True))
+        return text_of(output.render(final=True))
+
+    chat = strings(json.dumps([{"role": "user", "content": "hi"}]))
+    assert answer(text_input=strings("import")) == "import os"
+    assert answer(text_input=strings("import"), exclude_input_in_output=bools(True)) == " os"
+    assert answer(messages=chat) == " os"
+    assert answer(messages=chat, exclude_input_in_output=bools(False)).endswith(" os")
+    assert answer(messages=chat, exclude_input_in_output=bools(False)) != " os"
+
+
+def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count(works, tools: TextTools) -> None:
+    head = tools.tokenizer.encode("x = 1;", add_special_tokens=False)
+    stop = tools.tokenizer.encode("return y\n", add_special_tokens=False)
+    output = works(text_input=strings("a"), stream=bools(True), stop_words=strings(["return y"]))[0].output
+    assert len(stop) > 1, "the stop must span tokens"
+    kept = [output.feed(result([token])) for token in [*head, *stop]]
+    first = next(n for n in kept if n is not None)
+    assert tools.tokenizer.decode([*head, *stop][:first]).endswith("return y")
+    assert output.render(final=False) is None, "the last text waits for the end that rides on it"
+    output.feed(result([1, 2], final=True, reason=FinishReason.CANCELLED))  # the engine had gone on
+    arrays = output.render(final=True)
+    assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0, 0] == b"stop"
+    assert output.num_output_tokens == first
+
+
+def test_accumulated_responses_each_hold_the_whole_text_so_far(works, tools: TextTools) -> None:
+    ids = tools.tokenizer.encode("a b c d", add_special_tokens=False)
+    output = works(triton=TritonConfig(accumulate_tokens=True), text_input=strings("a"), stream=bools(True))[0].output
+    texts = []
+    for n, token in enumerate(ids):
+        output.feed(result([token], final=n == len(ids) - 1))
+        texts.append(text_of(output.render(final=n == len(ids) - 1)))
+    assert texts[-1] == "a b c d" and all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+
+
+def test_log_probs_of_a_response_are_those_of_its_tokens(works) -> None:
+    output = works(text_input=strings("a"), stream=bools(True), return_log_probs=bools(True))[0].output
+    output.feed(result([10], log_probs=[[-1.0]], cum_log_probs=[-1.0]))
+    output.feed(result([11], log_probs=[[-2.0]], cum_log_probs=[-3.0]))
+    first = dict(output.render(final=False))
+    output.feed(result([12], final=True, log_probs=[[-4.0]], cum_log_probs=[-7.0]))
+    last = dict(output.render(final=True))
+    assert first["output_log_probs"].tolist() == [[[-1.0, -2.0]]] and first["cum_log_probs"].tolist() == [[-3.0]]
+    assert last["output_log_probs"].tolist() == [[[-4.0]]] and last["cum_log_probs"].tolist() == [[-7.0]]
