@@ -57,7 +57,7 @@ def run_generate(client: EverbatchClient, prompt: str, options: dict[str, Any], 
     if sys.stdout.isatty() or not clock.text.endswith("\n"):
         write("\n")
     if not quiet:
-        Console(stderr=True).print(f"[dim]{clock.summary()}[/dim]", highlight=False)
+        Console(stderr=True).print(f"[dim]{clock.summary()}[/dim]", highlight=False, soft_wrap=True)
     return status
 
 
@@ -65,7 +65,7 @@ def run_chat(client: EverbatchClient, system: str | None, options: dict[str, Any
     """Converse until /quit or end of input. Returns 0. Raises ClientError when no server answers at the first turn."""
     console = Console()
     conversation = Conversation(client, system, **options)
-    console.print(f"[dim]{client.url}: /reset starts afresh, /quit or Ctrl-D leaves, Ctrl-C ends a reply[/dim]", highlight=False)
+    console.print(f"[dim]{client.url}: /reset starts afresh, /quit or Ctrl-D leaves, Ctrl-C ends a reply[/dim]", highlight=False, soft_wrap=True)
     turns = 0
     try:
         while (text := _read_line(console)) is not None:
@@ -116,4 +116,4 @@ def _turn(console: Console, conversation: Conversation, text: str, *, first: boo
         console.print(f"[red]{escape(str(error))}[/red]", highlight=False, soft_wrap=True)
         return
     write("" if clock.text.endswith("\n") else os.linesep)
-    console.print(f"[dim]{clock.summary()}[/dim]", highlight=False)
+    console.print(f"[dim]{clock.summary()}[/dim]", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Attention of a flat mixed batch over paged KV: context rows (many queries) and generation rows (one) in one call.
+"""Attention of a flat mixed batch over paged KV: context rows (many queries) and generation rows (one), in any order.
 
 A row's queries are its newest positions, so the causal mask is aligned at the bottom right:
 
@@ -7,106 +7,209 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
     out = softmax(q k^T / sqrt(head_dim) + mask) v        query heads of one kv head share its keys (GQA)
 
-Physical cells are reached only through block tables. Entries that no query sees are never read: neither cells beyond
-`length`, nor blocks that have left the window (-1 in the table). Pool layout: kernels/kv_write.py.
+Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds (NaN
+of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that have left the
+window (-1) and beyond the end are never used as an index. Pool layout: kernels/kv_write.py.
+
+`plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
+reference gathers: rows with one query go together, in groups of like length, the others one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionRows:
-    """Where the rows of a flat batch find their queries and keys. Host numbers steer, device tensors index.
-
-    Generation rows come first in the flat batch, one token each; then the context rows.
-    """
-
-    generation_tables: Tensor  # [num_generation, max_blocks] int64 block ids, -1 beyond the end
-    generation_lengths: Tensor  # [num_generation] int64 keys of each row
-    max_generation_length: int
-    context_tables: list[Tensor]  # one [num_blocks] int64 for each context row
-    context_lengths: list[tuple[int, int]]  # (queries, keys) of each context row
-
-    @property
-    def num_generation(self) -> int:
-        return self.generation_tables.shape[0]
+QUERIES_AT_ONCE = 256  # of one context row behind a mask: bounds the mask's memory, and skips keys no query of them sees
 
 
-# (kv_heads, group, head_dim, block_size, window, [(queries, keys), ...])
+class AttentionRows(NamedTuple):
+    """Where the rows of a flat batch find their queries and keys. On the host."""
+
+    starts: NDArray[np.int64]  # [num_rows + 1]: row r's queries are flat tokens [starts[r], starts[r + 1])
+    lengths: NDArray[np.int64]  # [num_rows]: keys of each row, those of this step included
+    tables: NDArray[np.int32]  # [num_rows, max_blocks]: block ids
+
+
+class GenerationGroup(NamedTuple):
+    """Rows with one query. `cells` = blocks gathered for each row * block_size."""
+
+    tokens: Tensor | None  # [rows] int64: their place in the flat batch; None when they are all of it
+    blocks: Tensor  # [rows * blocks] int64
+    mask: Tensor  # [rows, 1, 1, cells] in the query's dtype: 0, or -inf where a cell is not to be seen
+    unseen: Tensor  # [rows, cells, 1, 1, 1] bool
+    seen_by_all: slice  # cells; the rest must be cleaned, for 0 * NaN is NaN
+
+
+class QuerySlice(NamedTuple):
+    """Consecutive queries of one context row, and the cells of its gather that they see."""
+
+    tokens: slice  # of the flat batch
+    cells: slice
+    mask: Tensor | None  # [queries, cells] in the query's dtype; None = plain causal, as many queries as keys
+
+
+class ContextRow(NamedTuple):
+    blocks: Tensor  # [blocks] int64
+    slices: list[QuerySlice]
+
+
+class AttentionPlan(NamedTuple):
+    generation: list[GenerationGroup]
+    context: list[ContextRow]
+
+
+class Case(NamedTuple):
+    rows: list[tuple[int, int]]  # (queries, keys)
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
 CASES = [
-    (1, 1, 8, 4, None, [(1, 1)]),
-    (2, 3, 16, 4, None, [(1, 5), (1, 4), (1, 17)]),
-    (2, 2, 8, 2, None, [(1, 3), (4, 4), (3, 9)]),
-    (4, 1, 32, 16, None, [(20, 33), (1, 16), (1, 17), (16, 16)]),
-    (1, 7, 24, 4, 6, [(1, 20), (1, 3), (5, 21), (9, 9)]),
-    (2, 1, 16, 8, 8, [(1, 8), (1, 9), (1, 64), (8, 40)]),
+    Case([(1, 1)], kv_heads=1, group=1, head_dim=8),
+    Case([(9, 9)]),
+    Case([(1, 5), (1, 4), (1, 17)], group=3),
+    Case([(1, 3), (4, 4), (3, 9), (1, 40)], block_size=2, head_dim=8),
+    Case([(20, 33), (1, 16), (1, 17), (16, 16)], kv_heads=4, group=1, head_dim=32, block_size=16),
+    Case([(5, 15), (1, 31)], kv_heads=1, group=7, head_dim=40, block_size=1),
+    Case([(7, 13), (1, 3), (17, 17)], kv_heads=3, group=3, head_dim=20, block_size=8),
+    Case([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6),
+    Case([(1, 8), (1, 9), (1, 64), (8, 40)], group=1, block_size=8, window=8),
+    Case([(1, 10), (6, 19), (11, 11)], window=1),
+    Case([(300, 600), (1, 514), (270, 270)], block_size=32),
+    Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100),
+    Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.bfloat16),
+    Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.float16),
 ]
 
 
-def reference(q: Tensor, pool: Tensor, rows: AttentionRows, window: int | None) -> Tensor:
+def plan_attention(
+    rows: AttentionRows, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> AttentionPlan:
+    """Work out what each row reads. `dtype` is that of the queries, `window` in tokens."""
+    num_queries = np.diff(rows.starts)
+    single = np.flatnonzero(num_queries == 1)
+    generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
+    context = [
+        _plan_context(
+            int(rows.starts[row]), int(num_queries[row]), int(rows.lengths[row]), rows.tables[row], block_size, window, dtype, device
+        )
+        for row in np.flatnonzero(num_queries > 1)
+    ]
+    return AttentionPlan(generation, context)
+
+
+def reference(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
     """q [num_tokens, heads, head_dim], pool [blocks, block_size, 2, kv_heads, head_dim] -> [num_tokens, heads, head_dim]."""
-    out = torch.empty_like(q)
-    start = rows.num_generation
-    if start:
-        out[:start] = _generation(q[:start], pool, rows, window)
-    for table, (num_queries, num_keys) in zip(rows.context_tables, rows.context_lengths, strict=True):
-        out[start : start + num_queries] = _context(q[start : start + num_queries], pool, table, num_keys, window)
-        start += num_queries
+    if len(plan.generation) == 1 and plan.generation[0].tokens is None:
+        return _attend_generation(q, pool, plan.generation[0])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in plan.generation:
+        out.index_copy_(0, group.tokens, _attend_generation(q.index_select(0, group.tokens), pool, group))
+    for row in plan.context:
+        _attend_context(q, out, pool, row)
     return out
 
 
-def paged_attention(q: Tensor, pool: Tensor, rows: AttentionRows, window: int | None) -> Tensor:
-    return reference(q, pool, rows, window)
+def paged_attention(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
+    """Attend every query of a flat batch. The KV of this step's tokens must be in the pool already."""
+    return reference(q, pool, plan)
 
 
-def _generation(q: Tensor, pool: Tensor, rows: AttentionRows, window: int | None) -> Tensor:
-    """One query a row, batched: gather the blocks in reach, mask what is beyond the end or before the window."""
-    block_size, kv_heads, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
-    batch = q.shape[0]
-    tables, lengths = rows.generation_tables, rows.generation_lengths
-    first_key = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
-    num_blocks = -(-rows.max_generation_length // block_size)
-    if window is None:
-        first_block, in_reach = torch.zeros_like(lengths), tables[:, :num_blocks]
-    else:
-        first_block = first_key // block_size
-        columns = first_block[:, None] + torch.arange(min(num_blocks, window // block_size + 2), device=q.device)
-        in_reach = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
-    keys_and_values = pool[in_reach.clamp(min=0)].flatten(1, 2)  # [batch, keys, 2, kv_heads, head_dim]
-    positions = first_block[:, None] * block_size + torch.arange(keys_and_values.shape[1], device=q.device)
-    visible = (positions < lengths[:, None]) & (positions >= first_key[:, None])  # [batch, keys]
-    keys_and_values.masked_fill_(~visible[:, :, None, None, None], 0)  # 0 * NaN of a cell never written would be NaN
-    k, v = keys_and_values.transpose(1, 3).unbind(2)  # each [batch, kv_heads, keys, head_dim]
-    grouped = q.view(batch, kv_heads, -1, head_dim)  # the query heads of a kv head become rows of one product
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=visible[:, None, None])
-    return out.reshape(q.shape)
+def _plan_generation(
+    rows: AttentionRows,
+    single: NDArray[np.int64],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[GenerationGroup]:
+    """Rows are grouped by the power of two above their number of blocks: less than half of a gather is padding."""
+    ends = rows.lengths[single]
+    first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    first_blocks = first_keys // block_size
+    num_blocks = -(-ends // block_size) - first_blocks
+    sizes = np.frexp(num_blocks - 1)[1]
+    groups = []
+    for size in np.unique(sizes):
+        chosen = np.flatnonzero(sizes == size)
+        columns = first_blocks[chosen, None] + np.arange(num_blocks[chosen].max())
+        cells = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(chosen), -1)
+        unseen = torch.from_numpy((cells < first_keys[chosen, None]) | (cells >= ends[chosen, None]))
+        is_used = columns * block_size < ends[chosen, None]
+        blocks = rows.tables[single[chosen, None], np.where(is_used, columns, 0)]
+        blocks = torch.from_numpy(np.where(is_used, blocks, 0).astype(np.int64).ravel())
+        tokens = None if len(chosen) == rows.starts[-1] else torch.from_numpy(rows.starts[single[chosen]]).to(device)
+        mask = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
+        head = int((first_keys[chosen] - first_blocks[chosen] * block_size).max())
+        tail = max(head, int((ends[chosen] - first_blocks[chosen] * block_size).min()))
+        groups.append(
+            GenerationGroup(
+                tokens, blocks.to(device), mask.to(device)[:, None, None], unseen.to(device)[:, :, None, None, None], slice(head, tail)
+            )
+        )
+    return groups
 
 
-def _context(q: Tensor, pool: Tensor, table: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Many queries of one row over its keys."""
-    block_size, kv_heads, head_dim = pool.shape[1], pool.shape[3], pool.shape[4]
-    num_queries = q.shape[0]
-    first_query = num_keys - num_queries
-    first_block = 0 if window is None else max(0, first_query - window + 1) // block_size
-    first_key = first_block * block_size
-    last_block = -(-num_keys // block_size)
-    keys_and_values = pool[table[first_block:last_block]].flatten(0, 1)[: num_keys - first_key]
-    k, v = keys_and_values.permute(1, 2, 0, 3).unbind(0)  # each [kv_heads, keys, head_dim]
-    if window is not None:  # cells of the first block that no query sees may never have been written
-        v = v.clone()
-        v[:, : max(0, first_query - window + 1 - first_key)] = 0
-    mask = None
-    if num_queries < num_keys - first_key or window is not None:
-        queries = torch.arange(first_query, num_keys, device=q.device)[:, None]
-        keys = torch.arange(first_key, num_keys, device=q.device)
-        mask = (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
+def _plan_context(
+    first: int,
+    num_queries: int,
+    length: int,
+    table: NDArray[np.int32],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ContextRow:
+    """`first`: the row's first token in the flat batch. Each slice sees just its keys, so nothing has to be cleaned."""
+    reach = length if window is None else window
+    computed = length - num_queries
+    first_block = max(0, computed - reach + 1) // block_size
+    is_plain = computed == 0 and reach >= length
+    slices = []
+    for start in range(0, num_queries, num_queries if is_plain else QUERIES_AT_ONCE):
+        stop = min(num_queries, start + (num_queries if is_plain else QUERIES_AT_ONCE))
+        first_key = max(0, computed + start - reach + 1)
+        mask = None
+        if not is_plain:
+            queries = torch.arange(computed + start, computed + stop)[:, None]
+            keys = torch.arange(first_key, computed + stop)
+            hidden = (keys > queries) | (keys <= queries - reach)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
+        cells = slice(first_key - first_block * block_size, computed + stop - first_block * block_size)
+        slices.append(QuerySlice(slice(first + start, first + stop), cells, mask))
+    blocks = torch.from_numpy(table[first_block : -(-length // block_size)].astype(np.int64))
+    return ContextRow(blocks.to(device), slices)
+
+
+def _attend_generation(q: Tensor, pool: Tensor, group: GenerationGroup) -> Tensor:
+    """q [rows, heads, head_dim] -> the same shape. The query heads of a kv head become the queries of one product."""
+    kv = pool.index_select(0, group.blocks).view(q.shape[0], -1, *pool.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
+    head, tail = group.seen_by_all.start, group.seen_by_all.stop
+    for ragged in (slice(0, head), slice(tail, kv.shape[1])):
+        if ragged.start < ragged.stop:
+            kv[:, ragged].masked_fill_(group.unseen[:, ragged], 0)
+    k, v = kv.transpose(1, 3).unbind(2)  # each [rows, kv_heads, cells, head_dim]
+    grouped = q.unflatten(1, (pool.shape[3], -1))  # [rows, kv_heads, group, head_dim]
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).flatten(1, 2)
+
+
+def _attend_context(q: Tensor, out: Tensor, pool: Tensor, row: ContextRow) -> None:
+    """Fill the row's part of `out` [num_tokens, heads, head_dim]."""
+    kv = pool.index_select(0, row.blocks).flatten(0, 1)  # [cells, 2, kv_heads, head_dim]
+    for part in row.slices:
+        k, v = kv[part.cells].permute(1, 2, 0, 3).unbind(0)  # each [kv_heads, keys, head_dim]
+        queries = q[part.tokens].transpose(0, 1)[None]  # [1, heads, queries, head_dim]
+        attended = F.scaled_dot_product_attention(
+            queries, k[None], v[None], attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=True
+        )
+        out[part.tokens] = attended[0].transpose(0, 1)

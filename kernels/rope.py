@@ -2,6 +2,9 @@
 
     angle = position * inv_freq              [num_tokens, head_dim / 2]
     (a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., :half], b = x[..., half:]
+
+With the sign in the sine and the halves exchanged this is x * [cos cos] + roll(x) * [-sin sin]: `rope_factors` makes the two
+factors once a step, `rope` runs once a layer.
 """
 
 from __future__ import annotations
@@ -9,15 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CASES = [(1, 1, 8), (5, 3, 16), (17, 8, 64)]  # (num_tokens, num_heads, head_dim)
+CASES = [(1, 1, 2), (1, 1, 8), (5, 3, 16), (17, 8, 64), (3, 2, 80)]  # (num_tokens, num_heads, head_dim)
 
 
-def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim]; cos, sin [num_tokens, head_dim / 2] in x's dtype -> x rotated."""
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def rope_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, sin [num_tokens, head_dim / 2] -> the factors of x and of its rolled self, each [num_tokens, 1, head_dim]."""
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return reference(x, cos, sin)
+def reference(x: Tensor, straight: Tensor, crossed: Tensor) -> Tensor:
+    """x [num_tokens, heads, head_dim]; factors of `rope_factors` in x's dtype -> x rotated, a new tensor."""
+    return torch.addcmul(x * straight, x.roll(x.shape[-1] // 2, -1), crossed)
+
+
+def rope(x: Tensor, straight: Tensor, crossed: Tensor) -> Tensor:
+    """Rotate every head by its token's angles."""
+    return reference(x, straight, crossed)

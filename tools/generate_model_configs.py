@@ -1,7 +1,7 @@
 """Write model_repository/*/config.pbtxt from the tensor tables of backend/serving/tensors.py.
 
-    python tools/generate_model_configs.py                        # the committed files
-    python tools/generate_model_configs.py --output DIR --unary   # decoupled: false, for ModelInfer and /infer clients
+python tools/generate_model_configs.py                        # the committed files
+python tools/generate_model_configs.py --output DIR --unary   # decoupled: false, for ModelInfer and /infer clients
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from backend.serving.model_config import write_configs  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "model_repository", help="the model repository to write into")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "model_repository", help="the model repository to write into"
+    )
     parser.add_argument("--unary", action="store_true", help="decoupled: false")
     arguments = parser.parse_args()
     for path in write_configs(arguments.output, decoupled=not arguments.unary):

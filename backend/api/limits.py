@@ -54,7 +54,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
 
 def _check_range(name: str, value: float, least: float, greatest: float) -> None:
     if not least <= value <= greatest:  # false for NaN too
-        raise InvalidRequest(f"{name} is {value}, allowed is {least:g} to {greatest:g}")
+        raise InvalidRequest(f"{name} is {value}, allowed is {least} to {greatest}")
 
 
 def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:

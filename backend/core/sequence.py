@@ -81,6 +81,7 @@ class Sequence:
 
     def begin_turn(self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int) -> None:
         """Append a turn's prompt and reset all that belongs to one request. Status is the caller's business."""
+        self._random_state_before = (self.seed, self.num_sampled_before)  # for undo_turn
         self.request_id = request_id
         self.request = request
         self.arrival = arrival  # order of acceptance: the scheduling priority, smaller runs first
@@ -153,6 +154,12 @@ class Sequence:
         """What this turn sampled becomes history; the random stream goes on from here."""
         self.num_sampled_before = self.num_sampled_tokens
         self.num_prompt_tokens = len(self.token_ids)
+
+    def undo_turn(self) -> None:
+        """As if the turn had not been asked: prompt and output leave the log, the random stream is where it was before."""
+        self.truncate(self.num_history_tokens)
+        self.num_prompt_tokens = self.num_history_tokens
+        self.seed, self.num_sampled_before = self._random_state_before
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the token ids from `num_tokens` on; KV counters follow. Only between turns, or for tokens nobody has seen."""

@@ -155,9 +155,11 @@ class EngineCore:
         self.sessions.expire(now_ns)
 
     def stats(self) -> EngineStats:
+        """A snapshot. What the last step did is told only while there is work."""
         latest = self.iteration_stats[-1] if self.iteration_stats else IterationStats()
-        current = self._gauges(latest)
-        return EngineStats(current, self.counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
+        if not self.has_work:
+            latest = IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns)
+        return EngineStats(self._gauges(latest), self.counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
@@ -212,7 +214,7 @@ class EngineCore:
         self._leave(seq)
         self._count_end("ERROR")
         self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error))
-        self._settle(seq, 0)
+        self._settle(seq, undo=True)
 
     def _leave(self, seq: Sequence) -> None:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
@@ -225,17 +227,21 @@ class EngineCore:
     def _stays(self, seq: Sequence) -> bool:
         return seq.session_id is not None and not (seq.request.session.end or seq.erase_when_finished)
 
-    def _settle(self, seq: Sequence, keep_output_tokens: int | None) -> None:
-        """A session between turns: cut its log where asked, note its use. One that ended leaves the table."""
+    def _settle(self, seq: Sequence, keep_output_tokens: int | None = None, undo: bool = False) -> None:
+        """A session between turns: cut its log where asked, note its use. One that ended leaves the table.
+
+        A turn that failed, or ended before its first admission, is undone: the client may send it again.
+        """
         if seq.session_id is None:
             return
         if seq.status is Status.RETIRED:
             self.sessions.erase(seq.session_id)
             return
-        keep = None if keep_output_tokens is None else seq.num_prompt_tokens + keep_output_tokens
-        if seq.num_output_tokens == 0 and seq.num_computed_tokens <= seq.num_history_tokens:
-            keep = seq.num_history_tokens  # the turn ended before it ran: as if it had not been asked
-        if keep is not None and keep < seq.num_tokens:
+        if undo or not seq.first_scheduled_ns:
+            self.kv.truncate(seq, seq.num_history_tokens)
+            seq.undo_turn()
+        elif keep_output_tokens is not None and keep_output_tokens < seq.num_output_tokens:
+            keep = seq.num_prompt_tokens + keep_output_tokens
             self.kv.truncate(seq, keep)
             seq.truncate(keep)
         seq.end_turn()

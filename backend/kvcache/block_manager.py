@@ -66,6 +66,11 @@ class BlockManager:
         """Blocks there will be once a pending shrink is through: the limit to judge by what can never fit."""
         return self.num_blocks if self._shrink_to is None else self._shrink_to
 
+    @property
+    def num_owed(self) -> int:
+        """Blocks that a pending shrink takes out of service as soon as they are released."""
+        return self.num_blocks - self.capacity
+
     def allocate(self) -> Block:
         """Return a block with ref_count 1 and a fresh unique id; may grow the pool or evict. Raises OutOfBlocks."""
         if not self._free:

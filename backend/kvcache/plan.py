@@ -4,6 +4,8 @@ The snapshot is an overlay: reference counts that would differ (`_delta`) and th
 (`available`). Which block is taken or evicted is decided at commit, in the order in which the grants were made.
 
     available = free + cached - (cached blocks this plan locks) - (new blocks this plan takes) + (blocks its pauses free)
+
+Of the blocks that pauses free, a pending shrink of the pool takes its due first (`_owed`).
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class KVPlan:
         self._manager = manager
         self._delta: dict[BlockId, int] = {}
         self.available = manager.blocks.num_available
+        self._owed = manager.blocks.num_owed
         self.free_slots = manager.slots.num_free
         self.grants: dict[SequenceId, Grant] = {}  # in the order they were made
         self.pauses: list[Sequence] = []
@@ -109,9 +112,15 @@ class KVPlan:
             if handle is not DROPPED:
                 self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
                 if self._ref_count(handle.block_id) == 0:
-                    self.available += 1
+                    self._gain_block()
         self.free_slots += 1
         self.pauses.append(seq)
+
+    def _gain_block(self) -> None:
+        if self._owed:
+            self._owed -= 1
+        else:
+            self.available += 1
 
     def _find(self, seq: Sequence) -> _Found:
         """The longer of what survived of the sequence's own blocks and what the trie knows. One token is always left to run."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.kv_write import kv_write
-from kernels.paged_attention import AttentionRows, paged_attention
+from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 
@@ -27,22 +28,24 @@ def attention(
     x: Tensor,
     weights: AttentionWeights,
     pool: Tensor,
-    rows: AttentionRows,
+    plan: AttentionPlan,
     cells: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: tuple[Tensor, Tensor],
     head_dim: int,
     norm_eps: float,
-    window: int | None,
 ) -> Tensor:
-    """x [num_tokens, hidden] -> [num_tokens, hidden]. Writes this layer's KV of all tokens to `pool` before it is read."""
+    """x [num_tokens, hidden] -> [num_tokens, hidden]. Writes this layer's KV of all tokens to `pool` before it is read.
+
+    `angles` are kernels.rope.rope_factors of the tokens' positions; `cells` [num_tokens] int64 as in kernels/kv_write.py.
+    """
     num_tokens, kv_heads = x.shape[0], pool.shape[3]
     qkv = F.linear(x, weights.qkv, weights.qkv_bias).view(num_tokens, -1, head_dim)
     num_heads = qkv.shape[1] - 2 * kv_heads
-    q, k, v = qkv.split((num_heads, kv_heads, kv_heads), dim=1)  # each [num_tokens, its heads, head_dim]
+    qk, v = qkv.split((num_heads + kv_heads, kv_heads), dim=1)  # each [num_tokens, its heads, head_dim]
     if weights.q_norm is not None:
-        q, k = rms_norm(q, weights.q_norm, norm_eps), rms_norm(k, weights.k_norm, norm_eps)
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q, k = qk.split((num_heads, kv_heads), dim=1)
+        qk = torch.cat((rms_norm(q, weights.q_norm, norm_eps), rms_norm(k, weights.k_norm, norm_eps)), dim=1)
+    q, k = rope(qk, *angles).split((num_heads, kv_heads), dim=1)
     kv_write(pool, k, v, cells)
-    out = paged_attention(q, pool, rows, window)  # [num_tokens, heads, head_dim]
+    out = paged_attention(q, pool, plan)  # [num_tokens, heads, head_dim]
     return F.linear(out.flatten(1), weights.out, weights.out_bias)

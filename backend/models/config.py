@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
@@ -41,7 +42,8 @@ class ModelConfig(Struct, frozen=True):
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]  # of each layer, in tokens
-    dtype: str
+    dtype: str | None  # None: not said, then it is that of the embedding
+    eos_ids: tuple[int, ...]
 
     @property
     def sliding_window(self) -> int | None:
@@ -63,6 +65,8 @@ def parse_model_config(text: str) -> ModelConfig:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"config.json is not JSON at line {error.lineno}: {error.msg}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config.json holds {type(raw).__name__}, a JSON object is expected")
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -75,13 +79,23 @@ def parse_model_config(text: str) -> ModelConfig:
         return _build(raw, architecture)
     except KeyError as error:
         raise ConfigError(f"config.json lacks the key {error.args[0]}") from None
+    except (msgspec.ValidationError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"config.json has a value of the wrong type: {error}") from None
+
+
+def eos_ids(raw: dict[str, Any]) -> tuple[int, ...]:
+    """eos_token_id of a config.json or generation_config.json: absent, one id, or a list."""
+    eos = raw.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
     heads = raw["num_attention_heads"]
     is_llama, is_qwen2 = architecture == "LlamaForCausalLM", architecture == "Qwen2ForCausalLM"
-    attention_bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
+    attention_bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    config = dict(
         architecture=architecture,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -99,8 +113,25 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
         mlp_bias=is_llama and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         windows=_windows(raw, architecture),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        eos_ids=eos_ids(raw),
     )
+    return _checked(msgspec.convert(config, ModelConfig))
+
+
+def _checked(config: ModelConfig) -> ModelConfig:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_position"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"config.json: {name} is {getattr(config, name)}, at least 1 is needed")
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise ConfigError(f"config.json: head_dim is {config.head_dim}; rotary embedding needs an even number")
+    if any(window is not None and window < 1 for window in config.windows):
+        raise ConfigError(f"config.json: sliding_window is {config.sliding_window}, at least 1 is needed; null turns it off")
+    return config
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
@@ -111,13 +142,18 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise ConfigError(f"rope type {kind} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("partial_rotary_factor is not 1, which is not supported")
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, scaling["factor"])
     return RopeConfig(
-        theta=scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0,
-        kind=kind,
-        factor=scaling.get("factor", 1.0),
-        low_freq_factor=scaling.get("low_freq_factor", 1.0),
-        high_freq_factor=scaling.get("high_freq_factor", 4.0),
-        original_max_position=scaling.get("original_max_position_embeddings", 8192),
+        theta,
+        kind,
+        scaling["factor"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
     )
 
 
@@ -131,6 +167,11 @@ def _windows(raw: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
         return (None,) * layers
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers", layers)
+        first = raw.get("max_window_layers", 28)  # transformers' default
         return tuple(window if layer >= first else None for layer in range(layers))
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"layer type {min(unknown)} is not supported; supported are full_attention and sliding_attention")
+    if len(kinds) != layers:
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -14,8 +14,9 @@ from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.rotary import rotary_tables
 from backend.models.config import ModelConfig
 from backend.models.tensors import TensorSource
-from kernels.paged_attention import AttentionRows
+from kernels.paged_attention import AttentionRows, plan_attention
 from kernels.rms_norm import rms_norm
+from kernels.rope import rope_factors
 
 
 @dataclass(slots=True)
@@ -44,14 +45,17 @@ class Llama:
         token_ids, positions, cells: [num_tokens] int64. pools: one KV pool a layer. Returns hidden states [num_tokens, hidden].
         """
         config = self.config
-        cos, sin = self.cos[positions], self.sin[positions]
-        x = self.embedding[token_ids]  # [num_tokens, hidden]
+        angles = rope_factors(self.cos[positions], self.sin[positions])
+        block_size = pools[0].shape[1]
+        plans = {
+            window: plan_attention(rows, block_size, window, self.embedding.dtype, self.embedding.device)
+            for window in set(config.windows)
+        }
+        x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
         for layer, pool, window in zip(self.layers, pools, config.windows, strict=True):
             normed = rms_norm(x, layer.input_norm, config.norm_eps)
-            x = x + attention(
-                normed, layer.attention, pool, rows, cells, cos, sin, config.head_dim, config.norm_eps, window
-            )
-            x = x + mlp(rms_norm(x, layer.post_norm, config.norm_eps), layer.mlp)
+            x += attention(normed, layer.attention, pool, plans[window], cells, angles, config.head_dim, config.norm_eps)
+            x += mlp(rms_norm(x, layer.post_norm, config.norm_eps), layer.mlp)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -67,7 +71,7 @@ def build_llama(
     embedding = source.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     if config.tied_embeddings:
         lm_head = embedding
-        source.ignore("lm_head.weight")
+        source.take_copy("lm_head.weight", embedding)
     else:
         lm_head = source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
     layers = [_layer(config, source, f"model.layers.{index}.") for index in range(config.num_layers)]

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.models.config import ModelConfig, parse_model_config, read_model_config
+from backend.models.config import ModelConfig, eos_ids, parse_model_config, read_model_config
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
 
@@ -38,7 +38,7 @@ def load_directory(directory: Path, max_seq_len: int | None, dtype: str, device:
     """Build the model of a checkpoint directory. Raises ConfigError."""
     config = read_model_config(directory)
     with ExitStack() as stack:
-        tensors = _LazyTensors([stack.enter_context(safe_open(path, "pt")) for path in _weight_files(directory)])
+        tensors = _LazyTensors([stack.enter_context(_open(path)) for path in _weight_files(directory)])
         return _build(config, tensors, max_seq_len, dtype, device)
 
 
@@ -49,18 +49,24 @@ def load_buffers(tensors: Mapping[str, Tensor], json_config: str, max_seq_len: i
 
 def read_eos_ids(directory: Path) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if path.is_file():
-            eos = json.loads(path.read_text()).get("eos_token_id")
-            if eos is not None:
-                return tuple(eos) if isinstance(eos, list) else (eos,)
-    return ()
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            ids = eos_ids(json.loads(path.read_text()))
+        except (json.JSONDecodeError, AttributeError):
+            raise ConfigError(f"model {directory.name}: generation_config.json is not a JSON object") from None
+        if ids:
+            return ids
+    return read_model_config(directory).eos_ids
 
 
-def effective_dtype(config: ModelConfig, dtype: str) -> torch.dtype:
+def effective_dtype(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: str) -> torch.dtype:
     """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
     name = config.dtype if dtype == "auto" else dtype
+    if name is None:
+        embedding = tensors.get("model.embed_tokens.weight")
+        name = "float32" if embedding is None else str(embedding.dtype)
+    name = name.removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype {name} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=...")
     return DTYPES[name]
@@ -69,7 +75,14 @@ def effective_dtype(config: ModelConfig, dtype: str) -> torch.dtype:
 def _build(config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
     limit = min(max_seq_len or config.max_position, config.max_position)
     with torch.inference_mode():
-        return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, dtype), device)
+        return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, tensors, dtype), device)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ConfigError(f"{path.name} is no safetensors file, or is cut short: {error}; fetch it again") from None
 
 
 class _LazyTensors(Mapping[str, Tensor]):
@@ -91,7 +104,10 @@ class _LazyTensors(Mapping[str, Tensor]):
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"model {directory.name}: {index.name} has no weight_map; fetch it again") from None
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ConfigError(f"model {directory.name}: {missing[0]}: File does not exist; {len(missing)} shards are missing")

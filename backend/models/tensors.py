@@ -26,9 +26,10 @@ class TensorSource:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         return tensor.to(self._device, self._dtype)
 
-    def ignore(self, name: str) -> None:
-        """Leave a tensor aside that the model knows it does not need."""
-        self._left.discard(name)
+    def take_copy(self, name: str, original: Tensor) -> None:
+        """Use up a tensor that may be there and must then equal `original`. Raises ConfigError when it differs."""
+        if name in self._left and not torch.equal(self.take(name, tuple(original.shape)), original):
+            raise ConfigError(f"tensor {name} differs from the one it is tied to; set tie_word_embeddings to false in config.json")
 
     def check_all_used(self) -> None:
         """Raise ConfigError when tensors are left over: the model would not be the one that was trained."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from backend.core.sequence import Sequence
+from backend.core.step import SequenceId
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.plan import Admission, KVPlan
 
@@ -57,8 +58,8 @@ class MaxUtilization:
         return plan.admit(seq, max(needed, seq.num_tokens), headroom)
 
 
-def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[int, int]) -> list[Sequence]:
-    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence, oldest first.
+def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[SequenceId, int]) -> list[Sequence]:
+    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence (none: it rests), oldest first.
 
     While there is no room, the youngest is paused, at last the sequence itself. Returns those that keep running.
     """
@@ -66,8 +67,8 @@ def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[int,
     index = 0
     while index < len(kept):
         seq = kept[index]
-        cells = seq.num_computed_tokens + seq.num_inflight_tokens + num_tokens[seq.seq_id]
-        if plan.extend(seq, cells):
+        more = num_tokens.get(seq.seq_id, 0)
+        if not more or plan.extend(seq, seq.num_computed_tokens + seq.num_inflight_tokens + more):
             index += 1
         else:
             plan.pause(kept.pop())

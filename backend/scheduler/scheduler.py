@@ -73,16 +73,19 @@ class Scheduler:
         """Plan one step. Deterministic in the state of queue, sequences and cache."""
         plan = StepPlan(self._kv.plan())
         context, generation = self._split_by_phase()
-        if self._separate:
-            self._admit(plan, context, self._micro_batch.max_num_tokens)
-            if context or plan.admitted:
-                generation = []
+        admit_first = self._separate and not context  # no chunk is open: a step for new ones, else for generation
+        if admit_first:
+            self._admit(plan, [], self._micro_batch.max_num_tokens)
+        if self._separate and (context or plan.admitted):
+            generation = []
         budget = self._micro_batch.max_num_tokens - len(generation)
-        kept = self._extend(plan, context, generation, budget)
-        plan.rows = [(seq, 1) for seq in generation if seq.seq_id in kept]
+        shares = self._extend(plan, context, generation, budget)
+        plan.rows = [(seq, 1) for seq in generation if seq.seq_id in shares]
         plan.num_generation_rows = len(plan.rows)
-        context = [seq for seq in context if seq.seq_id in kept]
-        if not self._separate and not plan.paused:
+        if plan.paused:  # the others run what room was planned for, and nobody is admitted
+            plan.rows += [(seq, shares[seq.seq_id]) for seq in context if shares.get(seq.seq_id)]
+            return plan
+        if not admit_first:
             self._admit(plan, context, budget)
         self._add_context_rows(plan, context, budget)
         return plan
@@ -122,12 +125,14 @@ class Scheduler:
             (generation if seq.is_generating else context).append(seq)
         return context, generation
 
-    def _extend(self, plan: StepPlan, context: list[Sequence], generation: list[Sequence], budget: int) -> set[SequenceId]:
-        """Plan KV for what the running rows compute in this step. Returns those that still run."""
+    def _extend(
+        self, plan: StepPlan, context: list[Sequence], generation: list[Sequence], budget: int
+    ) -> dict[SequenceId, int]:
+        """Plan KV for what the running rows compute in this step. Returns the tokens of those that still run."""
         num_tokens = {seq.seq_id: 1 for seq in generation}
         num_tokens.update(zip((seq.seq_id for seq in context), self._cut(plan, context, budget), strict=True))
-        rows = [seq for seq in self.running if seq.seq_id in num_tokens]
-        return {seq.seq_id for seq in extend_or_pause(plan.kv, rows, num_tokens)}
+        kept = extend_or_pause(plan.kv, self.running, num_tokens)
+        return {seq.seq_id: num_tokens[seq.seq_id] for seq in kept if seq.seq_id in num_tokens}
 
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]

@@ -1,7 +1,8 @@
 """The Triton side: tensor tables, parsing, the response pump, cancellation, metrics.
 
-The only users of triton_python_backend_utils in the project are pb.py here and the adapters model_repository/*/1/model.py.
-Everything that runs here runs in Triton's stub process: no torch, no transformers, no work that a stream would notice.
+The only users of triton_python_backend_utils in the project are pb.py here and the adapters
+model_repository/*/1/model.py. Everything that runs here runs in Triton's stub process: no torch, no transformers, no
+work that a stream would notice.
 
     main thread     execute(): read, check, hand over; returns at once
     engine reader   one thread of the executor; puts responses into the pump

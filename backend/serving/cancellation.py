@@ -1,7 +1,7 @@
 """CancellationPoller: asks Triton which live streams their clients have given up. Nothing but asking tells.
 
-One thread, one sweep per period over all live streams, queued ones included. `is_cancelled` is a round trip (60 to 100 us),
-more threads do not make a sweep shorter, and no engine step ever waits for it.
+One thread, one sweep per period over all live streams, queued ones included. `is_cancelled` is a round trip (60 to
+100 us), more threads do not make a sweep shorter, and no engine step ever waits for it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class CancellationPoller:
 
     def _is_cancelled(self, stream: Stream) -> bool:
         try:
-            return stream.sender.is_cancelled()
-        except Exception as error:  # Triton's own type; the next sweep asks again, and a stream that ended is not live any more
+            with stream.gate:
+                return not stream.closed and stream.sender.is_cancelled()
+        except (
+            Exception
+        ) as error:  # Triton's own type; the next sweep asks again, and a stream that ended is not live any more
             log.warning("asking for the cancellation of request %r failed: %s", stream.client_request_id, error)
             return False
 

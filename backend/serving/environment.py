@@ -1,10 +1,12 @@
-"""What a model finds around it in a Triton stub: configuration, the run directory that all models of one server share, numpy.
+"""What a model finds around it in a Triton stub: configuration, the run directory that all models of one server
+share, numpy.
 
     EVERBATCH_CONFIG           effective engine configuration, JSON; unset = defaults
-    EVERBATCH_RUN_DIR          holds the engine's socket; unset = a 0700 directory keyed by user id and server process id
-    EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; running requests may go on for most of it while it drains
+    EVERBATCH_RUN_DIR          holds the engine's socket; unset = a 0700 directory keyed by user and server process
+    EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; running requests may use most of it while it drains
 
-The launcher sets them. In a plain tritonserver none is set and everything still meets: stubs are children of the server.
+The launcher sets them. In a plain tritonserver none is set and everything still meets: stubs are children of the
+server.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ DRAIN_SHARE = 0.6  # of the exit timeout: the rest is for finalize() and the ser
 OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns the engine
 
 NUMPY_MISMATCH = (
-    "numpy {version} does not fit this tritonserver: its Python backend was built before numpy 2, and the first request would "
-    "end the process; install 'numpy<2' in the environment of the Python backend, or use a server of release 25.01 or later"
+    "numpy {version} does not fit this tritonserver: its Python backend was built before numpy 2, and the first "
+    "request would end the process; install 'numpy<2' in the environment of the Python backend, or use a server of "
+    "release 25.01 or later"
 )
 
 
@@ -43,9 +46,9 @@ def drain_grace_s() -> float:
 def check_numpy(round_trip_works: Callable[[], bool]) -> None:
     """Raise ConfigError when this numpy would kill the stub at its first request.
 
-    Triton before 25.01 carries a pybind11 that reads numpy 1's dtype layout; with numpy 2 every array it makes has strides
-    of 0. No version tells a model which server runs it, so it is tried: an array handed over by DLPack comes back as one
-    that Triton made (`round_trip_works`). numpy 1 fits every server and is not tried.
+    Triton before 25.01 carries a pybind11 that reads numpy 1's dtype layout; with numpy 2 every array it makes has
+    strides of 0. No version tells a model which server runs it, so it is tried: an array handed over by DLPack comes
+    back as one that Triton made (`round_trip_works`). numpy 1 fits every server and is not tried.
     """
     print(f"everbatch: Python environment {sys.prefix}, numpy {np.__version__}", flush=True)
     if int(np.__version__.split(".")[0]) >= 2 and not round_trip_works():
@@ -67,7 +70,9 @@ class RunDirectory:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or (not given and status.st_mode & 0o077):
-            raise ConfigError(f"run directory {path.name}: it is not private to this user; set EVERBATCH_RUN_DIR to one that is")
+            raise ConfigError(
+                f"run directory {path.name}: it is not private to this user; set EVERBATCH_RUN_DIR to one that is"
+            )
         return cls(path)
 
     @property

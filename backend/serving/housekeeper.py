@@ -1,10 +1,12 @@
 """Housekeeper: one thread for everything that happens about once a second, and for the drain signal.
 
-SIGUSR1 asks for a drain: nothing new is accepted, running requests may go on for a grace period, then they are ended. Triton
-itself tells a model nothing of a shutdown before its last request is answered. A Python signal handler would run only when the
-main thread next executes Python, which may be never; so the signal's wake-up pipe is read here.
+SIGUSR1 asks for a drain: nothing new is accepted, running requests may go on for a grace period, then they are
+ended. Triton itself tells a model nothing of a shutdown before its last request is answered. A Python signal handler
+would run only when the main thread next executes Python, which may be never; so the signal's wake-up pipe is read
+here.
 
-When the server process goes away, the stub may hang for ever on a lock in shared memory: the parent's process id is watched.
+When the server process goes away, the stub may hang for ever on a lock in shared memory: the parent's process id is
+watched.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Housekeeper:
         orphaned: Callable[[], None],
         parent_pid: Callable[[], int] = os.getppid,
     ):
-        """`tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent process has changed. All in its thread."""
+        """`tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent process has changed. All in
+        its thread.
+        """
         self._tick = tick
         self._period_s = period_s
         self._drain = drain

@@ -1,8 +1,9 @@
 """Metric families in Triton's /metrics, as data, and the publisher that sends what has changed.
 
-`nv_trt_llm_*` and `nv_llm_*` carry TensorRT-LLM's names, so that its dashboards work; `everbatch_*` are ours. One update is
-a round trip to the server: values are collected in Python and only changed ones are sent, by the housekeeper.
-Families whose source does not exist here (runtime memory, disaggregated serving, static batching) are not published.
+`nv_trt_llm_*` and `nv_llm_*` carry TensorRT-LLM's names, so that its dashboards work; `everbatch_*` are ours. One
+update is a round trip to the server: values are collected in Python and only changed ones are sent, by the
+housekeeper. Families whose source does not exist here (runtime memory, disaggregated serving, static batching) are
+not published.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _TRT_LLM = (
         "kv_cache_block_type",
         {
             "max": lambda s: s.latest.kv_cache.max_num_blocks,
-            "free": lambda s: s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks,  # both can be taken
+            "free": lambda s: (
+                s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks
+            ),  # both can be taken
             "used": lambda s: s.latest.kv_cache.used_num_blocks,
             "tokens_per": lambda s: s.latest.kv_cache.tokens_per_block,
             "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
@@ -108,8 +111,8 @@ _OURS = (
     ),
     Family(
         "everbatch_tokens_total",
-        "Tokens since the engine started: prompt = sent by clients, context = run through the context phase, cached = not "
-        "run because their KV was found, recomputed = run again because their KV had been evicted, generated",
+        "Tokens since the engine started: prompt = sent by clients, context = run through the context phase, cached = "
+        "not run because their KV was found, recomputed = run again because their KV had been evicted, generated",
         "COUNTER",
         "kind",
         {
@@ -153,7 +156,13 @@ _OURS = (
         "",
         {"": lambda s: s.counters.requests_rejected_total},
     ),
-    Family("everbatch_pauses_total", "Sequences taken off the batch", "COUNTER", "", {"": lambda s: s.counters.pauses_total}),
+    Family(
+        "everbatch_pauses_total",
+        "Sequences taken off the batch",
+        "COUNTER",
+        "",
+        {"": lambda s: s.counters.pauses_total},
+    ),
     Family("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
     Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
 )
@@ -165,7 +174,9 @@ class MetricsPublisher:
     """One thread's. `new_family(name, description, kind)` is Triton's constructor."""
 
     def __init__(self, new_family: Callable[[str, str, str], Any], labels: dict[str, str], engine: bool):
-        """`engine`: also the families of the engine; one model of a server publishes them. `labels`: model and version."""
+        """`engine`: also the families of the engine; one model of a server publishes them. `labels`: model and
+        version.
+        """
         self._labels = labels
         self._families: list[Any] = []  # Triton drops a family with its last reference
         self._sent: dict[tuple[str, str], float] = {}
@@ -183,7 +194,10 @@ class MetricsPublisher:
             self._keep(new_family(name, "TRT LLM response metrics", "HISTOGRAM")).Metric(
                 labels={**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS
             )
-            for name, kind in (("nv_llm_input_token_len", "total_input_tokens"), ("nv_llm_output_token_len", "total_output_tokens"))
+            for name, kind in (
+                ("nv_llm_input_token_len", "total_input_tokens"),
+                ("nv_llm_output_token_len", "total_output_tokens"),
+            )
         ]
 
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:

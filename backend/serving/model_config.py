@@ -1,4 +1,5 @@
-"""config.pbtxt of each model, written from the tensor tables. Pure text; tools/generate_model_configs.py writes the files.
+"""config.pbtxt of each model, written from the tensor tables. Pure text; tools/generate_model_configs.py writes the
+files.
 
 No dynamic batcher, no sequence batcher: the engine batches and tracks sequences itself (features.md 004-25).
 """

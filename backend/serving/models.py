@@ -1,7 +1,7 @@
 """How each Triton model is put together; the adapters in model_repository/*/1/model.py call these from initialize().
 
-`tensorrt_llm` owns the engine process. The text models are clients of the same engine and bring their own tokenizer, so that
-no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows cancellation.
+`tensorrt_llm` owns the engine process. The text models are clients of the same engine and bring their own tokenizer,
+so that no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows cancellation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ log = logging.getLogger("everbatch.serving")
 
 
 def load_token_model(args: dict[str, str]) -> ModelServer:
-    """Start the engine and serve token ids. Raises ConfigError or EngineUnavailable; then nothing of it is left running."""
+    """Start the engine and serve token ids. Raises ConfigError or EngineUnavailable; then nothing of it is left
+    running.
+    """
     _prepare_process(args)
     config = engine_config()
     run_directory = RunDirectory.of_this_server()
@@ -48,7 +50,8 @@ def load_token_model(args: dict[str, str]) -> ModelServer:
 
 
 def load_text_model(args: dict[str, str]) -> ModelServer:
-    """Serve text with the engine that `tensorrt_llm` owns. While there is none, requests are refused with UNAVAILABLE."""
+    """Serve text with the engine that `tensorrt_llm` owns. While there is none, requests are refused with UNAVAILABLE.
+    """
     _prepare_process(args)
     config = engine_config()
     run_directory = RunDirectory.of_this_server()
@@ -57,7 +60,10 @@ def load_text_model(args: dict[str, str]) -> ModelServer:
     if run_directory.wait_for_engine(executor.is_ready, config.triton.attach_timeout_s):
         front.prepare()
     else:
-        log.warning("model %s is loaded without an engine; it serves as soon as tensorrt_llm has started one", args["model_name"])
+        log.warning(
+            "model %s is loaded without an engine; it serves as soon as tensorrt_llm has started one",
+            args["model_name"],
+        )
     return ModelServer(
         MODELS[args["model_name"]],
         front.parse,
@@ -94,7 +100,9 @@ class TextFront:
 
 def _prepare_process(args: dict[str, str]) -> None:
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s",
     )
     check_numpy(pb.numpy_round_trip_works)
 

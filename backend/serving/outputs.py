@@ -1,12 +1,12 @@
 """What one row of a request still has to say: Results go in, the named arrays of Triton responses come out.
 
-A RowOutput is used by the row's sender thread only. `feed` takes in each Result of the engine in order; `render` returns
-everything since the last `render` that returned something, so responses coalesce by themselves:
+A RowOutput is used by the row's sender thread only. `feed` takes in each Result of the engine in order; `render`
+returns everything since the last `render` that returned something, so responses coalesce by themselves:
 
     feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> rest
 
-`render(final=True)` always returns arrays, be they empty: the end of a row rides on a data response. Otherwise None means
-that there is nothing to say yet. All arrays have a leading batch dimension of 1 and one beam.
+`render(final=True)` always returns arrays, be they empty: the end of a row rides on a data response. Otherwise None
+means that there is nothing to say yet. All arrays have a leading batch dimension of 1 and one beam.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class RowSettings(NamedTuple):
 
 class RowOutput(Protocol):
     def feed(self, result: Result) -> int | None:
-        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine."""
+        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine.
+        """
         ...
 
     def render(self, final: bool) -> Arrays | None: ...
@@ -89,7 +90,9 @@ class Progress:
 
 
 class TokenOutput:
-    """Token ids, as the engine made them. `prompt_ids` are put in front of the only response of a row that does not stream."""
+    """Token ids, as the engine made them. `prompt_ids` are put in front of the only response of a row that does not
+    stream.
+    """
 
     def __init__(self, settings: RowSettings, prompt_ids: list[int]):
         self._progress = Progress(settings)

@@ -1,7 +1,7 @@
 """The one door to triton_python_backend_utils: responses, error codes, flags, metric families.
 
-Importable in a Triton stub only (tests bring a small module of that name). Every call of `send`, `is_cancelled` and every
-metric update is a round trip to the server process: never on the main thread, never under a lock.
+Importable in a Triton stub only (tests bring a small module of that name). Every call of `send`, `is_cancelled` and
+every metric update is a round trip to the server process: never on the main thread, never under a lock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def new_metric_family(name: str, description: str, kind: str) -> Any:
 
 
 def numpy_round_trip_works() -> bool:
-    """Whether this Triton's Python backend and this numpy agree on the layout of a dtype (see environment.check_numpy)."""
+    """Whether this Triton's Python backend and this numpy agree on the layout of a dtype (see
+    environment.check_numpy).
+    """
     sent = np.arange(6, dtype=np.int32).reshape(2, 3)
     handed_over = pb_utils.Tensor("probe", sent)
     received = pb_utils.Tensor.from_dlpack("probe", handed_over).as_numpy()

@@ -1,10 +1,10 @@
 """Responses from the engine to Triton, over a few coalescing sender threads.
 
-    engine reader --deliver()--> stream.inbox --(stream queued at most once)--> lane --> sender thread --send()--> Triton
+    engine reader --deliver()--> stream.inbox --(stream queued at most once)--> lane --> sender --send()--> Triton
 
 Rules
-  - A stream (one Triton request of one or more rows) stays with one lane, hence its responses keep their order, and only
-    that lane's thread touches its row outputs and its Triton sender.
+  - A stream (one Triton request of one or more rows) stays with one lane, hence its responses keep their order, and
+    only that lane's thread touches its row outputs and its Triton sender.
   - What arrives while a send is in flight joins the next response.
   - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
   - A row's error ends that row only. A stream-wide failure (`fail`) ends all rows with one error.
@@ -43,7 +43,9 @@ class Failure(NamedTuple):
 
 
 class Row:
-    """One engine request of a stream. `request_id` is set by the main thread or by the first response; the rest by the sender."""
+    """One engine request of a stream. `request_id` is set by the main thread or by the first response; the rest by the
+    sender.
+    """
 
     def __init__(self, output: RowOutput, num_input_tokens: int = 0):
         self.output = output
@@ -61,7 +63,8 @@ class Stream:
         self.client_request_id = client_request_id
         self.rows = rows
         self.lane = lane
-        self.closed = False  # FINAL has been sent; written by the sender thread
+        self.closed = False  # FINAL has been sent, or is on its way; written by the sender thread, under `gate`
+        self.gate = threading.Lock()  # held by whoever asks or ends the Triton sender; never taken with `lock` held
         self.lock = threading.Lock()
         # ----
         self.inbox: deque[tuple[Row, Response]] = deque()
@@ -75,8 +78,9 @@ class Stream:
 class ResponsePump:
     """Owns the sender threads and the set of live streams.
 
-    `stop_rows(stream)` asks the engine to cancel what still runs; `stop_at(row, n)` to cancel one row that ended by its text
-    after n output tokens; `on_row_end(row)` is told of every row that ended without an error. All called from sender threads.
+    `stop_rows(stream)` asks the engine to cancel what still runs; `stop_at(row, n)` to cancel one row that ended by
+    its text after n output tokens; `on_row_end(row)` is told of every row that ended without an error. All called
+    from sender threads.
     """
 
     def __init__(
@@ -153,9 +157,13 @@ class ResponsePump:
         while (stream := lane.get()) is not None:
             try:
                 self._serve(stream)
-            except Exception:  # the last line of defence: a stream without an end hangs its client and blocks the shutdown
+            except (
+                Exception
+            ):  # the last line of defence: a stream without an end hangs its client and blocks the shutdown
                 log.exception("answering request %r failed", stream.client_request_id)
-                self._end_badly(stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log"))
+                self._end_badly(
+                    stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log")
+                )
 
     def _serve(self, stream: Stream) -> None:
         with stream.lock:
@@ -202,22 +210,28 @@ class ResponsePump:
 
     def _send(self, stream: Stream, response: Any, last: bool) -> bool:
         """Returns whether the stream may go on."""
+        if last:
+            self._close(stream)
         try:
             stream.sender.send(response, flags=pb.FINAL if last else 0)
         except Exception as error:  # Triton raises its own type for a full /dev/shm, a closed sender, ...
             log.error("sending to request %r failed: %s", stream.client_request_id, error)
-            self._end_badly(stream, Failure(ErrorCode.INTERNAL, "the server could not send a response; see its log"))
+            self._end_with(stream, Failure(ErrorCode.INTERNAL, "the server could not send a response; see its log"))
             return False
-        if last:
-            self._close(stream)
         return True
 
     def _end_badly(self, stream: Stream, failure: Failure) -> None:
-        if stream.closed:
-            return
+        if not stream.closed:
+            self._end_with(stream, failure)
+
+    def _end_with(self, stream: Stream, failure: Failure) -> None:
         self._close(stream)
         self._stop_rows(stream)
-        for response in (pb.error_response(*failure), None, None):  # an end that never goes out blocks the server's shutdown
+        for response in (
+            pb.error_response(*failure),
+            None,
+            None,
+        ):  # an end that never goes out blocks the server's shutdown
             try:
                 stream.sender.send(response, flags=pb.FINAL)
                 return
@@ -227,7 +241,10 @@ class ResponsePump:
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
     def _close(self, stream: Stream) -> None:
-        with stream.lock:
+        """Before FINAL is sent: from then on nobody may ask the sender anything. `is_cancelled` after FINAL, or at the same
+        moment, ends the whole server with a segmentation fault (seen with Triton 24.10).
+        """
+        with stream.gate, stream.lock:
             stream.closed = True
         with self._live_lock:
             self._live.pop(id(stream), None)

@@ -1,8 +1,8 @@
 """Arrays of one Triton request -> checked Python values, row by row.
 
-Triton 24.10 compares types and shapes with the config, but counts required inputs instead of naming them, wraps integers
-that HTTP clients send out of range, and passes any bytes as a string: nothing here is taken for granted. Every value that
-leaves this module owns its memory (an input's array lives in shared memory that Triton takes back).
+Triton 24.10 compares types and shapes with the config, but counts required inputs instead of naming them, wraps
+integers that HTTP clients send out of range, and passes any bytes as a string: nothing here is taken for granted.
+Every value that leaves this module owns its memory (an input's array lives in shared memory that Triton takes back).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class NamedTensor(Protocol):
 
 
 class Batch:
-    """The inputs of one Triton request: `num_rows` rows of named values. Reading raises InvalidRequest naming the input."""
+    """The inputs of one Triton request: `num_rows` rows of named values. Reading raises InvalidRequest naming the
+    input.
+    """
 
     def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, np.ndarray], num_rows: int):
         self._specs = specs
@@ -45,7 +47,9 @@ class Batch:
             _check_array(specs[name], array)
             num_rows = num_rows or array.shape[0]
             if array.shape[0] != num_rows:
-                raise InvalidRequest(f"Invalid format for {name}: {array.shape[0]} rows where other inputs have {num_rows}")
+                raise InvalidRequest(
+                    f"Invalid format for {name}: {array.shape[0]} rows where other inputs have {num_rows}"
+                )
             arrays[name] = array
         if num_rows > max_rows:
             raise InvalidRequest(f"the request holds {num_rows} rows, the limit is {max_rows}; split it")
@@ -105,7 +109,9 @@ class Batch:
             spec = self._specs[name]
             if spec.target == "refused" and not _is_neutral(array, spec.neutral):
                 remedy = f" or send {str(spec.neutral[0]).lower()}" if spec.neutral and spec.neutral[0] != "" else ""
-                raise Unsupported(f"{name} asks for {spec.feature}, which this version does not have; leave it out{remedy}")
+                raise Unsupported(
+                    f"{name} asks for {spec.feature}, which this version does not have; leave it out{remedy}"
+                )
 
 
 def _check_array(spec: Input, array: np.ndarray) -> None:
@@ -114,13 +120,17 @@ def _check_array(spec: Input, array: np.ndarray) -> None:
     shape = array.shape[1:]
     if len(shape) != len(spec.dims) or any(want not in (-1, got) for want, got in zip(spec.dims, shape)):
         expected = ", ".join("any" if size == -1 else str(size) for size in spec.dims)
-        raise InvalidRequest(f"Invalid format for {spec.name}: the shape is {list(array.shape)}, [rows, {expected}] is expected")
+        raise InvalidRequest(
+            f"Invalid format for {spec.name}: the shape is {list(array.shape)}, [rows, {expected}] is expected"
+        )
 
 
 def _is_neutral(array: np.ndarray, neutral: tuple[Value, ...]) -> bool:
     if array.size > 1024:  # a neutral value comes once per row; a long tensor is a use of the feature
         return False
-    flat = [value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in array.reshape(-1).tolist()]
+    flat = [
+        value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in array.reshape(-1).tolist()
+    ]
     return all(value in neutral for value in flat)
 
 

@@ -1,7 +1,8 @@
 """What both kinds of model read alike: sessions, sampling, flags, limits that concern tensors.
 
-`parse_*` functions are pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values are checked
-again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is built.
+`parse_*` functions are pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values are
+checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
+built.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
         raise InvalidRequest("cache_salt is no string; send a string of at most 256 characters")
     kind = extra.get("request_type", "context_and_generation")
     if kind != "context_and_generation":
-        raise Unsupported(f"request_type {str(kind)[:40]!r} is disaggregated serving, which this version does not have; leave it out")
+        raise Unsupported(
+            f"request_type {str(kind)[:40]!r} is disaggregated serving, which this version does not have; leave it out"
+        )
     return Parameters(timeout / 1e6 if timeout else None, salt)
 
 
@@ -151,5 +154,6 @@ def required(batch: Batch, name: str, row: int) -> Any:
 
 def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:
     return InvalidRequest(
-        f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger model.max_seq_len"
+        f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "
+        "model.max_seq_len"
     )

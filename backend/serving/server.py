@@ -1,6 +1,7 @@
-"""ModelServer: one Triton model in its stub process. Ties the executor, the pump, the poller and the housekeeper together.
+"""ModelServer: one Triton model in its stub process. Ties the executor, the pump, the poller and the housekeeper
+together.
 
-    execute(requests)      main thread: for each request  read -> check -> hand over; never blocks, never raises, returns None
+    execute(requests)      main thread: read -> check -> hand over each request; never blocks, never raises
     executor callback      -> pump.deliver
     poller / stop request  -> _cancel -> executor.cancel_request; the row then ends with the engine's final Result
     drain                  refuse new requests, wait for the running ones, then end them with UNAVAILABLE
@@ -43,6 +44,7 @@ from backend.serving.tensors import ModelTensors
 
 log = logging.getLogger("everbatch.serving")
 SWITCH_INTERVAL_S = 0.0005  # a sender that comes back from a round trip waits this long for the GIL, not 5 ms
+OTHERS_MARGIN_S = 1.0  # so that the other models end their own streams at the end of the grace
 NO_REQUEST_ID = "A request id must be provided for request cancellation"
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or again when it is back"
 
@@ -85,8 +87,8 @@ class ModelServer:
     ):
         """Start all threads. Call on the main thread (it installs the drain signal).
 
-        `parse` turns a batch into work; `prepare` is called with every housekeeping tick and may load what parsing needs once
-        the engine is there. `owner`: this model publishes the engine's metrics.
+        `parse` turns a batch into work; `prepare` is called with every housekeeping tick and may load what parsing
+        needs once the engine is there. `owner`: this model publishes the engine's metrics.
         """
         self._tensors = tensors
         self._parse = parse
@@ -112,7 +114,9 @@ class ModelServer:
     # ---- Triton's side -----------------------------------------------------------------------------------------------
 
     def execute(self, requests: Iterable[Any]) -> None:
-        """Take in Triton requests. Each is answered through its response sender, once and for all, whatever is wrong with it."""
+        """Take in Triton requests. Each is answered through its response sender, once and for all, whatever is wrong
+        with it.
+        """
         for request in requests:
             stream = self._pump.open(request.get_response_sender(), str(request.request_id()), [])
             try:
@@ -138,7 +142,7 @@ class ModelServer:
 
     def _wait_for_other_models(self) -> None:
         """Triton ends each model as soon as its own requests are over; the text models' may still need the engine."""
-        deadline = self._drain_ends or time.monotonic() + self._drain_grace_s
+        deadline = (self._drain_ends or time.monotonic() + self._drain_grace_s) + OTHERS_MARGIN_S
         while time.monotonic() < deadline and self._executor.is_ready():
             stats = self._executor.latest_stats()
             if stats is None or stats.latest.num_active_requests == 0:

@@ -1,12 +1,13 @@
-"""The tensors of the Triton models, as data. `config.pbtxt` is generated from these tables and requests are read by them.
+"""The tensors of the Triton models, as data. `config.pbtxt` is generated from these tables and requests are read by
+them.
 
-`target` says where a value goes: "sampling.X", "output.X", "session.X" fill the field X of that config; "request" is read
-by name in token_requests.py or text_requests.py; "ignored" is accepted and has no meaning here (or none without beams);
-"refused" belongs to a feature this version lacks: any element other than `neutral` is answered with UNSUPPORTED.
-Two rows with one target are aliases: the first one that is present wins.
+`target` says where a value goes: "sampling.X", "output.X", "session.X" fill the field X of that config; "request" is
+read by name in token_requests.py or text_requests.py; "ignored" is accepted and has no meaning here (or none without
+beams); "refused" belongs to a feature this version lacks: any element other than `neutral` is answered with
+UNSUPPORTED. Two rows with one target are aliases: the first one that is present wins.
 
-Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len follow
-LMDeploy's TurboMind backend. Dims are without the batch dimension. -1 is any length.
+Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len
+follow LMDeploy's TurboMind backend. Dims are without the batch dimension. -1 is any length.
 """
 
 from __future__ import annotations
@@ -121,11 +122,15 @@ _NOT_BUILT = (
 
 _ENGINE_ONLY_NOT_BUILT = (
     *_refused("top-p decay", ("runtime_top_p_decay", "FP32", ONE), neutral=(1.0,)),
-    *_ignored(("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)),  # nothing decays towards them
+    *_ignored(
+        ("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)
+    ),  # nothing decays towards them
     *_refused("prompt tuning", ("prompt_table_extra_ids", "UINT64", ANY)),
     *_refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
     Input("draft_acceptance_threshold", "FP32", ONE, "ignored"),
-    *_ignored(("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)),  # preprocessing always sends them
+    *_ignored(
+        ("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)
+    ),  # preprocessing always sends them
     *_refused(
         "encoder input",
         ("encoder_input_features", "FP16", (-1, -1)),

@@ -1,7 +1,7 @@
 """ensemble and tensorrt_llm_bls: text or chat messages in, text out.
 
-The front tokenises, the engine works on tokens, the row's sender detokenises. Stop strings are matched on the text here, so
-a row that has any is streamed by the engine even when its client wants one response.
+The front tokenises, the engine works on tokens, the row's sender detokenises. Stop strings are matched on the text
+here, so a row that has any is streamed by the engine even when its client wants one response.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def _read_messages(batch: Batch, row: int, max_bytes: int) -> list[dict[str, Any
     try:
         messages = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        raise InvalidRequest("messages is not JSON; send a JSON list of objects, each with a role and a content") from None
+        raise InvalidRequest(
+            "messages is not JSON; send a JSON list of objects, each with a role and a content"
+        ) from None
     if not isinstance(messages, list):
         raise InvalidRequest("messages is no JSON list; send a list of objects, each with a role and a content")
     return messages
@@ -151,7 +153,9 @@ def _read_words(batch: Batch, name: str, row: int, max_words: int, max_bytes: in
     for word in words:
         num_bytes = len(word.encode("utf-8", "replace"))
         if num_bytes > max_bytes:
-            raise InvalidRequest(f"{name} holds a word of {num_bytes} bytes, the limit is {max_bytes}; use shorter words")
+            raise InvalidRequest(
+                f"{name} holds a word of {num_bytes} bytes, the limit is {max_bytes}; use shorter words"
+            )
     return words
 
 
@@ -172,12 +176,16 @@ def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: To
 
 
 def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer, max_entries: int) -> dict[int, float]:
-    """Each word's weight is added to every id of the word, special tokens included, as TensorRT-LLM's preprocessing does."""
+    """Each word's weight is added to every id of the word, special tokens included, as TensorRT-LLM's preprocessing
+    does.
+    """
     words = batch.texts("embedding_bias_words", row, max_entries)
     weights = batch.vector("embedding_bias_weights", row)
     num_weights = 0 if weights is None else weights.size
     if len(words) != num_weights:
-        raise InvalidRequest(f"embedding_bias_words has {len(words)} entries and embedding_bias_weights {num_weights}; send as many")
+        raise InvalidRequest(
+            f"embedding_bias_words has {len(words)} entries and embedding_bias_weights {num_weights}; send as many"
+        )
     bias: dict[int, float] = {}
     for word, weight in zip(words, [] if weights is None else weights.tolist()):
         for token_id in tokenizer.encode(word) if word else ():

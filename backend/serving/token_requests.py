@@ -44,7 +44,9 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         input_token_ids=prompt,
         max_tokens=required(batch, "request_output_len", row),
         streaming=streaming,
-        sampling_config=read_sampling(batch, row, _read_bias(batch, row, context.model.vocab_size, limits.max_logit_bias)),
+        sampling_config=read_sampling(
+            batch, row, _read_bias(batch, row, context.model.vocab_size, limits.max_logit_bias)
+        ),
         output_config=read_output_config(batch, row),
         end_ids=() if end_id in (None, -1) else (end_id,),
         stop_words=decode_word_list("stop_words_list", batch.matrix("stop_words_list", row), limits),
@@ -84,8 +86,12 @@ def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dic
     if bias is None or bias.size == 0:
         return {}
     if bias.size != vocab_size:
-        raise InvalidRequest(f"embedding bias shape is not as expected: {bias.size} values, the vocabulary has {vocab_size}")
+        raise InvalidRequest(
+            f"embedding bias shape is not as expected: {bias.size} values, the vocabulary has {vocab_size}"
+        )
     where = np.flatnonzero(bias)
     if where.size > max_entries:
-        raise InvalidRequest(f"embedding_bias has {where.size} entries that are not zero, the limit is {max_entries}; send fewer")
+        raise InvalidRequest(
+            f"embedding_bias has {where.size} entries that are not zero, the limit is {max_entries}; send fewer"
+        )
     return dict(zip(where.tolist(), bias[where].tolist()))

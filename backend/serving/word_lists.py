@@ -15,7 +15,8 @@ from backend.api.config import LimitsConfig
 
 
 def decode_word_list(name: str, matrix: np.ndarray | None, limits: LimitsConfig) -> list[list[int]]:
-    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it."""
+    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it.
+    """
     if matrix is None or matrix.size == 0:
         return []
     ids, ends = matrix
@@ -31,7 +32,7 @@ def decode_word_list(name: str, matrix: np.ndarray | None, limits: LimitsConfig)
         raise InvalidRequest(f"Invalid format for word list {name}: offsets must be positive and strictly increasing")
     if ends[num_words - 1] > len(ids):
         raise InvalidRequest(
-            f"Invalid format for word list {name}: offset {ends[num_words - 1]} is beyond the {len(ids)} token ids given"
+            f"Invalid format for word list {name}: offset {ends[num_words - 1]} is beyond the {len(ids)} ids given"
         )
     if lengths.max() > limits.max_word_tokens:
         raise InvalidRequest(

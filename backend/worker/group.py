@@ -48,7 +48,7 @@ class InProcessWorkerGroup:
         torch.set_num_threads(section.num_threads or _physical_cores())
         if self._buffers is not None:
             self.model = loader.load_buffers(*self._buffers, section.max_seq_len, section.dtype, self.device)
-            eos_ids: tuple[int, ...] = ()
+            eos_ids = self.model.config.eos_ids
         else:
             self.model = loader.load_directory(self.model_path, section.max_seq_len, section.dtype, self.device)
             eos_ids = loader.read_eos_ids(self.model_path)

@@ -1,17 +1,19 @@
 """InputBatch: what a rank remembers of each slot, and the flat batch it makes of a step's rows.
 
     slots    token_ids [num_slots, max_seq_len], block tables [num_slots, max_blocks], lengths
-    step     rows -> flat batch: generation rows first (one token each), then context rows
+    step     rows, in their order -> flat batch: row after row, the tokens that run now, and nothing else
 
 Everything is indexed by slot, so a row that stays costs nothing to keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
@@ -26,26 +28,39 @@ class FlatBatch:
     positions: Tensor  # [num_tokens] int64
     cells: Tensor  # [num_tokens] int64: where each token's KV is written
     rows: AttentionRows
-    sample_rows: list[Row]  # rows that sample, in the order of `sample_index`
+    sample_rows: list[Row]  # rows that sample, in row order
     sample_index: Tensor  # [num_samples] int64 into the flat batch
+
+
+def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: np.dtype) -> NDArray:
+    """Rows of up to `width` numbers -> [len(rows), width], `pad` behind their ends."""
+    out = np.full((len(rows), width), pad, dtype=dtype)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return out
 
 
 class InputBatch:
     def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device):
         self._block_size = block_size
         self._device = device
-        max_blocks = -(-max_seq_len // block_size)
+        self._max_blocks = -(-max_seq_len // block_size)
+        self.max_seq_len = max_seq_len
         self.token_ids = torch.zeros(num_slots, max_seq_len, dtype=torch.int64, device=device)
-        self.block_tables = np.full((num_slots, max_blocks), -1, dtype=np.int64)
+        self.block_tables = np.full((num_slots, self._max_blocks), -1, dtype=np.int32)
         self.num_blocks = [0] * num_slots
         self.num_tokens = [0] * num_slots
 
-    def take_in(self, row: NewRow) -> None:
-        """Replace all that is known of a slot."""
-        self.token_ids[row.slot, : len(row.token_ids)] = torch.tensor(row.token_ids, device=self._device)
-        self.num_tokens[row.slot] = len(row.token_ids)
-        self.num_blocks[row.slot] = 0
-        self.append_blocks(row.slot, row.block_ids)
+    def take_in(self, rows: list[NewRow]) -> None:
+        """Replace all that is known of the rows' slots."""
+        if not rows:
+            return
+        slots = [row.slot for row in rows]
+        self.block_tables[slots] = make_tensor_with_pad([row.block_ids for row in rows], self._max_blocks, -1, np.int32)
+        for row in rows:
+            self.token_ids[row.slot, : len(row.token_ids)] = torch.from_numpy(np.array(row.token_ids, dtype=np.int64))
+            self.num_tokens[row.slot] = len(row.token_ids)
+            self.num_blocks[row.slot] = len(row.block_ids)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self.num_blocks[slot]
@@ -53,53 +68,49 @@ class InputBatch:
         self.num_blocks[slot] = start + len(block_ids)
 
     def append_tokens(self, samples: list[SampledToken]) -> None:
-        """Write each slot's newest token behind its known ones."""
-        slots = [sample.slot for sample in samples]
-        columns = [self.num_tokens[slot] for slot in slots]
-        kept = [i for i, column in enumerate(columns) if column < self.token_ids.shape[1]]
+        """Write each slot's newest token behind its known ones. A token at max_seq_len is counted, but cannot run."""
+        kept = [sample for sample in samples if self.num_tokens[sample.slot] < self.max_seq_len]
         if kept:
-            tokens = torch.tensor([samples[i].token_id for i in kept], device=self._device)
-            self.token_ids[[slots[i] for i in kept], [columns[i] for i in kept]] = tokens
-        for slot in slots:
-            self.num_tokens[slot] += 1
+            slots, tokens = [sample.slot for sample in kept], [sample.token_id for sample in kept]
+            place = torch.tensor([slots, [self.num_tokens[slot] for slot in slots], tokens], device=self._device)
+            self.token_ids[place[0], place[1]] = place[2]
+        for sample in samples:
+            self.num_tokens[sample.slot] += 1
 
     def flatten(self, rows: list[Row]) -> FlatBatch:
-        """Assemble a step. The blocks of `rows` must have been appended."""
-        generation = [row for row in rows if row.num_tokens == 1]
-        context = [row for row in rows if row.num_tokens > 1]
-        ordered = generation + context
-        slots = np.array([row.slot for row in ordered])
-        starts = np.array([row.num_computed for row in ordered])
-        counts = np.array([row.num_tokens for row in ordered])
-        ends = counts.cumsum()
-        row_of_token = np.repeat(np.arange(len(ordered)), counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + starts[row_of_token]
-        slot_of_token = slots[row_of_token]
-        blocks = self.block_tables[slot_of_token, positions // self._block_size]
+        """Assemble a step. The blocks of `rows` must have been appended. Raises IndexError when a token has no block."""
+        numbers = np.array([(row.slot, row.num_computed, row.num_tokens) for row in rows], dtype=np.int64)
+        slots, computed, counts = numbers.T
+        starts = np.concatenate(([0], counts.cumsum()))
+        lengths = computed + counts
+        slot_of_token = np.repeat(slots, counts)
+        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
+        blocks = self.block_tables[slot_of_token, positions // self._block_size].astype(np.int64)
+        self._check(rows, lengths, blocks)
         cells = blocks * self._block_size + positions % self._block_size
-        sampling = [i for i, row in enumerate(ordered) if row.samples]
-        device_positions = self._to_device(positions)
+        width = -(-int(lengths.max()) // self._block_size)
+        samples = [index for index, row in enumerate(rows) if row.samples]
+        # One copy to the device for all three.
+        placed = self._to_device(np.stack((slot_of_token * self.max_seq_len + positions, positions, cells)))
         return FlatBatch(
-            token_ids=self.token_ids[self._to_device(slot_of_token), device_positions],
-            positions=device_positions,
-            cells=self._to_device(cells),
-            rows=self._attention_rows(generation, context),
-            sample_rows=[ordered[i] for i in sampling],
-            sample_index=self._to_device(ends[sampling] - 1),
+            token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
+            positions=placed[1],
+            cells=placed[2],
+            rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
+            sample_rows=[rows[index] for index in samples],
+            sample_index=self._to_device(starts[1:][samples] - 1),
         )
 
-    def _attention_rows(self, generation: list[Row], context: list[Row]) -> AttentionRows:
-        lengths = np.array([row.num_computed + 1 for row in generation], dtype=np.int64)
-        longest = int(lengths.max(initial=0))
-        width = -(-longest // self._block_size)
-        tables = self.block_tables[[row.slot for row in generation], :width] if generation else np.zeros((0, 0), dtype=np.int64)
-        return AttentionRows(
-            generation_tables=self._to_device(tables),
-            generation_lengths=self._to_device(lengths),
-            max_generation_length=longest,
-            context_tables=[self._to_device(self.block_tables[row.slot, : self.num_blocks[row.slot]]) for row in context],
-            context_lengths=[(row.num_tokens, row.num_computed + row.num_tokens) for row in context],
-        )
+    def _check(self, rows: list[Row], lengths: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """A step that names tokens or blocks the slot does not have would read or write another sequence's."""
+        for row, length in zip(rows, lengths.tolist(), strict=True):
+            if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
+                raise IndexError(
+                    f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens and has "
+                    f"{self.num_blocks[row.slot]} blocks of {self._block_size}; the engine and this worker disagree"
+                )
+        if blocks.min() < 0:
+            raise IndexError(f"a token of step rows {[row.slot for row in rows]} lies in a block that was let go")
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _to_device(self, array: NDArray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

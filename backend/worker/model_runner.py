@@ -32,8 +32,8 @@ class ModelRunner:
         """Everything up to the logits. Returns the rows that sample and their logits [num_rows, vocab] float32."""
         self.storage.grow(step.num_blocks)
         self.storage.copy_blocks(step.copies)
+        self.batch.take_in(step.new_rows)
         for new_row in step.new_rows:
-            self.batch.take_in(new_row)
             self.sampler.set_row(new_row)
         for row in step.rows:
             if row.new_block_ids:

@@ -150,7 +150,11 @@ class ResponseSender:
 
 class InferenceRequest:
     def __init__(
-        self, inputs: dict[str, np.ndarray], request_id: str = "", timeout: int = 0, parameters: dict[str, object] | None = None
+        self,
+        inputs: dict[str, np.ndarray],
+        request_id: str = "",
+        timeout: int = 0,
+        parameters: dict[str, object] | None = None,
     ):
         self.sender = ResponseSender()
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]

@@ -45,9 +45,13 @@ def token_inputs(prompts: list[list[int]], max_tokens: int = 4, **extra: np.ndar
     return {**inputs, **extra}
 
 
-def token_request(prompts: list[list[int]], max_tokens: int = 4, request_id: str = "", **extra: np.ndarray) -> InferenceRequest:
+def token_request(
+    prompts: list[list[int]], max_tokens: int = 4, request_id: str = "", **extra: np.ndarray
+) -> InferenceRequest:
     return InferenceRequest(token_inputs(prompts, max_tokens, **extra), request_id)
 
 
-def streamed(prompts: list[list[int]], max_tokens: int = 4, request_id: str = "", **extra: np.ndarray) -> InferenceRequest:
+def streamed(
+    prompts: list[list[int]], max_tokens: int = 4, request_id: str = "", **extra: np.ndarray
+) -> InferenceRequest:
     return token_request(prompts, max_tokens, request_id, streaming=bools(*[True] * len(prompts)), **extra)

@@ -26,7 +26,9 @@ MODEL = ModelInfo("scripted", vocab_size=100, max_seq_len=64, eos_ids=(99,))
 
 
 class ScriptedExecutor:
-    """`submit` keeps the request; the test calls `tokens`, `end`, `error`. A cancelled request ends by itself, as in the engine."""
+    """`submit` keeps the request; the test calls `tokens`, `end`, `error`. A cancelled request ends by itself, as in
+    the engine.
+    """
 
     def __init__(self, model: ModelInfo = MODEL, model_path: str = ""):
         self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())

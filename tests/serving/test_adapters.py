@@ -71,7 +71,9 @@ def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.Monke
     assert not RunDirectory(tmp_path).has_owner()
 
 
-def test_a_text_model_waits_for_a_living_owner_and_not_for_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_model_waits_for_a_living_owner_and_not_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "OWNER_START_S", 0.05)
     directory = RunDirectory(tmp_path)
     assert not directory.wait_for_engine(lambda: False, timeout_s=60), "nobody starts an engine here"
@@ -122,8 +124,8 @@ def test_the_stub_process_imports_neither_torch_nor_transformers() -> None:
 
 def test_tables_and_parsing_need_no_triton() -> None:
     program = (
-        "import backend.serving.tensors, backend.serving.model_config, backend.serving.reading, backend.serving.word_lists\n"
-        "import backend.serving.token_requests, backend.serving.text_requests, backend.serving.outputs\n"
+        "import backend.serving.tensors, backend.serving.model_config, backend.serving.reading\n"
+        "import backend.serving.word_lists, backend.serving.token_requests, backend.serving.text_requests\n"
         "import sys; assert 'triton_python_backend_utils' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

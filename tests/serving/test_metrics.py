@@ -26,7 +26,9 @@ def metrics() -> dict[tuple[str, str], Metric]:
 
 
 def stats(steps: int = 7, **latest: object) -> EngineStats:
-    cache = KvCacheStats(max_num_blocks=10, free_num_blocks=5, cached_num_blocks=3, used_num_blocks=2, tokens_per_block=32)
+    cache = KvCacheStats(
+        max_num_blocks=10, free_num_blocks=5, cached_num_blocks=3, used_num_blocks=2, tokens_per_block=32
+    )
     counters = EngineCounters(steps_total=steps, recomputed_tokens_total=4, requests_finished_total={"LENGTH": 3})
     return EngineStats(IterationStats(kv_cache=cache, **latest), counters)
 
@@ -37,7 +39,9 @@ def test_families_carry_tensorrt_llms_names_labels_and_values() -> None:
     found = metrics()
     assert found["nv_trt_llm_request_metrics", "active"].current == 9
     assert found["nv_trt_llm_request_metrics", "waiting"].current == 3
-    blocks = {kind: found["nv_trt_llm_kv_cache_block_metrics", kind].current for kind in ("max", "free", "used", "fraction")}
+    blocks = {
+        kind: found["nv_trt_llm_kv_cache_block_metrics", kind].current for kind in ("max", "free", "used", "fraction")
+    }
     assert blocks == {"max": 10, "free": 8, "used": 2, "fraction": 0.2}
     assert found["everbatch_tokens_total", "recomputed"].current == 4
     assert found["everbatch_requests_finished_total", "length"].current == 3

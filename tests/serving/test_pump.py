@@ -24,7 +24,9 @@ class Harness:
         self.ended: list[Row] = []
         self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self.ended.append)
 
-    def open(self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()) -> tuple[Stream, ResponseSender]:
+    def open(
+        self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()
+    ) -> tuple[Stream, ResponseSender]:
         rows = [
             Row(TokenOutput(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
             for n in range(num_rows)
@@ -101,7 +103,11 @@ def test_without_streaming_there_is_one_response_with_the_prompt_in_front(make) 
     stream, sender = harness.open(streaming=False, prompt=(7, 8))
     harness.tokens(stream, 1)
     harness.tokens(stream, 2, final=True)
-    assert len(sender.wait()) == 1 and sender.column("output_ids") == [7, 8, 1, 2] and sender.column("sequence_length") == [4]
+    assert (
+        len(sender.wait()) == 1
+        and sender.column("output_ids") == [7, 8, 1, 2]
+        and sender.column("sequence_length") == [4]
+    )
 
 
 def test_an_end_without_tokens_is_still_a_response_with_data(make) -> None:
@@ -198,12 +204,15 @@ def test_a_stream_whose_client_is_gone_sends_its_end_alone(make) -> None:
 
 # What may happen to a row: tokens, then an end (or an error), then, wrongly, more.
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(["tokens", "tokens", "tokens", "end", "error"])), max_size=40
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from(["tokens", "tokens", "tokens", "end", "error"])),
+    max_size=40,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(EVENTS, st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, None, 3, 10]), st.sampled_from([None, None, 2]))
+@given(
+    EVENTS, st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, None, 3, 10]), st.sampled_from([None, None, 2])
+)
 def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
     events: list[tuple[int, int, str]], num_streams: int, num_rows: int, fail_after: int | None, break_send: int | None
 ) -> None:
@@ -226,7 +235,7 @@ def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
             expected[key].append(n)
         if what != "tokens":
             over.add(key)
-    for s, (stream, _) in enumerate(streams):  # the engine ends every row at last
+    for stream, _ in streams:  # the engine ends every row at last
         for r in range(num_rows):
             harness.tokens(stream, row=r, final=True)
     harness.pump.close()
@@ -240,7 +249,9 @@ def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
         for response in responses:
             if response is not None and not response.has_error():
                 outputs = response.outputs()
-                got[int(outputs["batch_index"][0, 0]) if num_rows > 1 else 0] += outputs["output_ids"].reshape(-1).tolist()
+                got[int(outputs["batch_index"][0, 0]) if num_rows > 1 else 0] += (
+                    outputs["output_ids"].reshape(-1).tolist()
+                )
         broken = stream.failure is not None or (break_send is not None and s == 0)
         for r in range(num_rows):
             whole = expected[s, r]

@@ -57,13 +57,19 @@ def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(server, execu
 
 
 def test_a_row_the_executor_refuses_is_its_own_error(server, executor) -> None:
-    executor.refuse = [None, Overloaded("Exceeds maximum queue size: Maximum queue size of 1 is reached; send it later")]
+    executor.refuse = [
+        None,
+        Overloaded("Exceeds maximum queue size: Maximum queue size of 1 is reached; send it later"),
+    ]
     request = streamed([[1], [2]])
     server.execute([request])
     executor.end(1, 10)
     responses = request.sender.wait()
     (error,) = [response.error() for response in responses if response.has_error()]
-    assert error.message().startswith("[UNAVAILABLE] row 1: Exceeds maximum queue size") and "Maximum queue size of" in error.message()
+    assert (
+        error.message().startswith("[UNAVAILABLE] row 1: Exceeds maximum queue size")
+        and "Maximum queue size of" in error.message()
+    )
     assert request.sender.column("output_ids") == [10]
 
 
@@ -214,7 +220,9 @@ def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(text_serv
 
 def test_text_of_a_cancelled_request_says_so(text_server, executor) -> None:
     server, tokenizer = text_server
-    request = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True)}, request_id="t")
+    request = InferenceRequest(
+        {"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True)}, request_id="t"
+    )
     server.execute([request])
     executor.tokens(1, *tokenizer.encode("abc", add_special_tokens=False))
     server.execute([InferenceRequest({"max_tokens": ints(0), "stop": bools(True)}, request_id="t")])
@@ -346,7 +354,9 @@ def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor)
     executor.end(1, 7, 8)
     request.sender.wait()
     server._tick()
-    observed = {family.name: family.metrics[0].observed for family in MetricFamily.created if family.kind == "histogram"}
+    observed = {
+        family.name: family.metrics[0].observed for family in MetricFamily.created if family.kind == "histogram"
+    }
     assert observed == {"nv_llm_input_token_len": [3.0], "nv_llm_output_token_len": [2.0]}
 
 
@@ -361,4 +371,4 @@ def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server
     server.execute([refused, served])
     executor.end(1, 5)
     assert refused.sender.error() == "[INVALID_ARGUMENT] Streaming is only supported in decoupled mode."
-    assert served.sender.finals == [0] and served.sender.column("output_ids") == [1, 5]
+    assert served.sender.column("output_ids") == [1, 5] and served.sender.finals == [0]

@@ -12,18 +12,25 @@ from backend.serving.tensors import BLS, ENSEMBLE, MODELS, NUMPY_TYPES, TOKEN_MO
 ROOT = Path(__file__).resolve().parents[2]
 
 # The names that clients of tensorrtllm_backend rely on (features.md A2), and its outputs.
-A2_INPUTS = """input_ids input_lengths request_output_len streaming stop end_id pad_id beam_width num_return_sequences runtime_top_k
-runtime_top_p runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids temperature seed min_tokens repetition_penalty
-presence_penalty frequency_penalty len_penalty early_stopping beam_search_diversity_rate stop_words_list bad_words_list
-embedding_bias return_log_probs return_context_logits return_generation_logits return_perf_metrics exclude_input_in_output
-return_num_input_tokens return_num_output_tokens draft_input_ids draft_logits draft_acceptance_threshold prompt_embedding_table
-prompt_vocab_size prompt_table_extra_ids lora_task_id lora_weights lora_config guided_decoding_guide_type guided_decoding_guide
-retention_token_range_starts retention_token_range_ends retention_token_range_priorities retention_token_range_durations_ms
+A2_INPUTS = """
+input_ids input_lengths request_output_len streaming stop end_id pad_id beam_width num_return_sequences runtime_top_k
+runtime_top_p runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids temperature seed min_tokens
+repetition_penalty presence_penalty frequency_penalty len_penalty early_stopping beam_search_diversity_rate
+stop_words_list bad_words_list embedding_bias return_log_probs return_context_logits return_generation_logits
+return_perf_metrics exclude_input_in_output return_num_input_tokens return_num_output_tokens draft_input_ids
+draft_logits draft_acceptance_threshold prompt_embedding_table prompt_vocab_size prompt_table_extra_ids lora_task_id
+lora_weights lora_config guided_decoding_guide_type guided_decoding_guide retention_token_range_starts
+retention_token_range_ends retention_token_range_priorities retention_token_range_durations_ms
 retention_decode_priority retention_decode_duration_ms lookahead_window_size lookahead_ngram_size
-lookahead_verification_set_size min_length random_seed return_kv_cache_reuse_stats decoder_input_ids decoder_input_lengths"""
-A2_OUTPUTS = """output_ids sequence_length cum_log_probs output_log_probs context_logits generation_logits batch_index sequence_index
-num_input_tokens num_output_tokens kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks arrival_time_ns
-first_scheduled_time_ns first_token_time_ns last_token_time_ns acceptance_rate total_accepted_draft_tokens total_draft_tokens"""
+lookahead_verification_set_size min_length random_seed return_kv_cache_reuse_stats decoder_input_ids
+decoder_input_lengths
+"""
+A2_OUTPUTS = """
+output_ids sequence_length cum_log_probs output_log_probs context_logits generation_logits batch_index sequence_index
+num_input_tokens num_output_tokens kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks
+arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns acceptance_rate
+total_accepted_draft_tokens total_draft_tokens
+"""
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -55,7 +62,14 @@ def test_the_token_model_declares_every_name_its_clients_know() -> None:
 def test_every_model_declares_the_session_inputs_with_turbominds_names(model: str) -> None:
     specs = MODELS[model].by_name()
     types = {name: specs[name].dtype for name in ("START", "END", "STOP", "CORRID", "step", "session_len")}
-    assert types == {"START": "INT32", "END": "INT32", "STOP": "INT32", "CORRID": "UINT64", "step": "INT32", "session_len": "INT32"}
+    assert types == {
+        "START": "INT32",
+        "END": "INT32",
+        "STOP": "INT32",
+        "CORRID": "UINT64",
+        "step": "INT32",
+        "session_len": "INT32",
+    }
     assert all(specs[name].optional and specs[name].dims == (1,) for name in types)
 
 
@@ -88,5 +102,10 @@ def test_only_what_upstream_requires_is_required() -> None:
 def test_the_two_text_models_share_all_but_what_bls_adds() -> None:
     assert BLS.outputs == ENSEMBLE.outputs
     assert {spec.name for spec in BLS.inputs} - {spec.name for spec in ENSEMBLE.inputs} == {
-        "image_input", "image_bytes_input", "image_url_input", "video_bytes_input", "num_draft_tokens", "use_draft_logits",
-    }  # fmt: skip
+        "image_input",
+        "image_bytes_input",
+        "image_url_input",
+        "video_bytes_input",
+        "num_draft_tokens",
+        "use_draft_logits",
+    }

@@ -54,7 +54,9 @@ def test_text_is_tokenised_and_ends_at_the_models_end_ids(works, tools: TextTool
 
 
 def test_text_level_names_fill_the_same_fields(works) -> None:
-    config = works(text_input=strings("a"), top_k=ints(5), top_p=floats(0.5), min_length=ints(2), random_seed=uint64(3))[0]
+    config = works(
+        text_input=strings("a"), top_k=ints(5), top_p=floats(0.5), min_length=ints(2), random_seed=uint64(3)
+    )[0]
     sampling = config.request.sampling_config
     assert (sampling.top_k, sampling.top_p, sampling.min_tokens, sampling.seed) == (5, 0.5, 2, 3)
 
@@ -90,10 +92,16 @@ def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: Te
         ({"messages": strings("{}")}, "messages is no JSON list"),
         ({"messages": strings("[]")}, "0 messages, allowed is 1"),
         ({"messages": strings('[{"content": "x"}]')}, "a message has no role"),
-        ({"text_input": strings("a"), "stop_words": strings([str(n) for n in range(10_000)])}, "10000 entries, the limit is 128"),
+        (
+            {"text_input": strings("a"), "stop_words": strings([str(n) for n in range(10_000)])},
+            "10000 entries, the limit is 128",
+        ),
         ({"text_input": strings("a"), "stop_words": strings("s" * 1025)}, "a word of 1025 bytes, the limit is 1024"),
         ({"text_input": strings("a"), "bad_words": strings([b"ok", b"\xc3"])}, "bad_words is not valid UTF-8"),
-        ({"text_input": strings("a"), "embedding_bias_words": strings(["x", "y"])}, "2 entries and embedding_bias_weights 0"),
+        (
+            {"text_input": strings("a"), "embedding_bias_words": strings(["x", "y"])},
+            "2 entries and embedding_bias_weights 0",
+        ),
     ],
 )
 def test_bad_text_is_refused_in_one_sentence(works, inputs: dict[str, np.ndarray], message: str) -> None:
@@ -116,7 +124,9 @@ def test_images_and_drafts_are_refused(works) -> None:
 def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(works, tools: TextTools) -> None:
     words = ["import", "import os"]
     bias = works(
-        text_input=strings("a"), embedding_bias_words=strings(words), embedding_bias_weights=np.array([[1.0, 2.0]], np.float32)
+        text_input=strings("a"),
+        embedding_bias_words=strings(words),
+        embedding_bias_weights=np.array([[1.0, 2.0]], np.float32),
     )[0].request.sampling_config.logit_bias
     expected: dict[int, float] = {}
     for word, weight in zip(words, (1.0, 2.0)):

@@ -61,7 +61,10 @@ def test_a_new_name_wins_over_its_old_alias() -> None:
     both = parse(min_tokens=ints(3), min_length=ints(9), seed=uint64(1), random_seed=uint64(2))[0].sampling_config
     assert (both.min_tokens, both.seed) == (3, 1)
     old = parse(min_length=ints(9), random_seed=uint64(2), return_kv_cache_reuse_stats=bools(True))[0]
-    assert (old.sampling_config.min_tokens, old.sampling_config.seed) == (9, 2) and old.output_config.return_perf_metrics
+    assert (old.sampling_config.min_tokens, old.sampling_config.seed) == (
+        9,
+        2,
+    ) and old.output_config.return_perf_metrics
 
 
 @pytest.mark.parametrize(("sent", "meant"), [(0.0, None), (-1.0, None), (0.5, 0.5)])

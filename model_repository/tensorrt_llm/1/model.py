@@ -1,4 +1,6 @@
-"""Triton model `tensorrt_llm`: token ids in, token ids out; owner of the engine process. All of it is in backend/serving."""
+"""Triton model `tensorrt_llm`: token ids in, token ids out; owner of the engine process. All of it is in
+backend/serving.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Triton model `tensorrt_llm_bls`: text in, text out, on the engine that tensorrt_llm owns. All of it is in backend/serving."""
+"""Triton model `tensorrt_llm_bls`: text in, text out, on the engine that tensorrt_llm owns. All of it is in
+backend/serving.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,64 @@
+"""Real tritonservers, one per configuration and test session; each is left with nothing in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from backend.api import EngineConfig, load_config
+from deploy.server import TritonServer
+from tests.e2e.wire import TokenClient, scrape
+
+EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
+START_TIMEOUT_S = 180
+
+
+def serve(*overrides: str) -> TritonServer:
+    return TritonServer(load_config(overrides=[*EXACT, *overrides]), exit_timeout_s=5)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TritonServer]:
+    """The default configuration."""
+    with serve() as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_pool_config() -> EngineConfig:
+    """A pool that holds the KV of four sessions of 96 tokens."""
+    overrides = ["kv_cache.block_size=16", "kv_cache.max_tokens=384", "scheduler.max_batch_size=4", "kv_cache.watermark=0"]
+    return load_config(overrides=[*EXACT, *overrides])
+
+
+@pytest.fixture(scope="session")
+def small_pool_server(small_pool_config) -> Iterator[TritonServer]:
+    with TritonServer(small_pool_config, exit_timeout_s=5) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+@pytest.fixture
+def tokens(server) -> Iterator[TokenClient]:
+    with TokenClient(server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_use(request) -> Iterator[None]:
+    """After each test no request is live and no KV block in use, on every server the test has used."""
+    yield
+    from tests.e2e.wire import eventually
+
+    for name in ("server", "small_pool_server"):
+        if name in request.fixturenames:
+            server = request.getfixturevalue(name)
+            if server.running():
+                assert eventually(lambda: _in_use(server) == (0, 0), 10), f"{name}: (blocks, requests) in use {_in_use(server)}"
+
+
+def _in_use(server: TritonServer) -> tuple[float, float]:
+    metrics = scrape(server.metrics_url)
+    return metrics["everbatch_kv_blocks{state=used}"], metrics["everbatch_requests{state=active}"]

@@ -1,0 +1,83 @@
+"""Whatever a client sends, it gets a clear answer, and the next request is served."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.e2e.wire import post
+
+I32 = np.int32
+
+
+def column(*values: int, dtype: type = I32) -> np.ndarray:
+    return np.array([values], dtype=dtype)
+
+
+GOOD = {"input_ids": column(1, 2, 3), "input_lengths": column(3), "request_output_len": column(4)}
+BAD = {
+    "a prompt longer than the limit": ({"input_ids": column(*([7] * 3000)), "input_lengths": column(3000)}, "3000"),
+    "a wrong dtype": ({"input_ids": column(1, 2, 3, dtype=np.float32)}, "FP32"),
+    "an empty prompt": ({"input_ids": np.zeros((1, 0), I32), "input_lengths": column(0)}, "empty"),
+    "an id beyond the vocabulary": ({"input_ids": column(1, 4096, 3)}, "4096"),
+    "a negative id": ({"input_ids": column(1, -5, 3)}, "-5"),
+    "a negative length": ({"input_lengths": column(-1)}, "-1"),
+    "a length beyond the tensor": ({"input_lengths": column(9)}, "9"),
+    "a negative output length": ({"request_output_len": column(-3)}, "-3"),
+    "NaN as temperature": ({"temperature": column(float("nan"), dtype=np.float32)}, "not a finite"),
+    "a stop list with falling offsets": ({"stop_words_list": np.array([[[1, 2, 3], [2, 1, -1]]], I32)}, "stop_words_list"),
+    "10,000 stop words": (
+        {"stop_words_list": np.array([[[5] * 10_000, list(range(1, 10_001))]], I32)}, "10000"),
+    "an embedding bias of the wrong length": (
+        {"embedding_bias": np.zeros((1, 7), np.float32)}, "embedding bias shape is not as expected"),
+    "beams": ({"beam_width": column(4)}, "beam_width"),
+    "an end id out of range": ({"end_id": column(99_999)}, "99999"),
+}
+
+
+@pytest.mark.feature("000-23", "001-64", "003-40")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
+    inputs, said = BAD[name]
+    message = tokens.error_of(tokens.send({**GOOD, **inputs}))
+    assert said.lower() in message.lower()
+    assert "Traceback" not in message and "/" not in message.split("http")[0].replace("and/or", "")
+    assert len(tokens.generate([1, 2, 3], 4)) == 4
+
+
+@pytest.mark.parametrize("missing", GOOD)
+def test_a_missing_required_tensor_is_named(tokens, missing):
+    message = tokens.error_of(tokens.send({name: array for name, array in GOOD.items() if name != missing}))
+    assert missing in message or "expected number of inputs" in message
+    assert len(tokens.generate([1, 2, 3], 4)) == 4
+
+
+TEXT_BAD = {
+    "empty text": {"text_input": "", "max_tokens": 4},
+    "no text": {"max_tokens": 4},
+    "no max_tokens": {"text_input": "a"},
+    "max_tokens of 0": {"text_input": "a", "max_tokens": -1},
+    "a wrong type": {"text_input": "a", "max_tokens": "many"},
+    "10,000 stop words": {"text_input": "a", "max_tokens": 4, "stop_words": [f"w{i}" for i in range(10_000)]},
+    "text and messages": {"text_input": "a", "messages": '[{"role": "user", "content": "b"}]', "max_tokens": 4},
+    "messages that are no JSON": {"messages": "hello", "max_tokens": 4},
+    "a long text": {"text_input": "x = 1\n" * 20_000, "max_tokens": 4},
+    "top_p above 1": {"text_input": "a", "max_tokens": 4, "top_p": 1.5},
+}
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("name", TEXT_BAD)
+def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, model, name):
+    url = f"{server.http_url}/v2/models/{model}/generate"
+    status, text = post(url, TEXT_BAD[name])
+    assert status in (400, 500) and "error" in text
+    assert "Traceback" not in text and ".py" not in text
+    assert post(url, {"text_input": "a", "max_tokens": 4})[0] == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff\xfe", b'{"text_input": {"a": 1}, "max_tokens": 3}'])
+def test_bodies_that_are_no_request_are_refused(server, body):
+    status, _ = post(f"{server.http_url}/v2/models/ensemble/generate", body)
+    assert status in (400, 500)
+    assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200

@@ -1,0 +1,83 @@
+"""Cancelling over the wire, in every phase and by every route. The fixture checks that nothing stays in use."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.wire import eventually, ids_of, scrape
+
+LONG = 1800
+
+
+def active(server) -> float:
+    return scrape(server.metrics_url)["everbatch_requests{state=active}"]
+
+
+@pytest.mark.feature("000-07", "001-09")
+@pytest.mark.parametrize("num_received", [0, 1, 2, 3, 5, 8, 16, 31, 32, 33])
+def test_a_stream_cancelled_in_any_phase_frees_everything(server, tokens, num_received):
+    stream = tokens.start(list(range(4, 40)), LONG, streaming=True)
+    received, results = 0, iter(stream)
+    while received < num_received:
+        received += len(ids_of(next(results)))
+    stream.cancel()
+    assert eventually(lambda: active(server) == 0, 5)
+    assert len(tokens.generate([1, 2, 3], 4)) == 4
+
+
+def test_queued_requests_can_be_cancelled(small_pool_server):
+    from tests.e2e.wire import TokenClient
+
+    with TokenClient(small_pool_server.grpc_url) as client:
+        running = [client.start([i + 1] * 8, 300, streaming=True) for i in range(2)]
+        queued = [client.start([i + 50] * 8, 300) for i in range(8)]
+        assert eventually(lambda: active(small_pool_server) == 10, 5)
+        for stream in queued + running:
+            stream.cancel()
+        assert eventually(lambda: active(small_pool_server) == 0, 5)
+
+
+def test_stop_with_the_same_request_id_ends_a_request_with_fewer_tokens(tokens):
+    stream = tokens.start([4, 5, 6], LONG, request_id="victim", streaming=True)
+    results = iter(stream)
+    count = len(ids_of(next(results)))
+    stop = tokens.start([0], 0, request_id="victim", stop=True)
+    assert stop.token_ids() == []
+    count += sum(len(ids_of(result)) for result in results)
+    assert 0 < count < LONG
+
+
+def test_stop_of_an_unknown_request_is_answered_and_stop_without_id_is_an_error(tokens):
+    assert tokens.start([0], 0, request_id="nobody", stop=True).token_ids() == []
+    assert "request id" in tokens.error_of(tokens.start([0], 0, stop=True)).lower()
+
+
+def test_an_http_client_that_leaves_its_stream_cancels_it(server):
+    connection = http.client.HTTPConnection(server.http_url.removeprefix("http://"))
+    body = {"text_input": "import os", "max_tokens": LONG, "stream": True, "end_id": 1}
+    connection.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    response.close()
+    connection.close()
+    assert eventually(lambda: active(server) == 0, 5)
+
+
+def test_a_client_deadline_reaches_the_engine(server):
+    """The reserved request parameter `timeout` (microseconds) ends the request on the server."""
+    from tests.e2e.wire import TYPES, TokenClient, np, to_input
+
+    with TokenClient(server.grpc_url) as client:
+        values = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": LONG}
+        stream = client.start([9], 1)
+        stream.token_ids()
+        tensors = [to_input(k, np.array(v, dtype=TYPES[k]).reshape(1, -1)) for k, v in values.items()]
+        stream.client.async_stream_infer("tensorrt_llm", tensors, timeout=200_000)
+        try:
+            assert len(stream.token_ids()) < LONG
+        except InferenceServerException as error:
+            assert "time" in str(error).lower()

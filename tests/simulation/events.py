@@ -1,0 +1,176 @@
+"""What can happen to an engine, and a generator that makes it happen. Events are plain values: a list of them is a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
+from tests.simulation.model import Model, Turn, reference_output
+from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
+
+
+@dataclass(frozen=True)
+class Enqueue:
+    request_id: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Cancel:
+    request_id: int
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    request_id: int
+    session_id: int
+    end: bool
+
+
+@dataclass(frozen=True)
+class Poll:
+    pass
+
+
+@dataclass(frozen=True)
+class Step:
+    pass
+
+
+@dataclass(frozen=True)
+class Advance:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Resize:
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class FailNext:
+    pass
+
+
+Event = Enqueue | Cancel | Stop | Poll | Step | Advance | Resize | FailNext
+
+
+class Generator:
+    """Chooses the next event from the model's state. Each seed has its own habits: some things it does often, some never."""
+
+    def __init__(self, rng: Random, setup: Setup, model: Model):
+        self._rng = rng
+        self._setup = setup
+        self._model = model
+        self._next_id = 1
+        self._prefixes = [self._ids(rng.randint(1, 16)) for _ in range(3)]
+        self._share_sessions = rng.choice((0.0, 0.3, 0.8))
+        rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
+        habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
+        self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: 6, **habits}
+
+    def next_event(self) -> Event:
+        rng = self._rng
+        kind = rng.choices(list(self._weights), list(self._weights.values()))[0]
+        if kind is Enqueue:
+            return self._enqueue()
+        if kind is Cancel:
+            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)))
+        if kind is Stop:
+            return Stop(self._take_id(), rng.choice([*self._model.sessions, 99]), rng.random() < 0.4)
+        if kind is Advance:
+            return Advance(rng.choice((0.5, 3.0, 30.0)))
+        if kind is Resize:
+            return Resize(rng.randint(2, self._setup.num_blocks))
+        return kind()
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _ids(self, count: int) -> list[int]:
+        return [self._rng.randrange(4) for _ in range(count)]
+
+    def _enqueue(self) -> Enqueue:
+        rng = self._rng
+        is_duplicate = self._model.live and rng.random() < 0.03
+        request_id = rng.choice(list(self._model.live)) if is_duplicate else self._take_id()
+        session = self._session() if rng.random() < self._share_sessions else None
+        request = Request(
+            input_token_ids=self._prompt(session),
+            max_tokens=rng.choice((0, 1, 2, 3, 5, 8, 12, 40)),
+            streaming=rng.random() < 0.6,
+            sampling_config=SamplingConfig(
+                seed=rng.choice((None, None, rng.randrange(100))),
+                presence_penalty=rng.choice((None, 1.0)),
+                min_tokens=rng.choice((None, None, None, 2, 4)),
+            ),
+            output_config=OutputConfig(rng.random() < 0.3, exclude_input_from_output=rng.random() < 0.5),
+            timeout_s=rng.choice((None, None, None, 1.0, 5.0)),
+            cache_salt=rng.choice(("", "", "", "a")),
+            return_all_generated_tokens=rng.random() < 0.1,
+            session=session,
+        )
+        return Enqueue(request_id, self._with_ends(request_id, request))
+
+    def _session(self) -> SessionConfig:
+        rng = self._rng
+        known = list(self._model.sessions)
+        start = not known or rng.random() < 0.3
+        session_id = rng.randint(1, 5) if start or rng.random() < 0.05 else rng.choice(known)
+        return SessionConfig(
+            session_id,
+            start=start,
+            end=rng.random() < 0.1,
+            step=rng.randint(0, 25) if rng.random() < 0.2 else None,
+            session_len=rng.randint(4, 40) if rng.random() < 0.15 else None,
+            full_history=rng.random() < 0.2,
+        )
+
+    def _prompt(self, session: SessionConfig | None) -> list[int]:
+        """Mostly something that others have said as well: a common prefix, a running request's text, a session's own log."""
+        rng = self._rng
+        prompt = self._ids(rng.randint(1, 5))
+        if rng.random() < 0.01:
+            return rng.choice(([], [VOCAB]))
+        if session is not None and not session.start:
+            if session.full_history and session.id in self._model.sessions:
+                log = self._model.sessions[session.id].log
+                prompt = log[: rng.randint(0, len(log))] + prompt
+            return prompt[-MAX_SEQ_LEN + 1 :]
+        source = rng.random()
+        if source < 0.5:
+            prompt = self._cut(rng.choice(self._prefixes)) + prompt
+        elif source < 0.7 and self._model.live:
+            turn = rng.choice(list(self._model.live.values()))
+            prompt = self._cut(turn.prompt + turn.tokens) + prompt
+        return prompt[: MAX_SEQ_LEN - 1]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        return ids if self._rng.random() < 0.6 else ids[: self._rng.randint(0, len(ids))]
+
+    def _with_ends(self, request_id: int, request: Request) -> Request:
+        """Sometimes add an end id or a stop word that will really be generated."""
+        rng = self._rng
+        if rng.random() < 0.6 or self._model.judge(request_id, request) != "ok":
+            return request
+        outputs = self._preview(request)
+        if not outputs:
+            return request
+        at = rng.randrange(len(outputs))
+        fields = {name: getattr(request, name) for name in request.__struct_fields__}
+        if rng.random() < 0.5:
+            return Request(**{**fields, "end_ids": (outputs[at], 7)})
+        return Request(**{**fields, "stop_words": [outputs[at : at + rng.randint(1, 3)], [5, 5]]})
+
+    def _preview(self, request: Request) -> list[int]:
+        history, new_ids = self._model.split(request)
+        session = self._model.sessions.get(request.session.id) if request.session and not request.session.start else None
+        seed, counter = request.sampling_config.seed, 0
+        if seed is None:
+            seed, counter = (session.seed, session.counter) if session else (0, 0)
+        namespace = session.namespace if session else request.cache_salt
+        turn = Turn(request, history, new_ids, min(request.max_tokens, 8), seed, counter, namespace, 0)
+        return reference_output(turn, self._setup.window)[0]

@@ -1,0 +1,62 @@
+"""What must hold after every event, besides the answers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from backend.core.sequence import Status
+from backend.kvcache.block import DROPPED
+
+if TYPE_CHECKING:
+    from tests.simulation.simulator import Simulation
+
+
+def check_invariants(simulation: Simulation) -> None:
+    simulation.core.check_integrity()
+    _check_order(simulation)
+    _check_tables(simulation)
+    _check_sessions(simulation)
+    _scramble_free_blocks(simulation)
+
+
+def _check_order(simulation: Simulation) -> None:
+    """Nobody overtakes: whoever runs arrived before whoever waits, and both lists are in order of arrival."""
+    core, scheduler = simulation.core, simulation.setup.config.scheduler
+    arrivals = [seq.arrival for seq in (*core.scheduler.running, *core.scheduler.waiting)]
+    assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost: {arrivals}"
+    if scheduler.policy == "guaranteed_no_evict" and not simulation.was_resized:
+        assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
+    if scheduler.batching == "separate" and core.iteration_stats:
+        latest = core.iteration_stats[-1]
+        assert not (latest.num_context_requests and latest.num_gen_requests), f"context beside generation: {latest}"
+
+
+def _check_tables(simulation: Simulation) -> None:
+    """Tables belong to sequences that may run again; only running ones hold blocks; no block is seen by two namespaces."""
+    core = simulation.core
+    running = {seq.seq_id: seq for seq in core.scheduler.running}
+    waiting = {seq.seq_id: seq for seq in core.scheduler.waiting}
+    idle = {seq.seq_id: seq for seq in core.sessions._sessions.values() if seq.status is Status.IDLE}
+    known = {**running, **waiting, **idle}
+    assert set(core.kv.records) <= set(known), "a table of a sequence that is gone"
+    namespaces: dict[tuple, str] = {}
+    for seq_id, record in core.kv.records.items():
+        assert record.locked == (seq_id in running), f"{known[seq_id]!r}: locked {record.locked}"
+        for handle in record.handles:
+            if handle is not DROPPED and core.kv.blocks.verify([handle]):
+                namespace = namespaces.setdefault(handle, known[seq_id].namespace)
+                assert namespace == known[seq_id].namespace, f"{handle} is seen by two namespaces"
+
+
+def _check_sessions(simulation: Simulation) -> None:
+    actual = {key: seq.token_ids for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE}
+    expected = {key: session.log for key, session in simulation.model.sessions.items() if session.turn is None}
+    assert actual == expected, f"sessions remember {actual}, expected {expected}"
+
+
+def _scramble_free_blocks(simulation: Simulation) -> None:
+    """What is free may be overwritten at any time; do it now, so that whoever reads it is found out at once."""
+    for block in simulation.core.kv.blocks.blocks:
+        if not block.unique_id:
+            simulation.workers.scramble(block.block_id)

@@ -1,0 +1,182 @@
+"""The naive model: what each request must answer and what each session must remember, worked out one request at a time.
+
+It knows nothing of block tables, slots, steps or eviction: a request's output is what it would be alone with an infinite
+pool. Where the engine may choose (how far a cancelled request got), the model accepts what it saw, and checks its bounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from backend.api import FinishReason, Request
+from tests.fakes.hash_worker import cell_of, next_token, seed_of
+from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
+from tests.simulation.workers import penalised_seed
+
+
+@dataclass
+class Session:
+    log: list[int]
+    seed: int
+    counter: int  # tokens sampled under this seed
+    namespace: str
+    turn: Turn | None = None
+    last_used_ns: int = 0
+
+
+@dataclass
+class Turn:
+    """One accepted request, of a session or not."""
+
+    request: Request
+    history: list[int]
+    new_ids: list[int]
+    max_output: int
+    seed: int
+    counter: int
+    namespace: str
+    deadline_ns: int
+    before: tuple[int, int] = (0, 0)  # seed and counter of the session, should the turn not take place
+    tokens: list[int] = field(default_factory=list)  # what it must answer when nobody interferes
+    reason: FinishReason = FinishReason.NOT_FINISHED
+    seen: list[int] = field(default_factory=list)  # outputs published so far
+    reason_seen: FinishReason = FinishReason.NOT_FINISHED
+    was_stepped: bool = False
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.history + self.new_ids
+
+    @property
+    def max_cells(self) -> int:
+        return len(self.prompt) + max(0, self.max_output - 1)
+
+
+def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishReason]:
+    """Output and finish reason of a request alone."""
+    ids, outputs, cells = list(turn.prompt), [], []
+    sampling = turn.request.sampling_config
+    while len(outputs) < turn.max_output:
+        for position in range(len(cells), len(ids)):
+            cells.append(cell_of(cells[-1] if cells else 0, ids[position], position, seed_of(turn.namespace)))
+        seed = penalised_seed(turn.seed, outputs, sampling.presence_penalty)
+        token = next_token(cells[-window:] if window else cells, seed, turn.counter + len(outputs), VOCAB)
+        outputs.append(token)
+        ids.append(token)
+        if len(outputs) < (sampling.min_tokens or 0):
+            continue
+        if token in turn.request.end_ids:
+            return outputs, FinishReason.END_ID
+        if any(outputs[-len(word) :] == word for word in turn.request.stop_words):
+            return outputs, FinishReason.STOP_WORDS
+    return outputs, FinishReason.LENGTH
+
+
+class Model:
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self.block_size = setup.config.kv_cache.block_size
+        self.capacity = setup.num_blocks
+        self.watermark = int(setup.config.kv_cache.watermark * setup.num_blocks)
+        self.live: dict[int, Turn] = {}
+        self.sessions: OrderedDict[int, Session] = OrderedDict()  # least recently used first
+        self.polled: set[int] = set()
+
+    def exceeds_pool(self, max_cells: int) -> bool:
+        return -(-max_cells // self.block_size) > self.capacity - self.watermark
+
+    def judge(self, request_id: int, request: Request) -> str:
+        """`ok`, or the class of error that the request must be answered with."""
+        if request_id in self.live:
+            return "duplicate"
+        if not request.input_token_ids or max(request.input_token_ids) >= VOCAB:
+            return "field"
+        session = request.session
+        if session is not None:
+            known = self.sessions.get(session.id)
+            if session.id in self.polled:
+                return "session 2"
+            if known is not None and known.turn is not None:
+                return "session 3"
+            if known is None and not session.start:
+                return "session 1"
+        history, new_ids = self.split(request)
+        limit = self._limit(request)
+        if len(history) + len(new_ids) + min(1, request.max_tokens) > limit:
+            return "session 6" if session else "field"
+        max_output = min(request.max_tokens, limit - len(history) - len(new_ids))
+        return "pool" if self.exceeds_pool(len(history) + len(new_ids) + max(0, max_output - 1)) else "ok"
+
+    def accept(self, request_id: int, request: Request, now_ns: int) -> Turn:
+        """Book a request that `judge` found ok. Mirrors what the engine must do to the session at once."""
+        session, config = request.session, self._setup.config
+        history, new_ids = self.split(request)
+        seed, counter, namespace, before = request.sampling_config.seed or 0, 0, request.cache_salt, (0, 0)
+        if session is not None and not session.start:
+            known = self.sessions[session.id]
+            namespace, before = known.namespace, (known.seed, known.counter)
+            if request.sampling_config.seed is None:
+                seed, counter = before
+        max_output = min(request.max_tokens, self._limit(request) - len(history) - len(new_ids))
+        deadline_ns = now_ns + int((request.timeout_s or config.limits.default_timeout_s) * 1e9)
+        turn = Turn(request, history, new_ids, max_output, seed, counter, namespace, deadline_ns, before)
+        turn.tokens, turn.reason = reference_output(turn, self._setup.window)
+        self.live[request_id] = turn
+        if session is not None:
+            self.polled.add(session.id)
+            if session.start:
+                self.sessions[session.id] = Session([], seed, 0, namespace)
+            self.sessions[session.id].turn = turn
+            self._touch(session.id, now_ns)
+        return turn
+
+    def finish(self, request_id: int, log: list[int] | None, was_error: bool, keep: int | None, erase: bool, now_ns: int) -> None:
+        """A request has had its final response. `log`: what the engine's session holds now, for turns that ran in part."""
+        turn = self.live.pop(request_id)
+        request = turn.request
+        if request.session is None:
+            return
+        session = self.sessions[request.session.id]
+        session.turn = None
+        if request.session.end or erase:
+            del self.sessions[request.session.id]
+            return
+        outputs = turn.seen[:keep] if keep is not None else turn.seen
+        may_vanish = not turn.seen and turn.reason_seen in (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
+        if was_error or (may_vanish and (not turn.was_stepped or log == turn.history)):
+            session.log, (session.seed, session.counter) = turn.history, turn.before
+        else:
+            session.log, session.seed, session.counter = turn.prompt + outputs, turn.seed, turn.counter + len(outputs)
+        self._touch(request.session.id, now_ns)
+
+    def expire_sessions(self, now_ns: int) -> None:
+        limit_ns = now_ns - int(self._setup.config.sessions.idle_ttl_s * 1e9)
+        for session_id, session in list(self.sessions.items()):
+            if session.turn is None and session.last_used_ns <= limit_ns:
+                del self.sessions[session_id]
+
+    def _touch(self, session_id: int, now_ns: int) -> None:
+        self.sessions.move_to_end(session_id)
+        self.sessions[session_id].last_used_ns = now_ns
+        excess = len(self.sessions) - self._setup.config.sessions.max_sessions
+        idle = [key for key, session in self.sessions.items() if session.turn is None and key != session_id]
+        for key in idle[: max(0, excess)]:
+            del self.sessions[key]
+
+    def _limit(self, request: Request) -> int:
+        asked = request.session.session_len if request.session else None
+        return min(MAX_SEQ_LEN, asked or MAX_SEQ_LEN)
+
+    def split(self, request: Request) -> tuple[list[int], list[int]]:
+        """(tokens of the session that stay, tokens that this turn adds)."""
+        session, prompt = request.session, request.input_token_ids
+        if session is None or session.start:
+            return [], prompt
+        log = self.sessions[session.id].log
+        if session.full_history:
+            keep = 0
+            while keep < min(len(log), len(prompt) - 1) and log[keep] == prompt[keep]:
+                keep += 1
+            return log[:keep], prompt[keep:]
+        return (log if session.step is None else log[: session.step]), prompt

@@ -1,0 +1,54 @@
+"""A random engine: pools so small that everything interesting happens at once. One seed decides all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from backend.api import EngineConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig
+
+VOCAB = 997
+MAX_SEQ_LEN = 48
+
+
+@dataclass(frozen=True)
+class Setup:
+    config: EngineConfig
+    num_blocks: int
+    window: int | None
+
+
+def random_setup(rng: Random) -> Setup:
+    block_size = rng.choice((1, 2, 2, 2, 4, 4))
+    num_blocks = rng.randint(4, 12)
+    window = rng.choice((None, None, rng.randint(2, 6)))
+    kv_cache = KvCacheConfig(
+        block_size=block_size,
+        max_tokens=block_size * num_blocks,
+        chunk_blocks=rng.choice((-1, 0, 1, 3)),
+        watermark=rng.choice((0.0, 0.0, 0.1, 0.25)),
+        enable_block_reuse=rng.random() < 0.8,
+        enable_partial_reuse=rng.random() < 0.7,
+    )
+    config = EngineConfig(
+        kv_cache=kv_cache,
+        scheduler=_random_scheduler(rng),
+        limits=LimitsConfig(max_queue_size=rng.choice((3, 64, 64)), default_timeout_s=1000.0),
+        sessions=SessionsConfig(max_sessions=rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))),
+    )
+    return Setup(config, num_blocks, window)
+
+
+def _random_scheduler(rng: Random) -> SchedulerConfig:
+    max_batch_size = rng.randint(1, 5)
+    max_num_tokens = rng.randint(max_batch_size, 12)
+    return SchedulerConfig(
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        policy=rng.choice(("guaranteed_no_evict", "max_utilization")),
+        batching=rng.choice(("fused", "fused", "separate")),
+        enable_chunked_context=rng.random() < 0.7,
+        max_chunk_tokens=rng.choice((None, None, rng.randint(1, max_num_tokens))),
+        chunking_policy=rng.choice(("first_come_first_served", "equal_progress")),
+    )

@@ -1,0 +1,233 @@
+"""The simulator: the real EngineCore over shadow KV, driven event by event beside the naive model, checked after each.
+
+    apply(event)   the engine does it, the model does it, responses are compared, the invariants of the house are checked
+    drain()        no more arrivals: everything must end within a bounded number of steps, and nothing may be held after
+
+A Violation (any AssertionError, in fact any exception out of the engine) is a bug of the engine, or of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from random import Random
+
+import msgspec
+
+from backend.api import FinishReason, Request, Response, SessionConfig
+from backend.core.clock import ManualClock
+from backend.core.sequence import Status
+from backend.engine.core import EngineCore
+from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Resize, Step, Stop
+from tests.simulation.invariants import check_invariants
+from tests.simulation.model import Model, Turn
+from tests.simulation.setups import random_setup
+from tests.simulation.workers import CheckedWorkers
+
+NATURAL = (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
+PROBE_ID = 1_000_000  # request ids of the turns that ask every session at the end what it remembers
+
+
+class Simulation:
+    def __init__(self, seed: int):
+        self.rng = Random(seed)
+        self.setup = random_setup(self.rng)
+        self.clock = ManualClock()
+        self.workers = CheckedWorkers(self.setup)
+        self.core = EngineCore(self.setup.config, self.workers, self.clock)
+        self.model = Model(self.setup)
+        self.events: list[Event] = []
+        self.was_resized = False
+        self._generator = Generator(self.rng, self.setup, self.model)
+        self._digest = hashlib.blake2b()
+        self._num_answers = {"finished": 0, "rejected": 0}
+
+    @property
+    def trace_hash(self) -> str:
+        """Of every response and every step so far."""
+        return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
+
+    def run(self, num_events: int | None = None) -> None:
+        """Live through a random schedule and drain. Raises when anything is wrong; `events` then ends with the culprit."""
+        for _ in range(num_events if num_events is not None else self.rng.randint(20, 90)):
+            self.apply(self._generator.next_event())
+        self.drain()
+
+    def replay(self, events: list[Event]) -> None:
+        for event in events:
+            self.apply(event)
+        self.drain()
+
+    def apply(self, event: Event) -> None:
+        self.events.append(event)
+        self.workers.steps.clear()
+        match event:
+            case Enqueue(request_id, request):
+                self._enqueue(request_id, request)
+            case Cancel(request_id, keep):
+                self._cancel(request_id, keep)
+            case Stop():
+                self._stop(event)
+            case Poll():
+                self.core.begin_poll()
+                self.model.polled.clear()
+            case Step():
+                self._step()
+            case Advance(seconds):
+                self.clock.advance(seconds)
+            case Resize(num_blocks):
+                self.core.kv.resize(num_blocks)
+                self.model.capacity, self.was_resized = num_blocks, True
+            case FailNext():
+                self.workers.fail_next = RuntimeError("planted")
+        check_invariants(self)
+
+    def drain(self) -> None:
+        """Step until nothing is live, ask every session for one more turn, and see that nothing is held any more."""
+        self.workers.fail_next = None
+        self._step_to_the_end()
+        self.apply(Poll())
+        for number, session_id in enumerate(list(self.model.sessions)):
+            self.apply(Enqueue(PROBE_ID + number, Request([1], 2, session=SessionConfig(session_id))))
+        self._step_to_the_end()
+        stats = self.core.stats()
+        kv, counters = stats.latest.kv_cache, stats.counters
+        assert kv.used_num_blocks == 0 and self.core.kv.slots.num_free == self.setup.config.scheduler.max_batch_size, kv
+        assert kv.free_num_blocks + kv.cached_num_blocks == kv.max_num_blocks == self.model.capacity, kv
+        assert sum(counters.requests_finished_total.values()) == self._num_answers["finished"] == counters.requests_accepted_total
+        assert counters.requests_rejected_total == self._num_answers["rejected"]
+        for session_id in list(self.model.sessions):
+            self.apply(Stop(PROBE_ID, session_id, True))
+        assert not self.core.kv.records, f"tables of sequences that are gone: {list(self.core.kv.records)}"
+
+    def _step_to_the_end(self) -> None:
+        live = self.model.live.values()
+        for _ in range(20 + 2 * len(live) * sum(len(turn.prompt) + turn.max_output for turn in live)):
+            if not self.core.has_work:
+                break
+            self.apply(Step())
+        assert not self.core.has_work and not self.model.live, f"requests {list(self.model.live)} never end"
+
+    def _enqueue(self, request_id: int, request: Request) -> None:
+        expected = self.model.judge(request_id, request)
+        waiting = len(self.core.scheduler.waiting)
+        if expected not in ("duplicate", "field") and waiting >= self.setup.config.limits.max_queue_size:
+            expected = "queue"
+        self.core.enqueue(request_id, request)
+        responses = self._take(self.core.take_responses())
+        actual = _error_class(responses[0]) if responses else "ok"
+        assert len(responses) <= 1 and actual in self._allowed(expected), f"expected {expected}, got {responses}"
+        if actual == "ok":
+            self.model.accept(request_id, request, self.clock.monotonic_ns())
+        else:
+            self._num_answers["rejected"] += 1
+
+    def _allowed(self, expected: str) -> tuple[str, ...]:
+        """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
+        return ("pool", "ok") if expected == "pool" and self.setup.window else (expected,)
+
+    def _cancel(self, request_id: int, keep: int | None) -> None:
+        turn = self.model.live.get(request_id)
+        self.core.cancel(request_id, keep)
+        responses = self._take(self.core.take_responses())
+        assert len(responses) == (turn is not None), responses
+        if turn is not None:
+            self._finish(responses[0], FinishReason.CANCELLED, keep)
+
+    def _stop(self, event: Stop) -> None:
+        session = self.model.sessions.get(event.session_id)
+        running = next((key for key, turn in self.model.live.items() if session and turn is session.turn), None)
+        self.core.stop_session(event.request_id, event.session_id, event.end)
+        *others, answer = self._take(self.core.take_responses())
+        assert answer.request_id == event.request_id and answer.is_final, answer
+        if session is None or (running is None and not event.end):
+            assert _error_class(answer) == ("session 1" if session is None else "session 4") and not others, answer
+            return
+        assert not answer.has_error() and len(others) == (running is not None), (others, answer)
+        if running is None:
+            del self.model.sessions[event.session_id]
+        else:
+            self._finish(others[0], FinishReason.CANCELLED, None, erase=event.end)
+
+    def _step(self) -> None:
+        now_ns = self.clock.monotonic_ns()
+        late = {key for key, turn in self.model.live.items() if turn.deadline_ns <= now_ns}
+        responses = self._take(self.core.step())
+        failed, self.workers.has_failed = self.workers.has_failed, False
+        for response in responses[: len(late)]:
+            assert response.request_id in late, f"requests {late} are past their deadline, yet first came {response}"
+            self._finish(response, FinishReason.TIMED_OUT, None)
+        self.model.expire_sessions(now_ns)
+        for turn in self.model.live.values():
+            turn.was_stepped = True
+        for response in responses[len(late) :]:
+            if response.has_error():
+                self._check_step_error(response, failed)
+                self._settle(response, None, False)
+            elif response.is_final:
+                self._finish(response, None, None)
+            else:
+                self._see(response)
+
+    def _check_step_error(self, response: Response, failed: bool) -> None:
+        turn = self.model.live[response.request_id]
+        error = _error_class(response)
+        if error == "pool":
+            assert self.was_resized and self.model.exceeds_pool(turn.max_cells), response
+        else:
+            assert failed and error == "worker", response
+
+    def _finish(self, response: Response, reason: FinishReason | None, keep: int | None, erase: bool = False) -> None:
+        """A final response that is no error. `reason`: the only one allowed; None: the request's own end."""
+        turn = self._see(response)
+        actual = response.result.finish_reasons[0]
+        if reason is None:
+            assert actual is turn.reason and turn.seen == turn.tokens, f"{turn.reason.name} {turn.tokens} != {response}"
+        else:
+            assert actual is reason, response
+        turn.reason_seen = actual
+        self._settle(response, keep, erase)
+
+    def _see(self, response: Response) -> Turn:
+        """Add what a response carries to what its request has said, and compare with what it ought to say."""
+        turn = self.model.live[response.request_id]
+        request, result = turn.request, response.result
+        tokens = result.output_token_ids[0]
+        if not request.streaming:
+            assert result.is_final, f"a part of a request that does not stream: {response}"
+            if not request.output_config.exclude_input_from_output:
+                length = len(request.input_token_ids)
+                assert tokens[:length] == request.input_token_ids, response
+                tokens = tokens[length:]
+        if request.output_config.return_log_probs:
+            assert result.log_probs == [[float(token) for token in tokens]], response
+        turn.seen = tokens if request.return_all_generated_tokens and request.streaming else turn.seen + tokens
+        assert turn.seen == turn.tokens[: len(turn.seen)], f"{turn.tokens} was expected, {turn.seen} came: {response}"
+        assert result.num_prompt_tokens == len(turn.prompt), response
+        return turn
+
+    def _settle(self, response: Response, keep: int | None, erase: bool) -> None:
+        session = self.model.live[response.request_id].request.session
+        seq = self.core.sessions.get(session.id) if session else None
+        log = seq.token_ids if seq is not None else None
+        self._num_answers["finished"] += 1
+        self.model.finish(response.request_id, log, response.has_error(), keep, erase, self.clock.monotonic_ns())
+
+    def _take(self, responses: list[Response]) -> list[Response]:
+        for response in responses:
+            self._digest.update(msgspec.msgpack.encode(response))
+        return responses
+
+
+def _error_class(response: Response) -> str:
+    message = response.error_msg
+    if found := re.match(r"session error (\d)", message):
+        return f"session {found[1]}"
+    classes = {
+        "is in use by a request": "duplicate",
+        "KV blocks": "pool",
+        "model step failed": "worker",
+        "KV pool was lost": "worker",
+        "Maximum queue size": "queue",
+    }
+    return next((name for text, name in classes.items() if text in message), "field")

@@ -1,0 +1,68 @@
+"""The shadow-KV worker of tests/fakes, made stricter: penalties see the prompt/output boundary, and every step is checked."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from backend.core.step import Row, SampledToken, StepInput, StepOutput
+from tests.fakes.hash_worker import HashWorkerGroup, mix, next_token
+from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
+
+GARBAGE = 0xDEAD
+
+
+def penalised_seed(seed: int, outputs: list[int], penalty: float | None) -> int:
+    """With a penalty the choice depends on the outputs so far, as a real sampler's does: the boundary must be right."""
+    return seed if penalty is None else mix(seed, *outputs)
+
+
+class CheckedWorkers(HashWorkerGroup):
+    """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
+
+    def __init__(self, setup: Setup):
+        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False)
+        self._setup = setup
+        self.digest = hashlib.blake2b()
+        self.steps: list[StepInput] = []  # of the current event; the simulator clears it
+        self.has_failed = False
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.digest.update(msgspec.msgpack.encode(step))
+        self.steps.append(step)
+        self._check(step)
+        self.has_failed = self.fail_next is not None
+        return super().execute(step)
+
+    def scramble(self, block_id: int) -> None:
+        """Overwrite a block that nobody may read."""
+        if block_id < len(self.cells):
+            self.cells[block_id] = [GARBAGE] * self.block_size
+
+    def _check(self, step: StepInput) -> None:
+        scheduler = self._setup.config.scheduler
+        slots = [row.slot for row in step.rows]
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        assert len(set(slots)) == len(slots) <= scheduler.max_batch_size, f"slots {slots} of {scheduler.max_batch_size}"
+        assert num_tokens <= scheduler.max_num_tokens, f"{num_tokens} tokens > max_num_tokens {scheduler.max_num_tokens}"
+        assert all(row.num_tokens > 0 for row in step.rows), "a row without tokens"
+        assert step.num_blocks <= self._setup.num_blocks, f"{step.num_blocks} blocks of {self._setup.num_blocks}"
+        tables = [row.block_ids for row in step.new_rows] + [row.new_block_ids for row in step.rows]
+        for table in tables:
+            held = [block for block in table if block >= 0]
+            assert len(set(held)) == len(held) and max(held, default=0) < step.num_blocks, f"block table {table}"
+
+    def _run(self, row: Row) -> SampledToken | None:
+        sampled = super()._run(row)
+        state = self._slots[row.slot]
+        if sampled is None or state.sampling.presence_penalty is None:
+            return sampled
+        end = row.num_computed + row.num_tokens
+        window = self.info.sliding_window
+        cells = [self._read(state, position) for position in range(max(0, end - window) if window else 0, end)]
+        seed = penalised_seed(state.sampling.seed or 0, state.token_ids[state.num_prompt_tokens : end], 1.0)
+        counter = state.num_sampled_before + end - state.num_prompt_tokens
+        token = next_token(cells, seed, counter, VOCAB)
+        state.token_ids[end] = token
+        return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Write a Hugging Face checkpoint directory with random weights: for tests, and for benchmarks that only need the shape.
+
+    .venv/bin/python -m tools.make_random_model DIR --shape M
+    .venv/bin/python -m tools.make_random_model DIR --family qwen3 --seed 7 --set num_hidden_layers=4 --set dtype=bfloat16
+
+transformers provides the tensor names, shapes and the config.json, so the result is what transformers itself would write. The
+values come from one generator in the order of the names: the same seed gives the same files. Matrices are scaled by the square
+root of their fan-in, which keeps activations near 1 and makes attention matter, unlike transformers' own initialisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+TINY: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="float32",
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+# name -> (model type, architecture, what differs from TINY)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "LlamaForCausalLM", {}),
+    "llama3": ("llama", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 24}),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+}
+# The shapes that docs/perf.md measures.
+SHAPES: dict[str, dict[str, Any]] = {
+    "S": dict(
+        hidden_size=288, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, intermediate_size=768,
+        vocab_size=32_000, max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16",
+    ),
+    "M": dict(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49_152, max_position_embeddings=2048, tie_word_embeddings=True, dtype="bfloat16",
+    ),
+    "L": dict(
+        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632,
+        vocab_size=32_000, max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16",
+    ),
+}
+
+
+def make_random_model(
+    directory: str | Path,
+    family: str = "llama",
+    seed: int = 0,
+    shape: str | None = None,
+    num_shards: int = 1,
+    tokenizer_from: str | Path | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write config.json, generation_config.json and safetensors to `directory`, and return it.
+
+    `shape` S, M or L sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes an index.
+    `tokenizer_from` names a checkpoint directory whose tokenizer is copied. Raises ValueError for an unknown name.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _config(family, shape, overrides)
+    save_weights(random_weights(config, seed), directory, num_shards)
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id).save_pretrained(directory)
+    for path in Path(tokenizer_from).glob("*") if tokenizer_from else ():
+        if path.name.startswith(("tokenizer", "chat_template", "special_tokens", "vocab", "merges")):
+            shutil.copy(path, directory)
+    return directory
+
+
+def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
+    """Tensors by their checkpoint names, in the config's dtype; a tied output head is left out."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: _random(name, tensor.shape, generator).to(config.dtype)
+        for name, tensor in sorted(model.state_dict().items())
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+
+
+def save_weights(weights: dict[str, Tensor], directory: Path, num_shards: int = 1) -> None:
+    """Write model.safetensors, or `num_shards` files and their index."""
+    if num_shards == 1:
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        return
+    names = sorted(weights)
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = names[shard::num_shards]
+        save_file({name: weights[name] for name in part}, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _config(family: str, shape: str | None, overrides: dict[str, Any]) -> PretrainedConfig:
+    if family not in FAMILIES:
+        raise ValueError(f"family is {family!r}; use one of {', '.join(FAMILIES)}")
+    if shape is not None and shape not in SHAPES:
+        raise ValueError(f"shape is {shape!r}; use one of {', '.join(SHAPES)}, or leave it out for a tiny model")
+    model_type, architecture, differences = FAMILIES[family]
+    values = TINY | differences | (SHAPES[shape] if shape else {}) | overrides
+    config = AutoConfig.for_model(model_type, **values)
+    config.architectures = [architecture]
+    return config
+
+
+def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    values = torch.randn(shape, generator=generator)
+    if name.endswith("norm.weight"):
+        return 1 + 0.1 * values
+    if name.endswith("bias"):
+        return 0.1 * values
+    if name.endswith("embed_tokens.weight"):
+        return 0.5 * values
+    return values.mul_(1.5 / shape[-1] ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint directory with random weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--family", choices=list(FAMILIES), default="llama")
+    parser.add_argument("--shape", choices=list(SHAPES), help="a size of docs/perf.md; tiny without it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-shards", type=int, default=1)
+    parser.add_argument("--tokenizer-from", type=Path, help="checkpoint directory whose tokenizer is copied")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="a key of config.json")
+    arguments = parser.parse_args()
+    overrides = {}
+    for item in arguments.set:
+        key, _, text = item.partition("=")
+        try:
+            overrides[key] = json.loads(text)
+        except json.JSONDecodeError:
+            overrides[key] = text
+    make_random_model(
+        arguments.directory, arguments.family, arguments.seed, arguments.shape, arguments.num_shards,
+        arguments.tokenizer_from, **overrides,
+    )
+
+
+if __name__ == "__main__":
+    main()
