@@ -12,3 +12,8 @@ class ClientError(Exception):
     def __init__(self, message: str, code: str = "UNKNOWN"):
         super().__init__(message)
         self.code = code
+
+
+def no_server(url: str) -> str:
+    """The sentence for an address where nothing listens."""
+    return f"no server answers at {url}; start one with ./everbatch serve, or name another with --url"

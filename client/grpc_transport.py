@@ -13,7 +13,7 @@ from typing import Any, Generator, Iterator
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.errors import ClientError
+from client.errors import ClientError, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
@@ -111,7 +111,3 @@ def _client_error(error: grpc.RpcError, url: str, timeout_s: float) -> ClientErr
     if any(sign in details for sign in ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")):
         return ClientError(f"the connection to {url} broke: the server was stopped or started again ({details})", "UNAVAILABLE")
     return ClientError(details or f"the server answered {code.name}", code.name)
-
-
-def no_server(url: str) -> str:
-    return f"no server answers at {url}; start one with ./everbatch serve, or name another with --url"

@@ -8,12 +8,12 @@ import time
 import urllib.parse
 from typing import Any, Generator, Iterator
 
-from client.errors import ClientError
+from client.errors import ClientError, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens num_recomputed_tokens"
-    " output_log_probs".split()
+    " first_token_time_ns last_token_time_ns output_log_probs".split()
 )
 
 
@@ -99,9 +99,7 @@ class HttpTransport:
         try:
             connection.connect()
         except OSError:
-            raise ClientError(
-                f"no server answers at {self.url}; start one with ./everbatch serve, or name another with --url", "UNREACHABLE"
-            ) from None
+            raise ClientError(no_server(self.url), "UNREACHABLE") from None
         return connection
 
     def _send(self, connection: http.client.HTTPConnection, verb: str, body: dict[str, Any]) -> http.client.HTTPResponse:

@@ -116,6 +116,8 @@ class TextChunk:
     num_cached_tokens: int | None = None  # history and prompt tokens whose KV was still there
     num_context_tokens: int | None = None  # prompt tokens that had to be computed
     num_recomputed_tokens: int | None = None  # of these, computed before and lost meanwhile
+    first_token_time_ns: int | None = None  # of the server's monotonic clock
+    last_token_time_ns: int | None = None
     log_probs: list[float] | None = None
 
     @classmethod
@@ -131,6 +133,8 @@ class TextChunk:
             num_cached_tokens=_first(outputs, "num_cached_tokens"),
             num_context_tokens=_first(outputs, "num_context_tokens"),
             num_recomputed_tokens=_first(outputs, "num_recomputed_tokens"),
+            first_token_time_ns=_first(outputs, "first_token_time_ns"),
+            last_token_time_ns=_first(outputs, "last_token_time_ns"),
             log_probs=outputs.get("output_log_probs"),
         )
 
@@ -146,12 +150,14 @@ class Completion:
     num_cached_tokens: int | None
     num_context_tokens: int | None
     num_recomputed_tokens: int | None
+    generation_s: float | None  # from the first to the last token, as the server saw it
     log_probs: list[float] | None
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[TextChunk]) -> Completion:
         """Texts and counts of output tokens add up; of the rest the last value that was sent holds."""
         parts = list(chunks)
+        first, last = _last(parts, "first_token_time_ns"), _last(parts, "last_token_time_ns")
         probs = [value for part in parts for value in part.log_probs or ()]
         return cls(
             text="".join(part.text for part in parts),
@@ -161,6 +167,7 @@ class Completion:
             num_cached_tokens=_last(parts, "num_cached_tokens"),
             num_context_tokens=_last(parts, "num_context_tokens"),
             num_recomputed_tokens=_last(parts, "num_recomputed_tokens"),
+            generation_s=(last - first) / 1e9 if first and last and last >= first else None,
             log_probs=probs or None,
         )
 

@@ -65,7 +65,8 @@ def run_chat(client: EverbatchClient, system: str | None, options: dict[str, Any
     """Converse until /quit or end of input. Returns 0. Raises ClientError when no server answers at the first turn."""
     console = Console()
     conversation = Conversation(client, system, **options)
-    console.print(f"[dim]{client.url}: /reset starts afresh, /quit or Ctrl-D leaves, Ctrl-C ends a reply[/dim]", highlight=False, soft_wrap=True)
+    help_line = f"{client.url}: /reset starts afresh, /quit or Ctrl-D leaves, Ctrl-C ends a reply"
+    console.print(f"[dim]{help_line}[/dim]", highlight=False, soft_wrap=True)
     turns = 0
     try:
         while (text := _read_line(console)) is not None:

@@ -77,7 +77,7 @@ class TritonServer:
         self.log_path = log_path or self.run_dir / "server.log"
         self.exit_timeout_s = exit_timeout_s
         self.admin_key = secrets.token_hex(16)
-        self.run_id = secrets.token_hex(8)
+        self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)  # .ci/run finds its own by it
         self._model_repository = model_repository
         self._probe_model = probe_model
         self._extra_flags = extra_flags

@@ -41,11 +41,11 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
-    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"  # who is admitted, see "How eviction works"
     batching: Literal["fused", "separate"] = "fused"  # separate: a step holds context rows or generation rows, never both
-    enable_chunked_context: bool = True
+    enable_chunked_context: bool = True  # cut long prompts, so that running streams keep streaming
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
-    chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"
+    chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"  # how prompts share a step
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,12 +55,12 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: int = 4_000_000  # their prompt tokens
     max_words: int = 128  # stop words or bad words of one request
     max_word_tokens: int = 64  # tokens of one of them
-    max_stop_bytes: int = 1024  # UTF-8 bytes of one stop string
+    max_word_bytes: int = 4096  # UTF-8 bytes of all stop strings of one request together; likewise of its bad words
     max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
-    max_top_log_probs: int = 20
+    max_top_log_probs: int = 20  # alternatives of each position that a request may ask for
     max_request_batch: int = 64  # rows of one Triton request
     default_timeout_s: float = 600.0  # for requests that name none
-    max_timeout_s: float = 86_400.0
+    max_timeout_s: float = 86_400.0  # the longest one a request may ask for
 
 
 class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,9 +74,9 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
     decoupled: bool = True  # false serves unary clients (ModelInfer, /infer)
-    sender_threads: int = 4
-    cancellation_check_period_ms: int = 50
-    stats_period_ms: int = 1000
+    sender_threads: int = 4  # threads that hand responses to Triton; a stream stays with one
+    cancellation_check_period_ms: int = 50  # how often Triton is asked which clients have gone
+    stats_period_ms: int = 1000  # how often the metrics are brought up to date
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
@@ -156,7 +156,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.max_queued_tokens": (1, math.inf),
     "limits.max_words": (0, 65536),
     "limits.max_word_tokens": (1, 65536),
-    "limits.max_stop_bytes": (1, 1 << 20),
+    "limits.max_word_bytes": (1, 1 << 20),
     "limits.max_logit_bias": (0, 1 << 20),
     "limits.max_top_log_probs": (0, 1000),
     "limits.max_request_batch": (1, 65536),

@@ -15,6 +15,7 @@ from backend.api.request import Request, SessionConfig
 from backend.api.sampling import SamplingConfig
 
 UINT64 = 1 << 64
+SPELLINGS = 4  # a bad word given as text becomes up to four token lists (backend.text.words)
 
 
 class RequestLimits(Struct, frozen=True):
@@ -38,8 +39,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_ids("input token", prompt, limits.vocab_size)
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     _check_ids("end id", request.end_ids, limits.vocab_size)
-    _check_words("stop word", request.stop_words, limits)
-    _check_words("bad word", request.bad_words, limits)
+    _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
+    _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     if request.client_id is not None:
@@ -63,13 +64,12 @@ def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> 
         raise InvalidRequest(f"{name} {wrong} is outside the vocabulary; allowed is 0 to {vocab_size - 1}")
 
 
-def _check_words(name: str, words: list[list[int]], limits: RequestLimits) -> None:
-    caps = limits.caps
-    if len(words) > caps.max_words:
-        raise InvalidRequest(f"the request has {len(words)} {name}s, the limit is {caps.max_words} (limits.max_words)")
+def _check_words(name: str, words: list[list[int]], max_words: int, limits: RequestLimits) -> None:
+    if len(words) > max_words:
+        raise InvalidRequest(f"the request has {len(words)} {name}s, the limit is {max_words} (limits.max_words)")
     for word in words:
-        if not 0 < len(word) <= caps.max_word_tokens:
-            raise InvalidRequest(f"a {name} has {len(word)} tokens, allowed is 1 to {caps.max_word_tokens}")
+        if not 0 < len(word) <= limits.caps.max_word_tokens:
+            raise InvalidRequest(f"a {name} has {len(word)} tokens, allowed is 1 to {limits.caps.max_word_tokens}")
         _check_ids(f"{name} token", word, limits.vocab_size)
 
 

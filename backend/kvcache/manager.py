@@ -121,7 +121,14 @@ class KVCacheManager:
         if self._window is None:
             return True
         num_dropped = sum(handle is DROPPED for handle in kept)
-        return num_dropped * self.block_size <= max(0, computed - self._window + 1)
+        return num_dropped <= self._num_outside_window(computed)
+
+    def inside_window(self, handles: list[BlockHandle]) -> list[BlockHandle]:
+        """A prefix of whole blocks without those that the token behind them no longer attends to."""
+        if self._window is None:
+            return handles
+        outside = self._num_outside_window(len(handles) * self.block_size)
+        return [DROPPED] * outside + handles[outside:]
 
     def commit(self, plan: KVPlan) -> KVCommit:
         """Carry a plan out: pause, lock what was found, allocate (evicting the least recently used), note copies.
@@ -251,7 +258,8 @@ class KVCacheManager:
     def _adopt_table(self, grant: Grant) -> None:
         """Make the found blocks the sequence's table; its own blocks that were not kept have lost their last reader."""
         record = self.records.setdefault(grant.seq.seq_id, Record())
-        stale = [handle for handle in record.handles if handle not in grant.kept]
+        kept = set(grant.kept)
+        stale = [handle for handle in record.handles if handle not in kept]
         record.locked = True
         record.handles = list(grant.kept)
         record.num_dropped = sum(handle is DROPPED for handle in grant.kept)
@@ -298,9 +306,12 @@ class KVCacheManager:
             if self.blocks.blocks[handle.block_id].handle == handle:
                 self.blocks.discard(handle.block_id)
 
+    def _num_outside_window(self, position: int) -> int:
+        """Blocks that no token from `position` on reads: it attends to (position - window, position]."""
+        return max(0, position - self._window + 1) // self.block_size
+
     def _drop_outside_window(self, seq: Sequence, record: Record) -> None:
-        """Query position p attends to (p - window, p]: blocks that end at or before c - window are never read again."""
-        outside = max(0, seq.num_computed_tokens - self._window + 1) // self.block_size
+        outside = self._num_outside_window(seq.num_computed_tokens)
         for index in range(record.num_dropped, min(outside, len(record.handles))):
             block_id = record.handles[index].block_id
             record.handles[index] = DROPPED

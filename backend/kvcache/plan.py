@@ -134,7 +134,7 @@ class KVPlan:
                 matched_partial, partial_tokens = None, 0
             matched_tokens = len(matched) * manager.block_size + partial_tokens
             if matched_tokens > computed:
-                return _Found(matched, matched_partial, matched_tokens)
+                return _Found(manager.inside_window(matched), matched_partial, matched_tokens)
         if computed % manager.block_size and self._must_not_write(kept[-1].block_id):
             partial = kept.pop()
         return _Found(kept, partial, computed)

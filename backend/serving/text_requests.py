@@ -10,6 +10,7 @@ import json
 from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
+from backend.api.config import LimitsConfig
 from backend.serving.outputs import RowSettings, TextOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import (
@@ -68,7 +69,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     session = read_session(batch, row)
     max_tokens = _read_max_tokens(batch, row, session)
     prompt = _read_prompt(batch, row, context, tools, session)
-    stops = _read_stops(batch, row, limits.max_words, limits.max_stop_bytes)
+    stops = _read_words(batch, "stop_words", row, limits)
     streaming = bool(batch.scalar("stream", row))
     request = Request(
         input_token_ids=prompt.ids,
@@ -77,7 +78,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         sampling_config=read_sampling(batch, row, _read_bias(batch, row, tools.tokenizer, limits.max_logit_bias)),
         output_config=read_output_config(batch, row),
         end_ids=_read_end_ids(batch, row, context, tools.tokenizer),
-        bad_words=_read_bad_words(batch, row, tools.tokenizer, limits.max_words, limits.max_stop_bytes),
+        bad_words=_read_bad_words(batch, row, tools.tokenizer, limits),
         session=session,
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.cache_salt,
@@ -148,23 +149,18 @@ def _read_messages(batch: Batch, row: int, max_bytes: int) -> list[dict[str, Any
     return messages
 
 
-def _read_words(batch: Batch, name: str, row: int, max_words: int, max_bytes: int) -> list[str]:
-    words = [word for word in batch.texts(name, row, max_words) if word]  # "" pads rows of a batch
-    for word in words:
-        num_bytes = len(word.encode("utf-8", "replace"))
-        if num_bytes > max_bytes:
-            raise InvalidRequest(
-                f"{name} holds a word of {num_bytes} bytes, the limit is {max_bytes}; use shorter words"
-            )
+def _read_words(batch: Batch, name: str, row: int, limits: LimitsConfig) -> list[str]:
+    words = [word for word in batch.texts(name, row, limits.max_words) if word]  # "" pads rows of a batch
+    num_bytes = sum(len(word.encode("utf-8", "replace")) for word in words)
+    if num_bytes > limits.max_word_bytes:
+        raise InvalidRequest(
+            f"{name} holds {num_bytes} bytes, the limit is {limits.max_word_bytes} (limits.max_word_bytes); use fewer words"
+        )
     return words
 
 
-def _read_stops(batch: Batch, row: int, max_words: int, max_bytes: int) -> list[str]:
-    return _read_words(batch, "stop_words", row, max_words, max_bytes)
-
-
-def _read_bad_words(batch: Batch, row: int, tokenizer: Tokenizer, max_words: int, max_bytes: int) -> list[list[int]]:
-    return words_token_ids(tokenizer, _read_words(batch, "bad_words", row, max_words, max_bytes))
+def _read_bad_words(batch: Batch, row: int, tokenizer: Tokenizer, limits: LimitsConfig) -> list[list[int]]:
+    return words_token_ids(tokenizer, _read_words(batch, "bad_words", row, limits))
 
 
 def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:

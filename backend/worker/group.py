@@ -18,7 +18,9 @@ from backend.sampling.sampler import Sampler
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import free_bytes
-from backend.worker.model_runner import ModelRunner
+from backend.worker.model_runner import ModelRunner, full_step
+
+_DUMMY_BLOCK_SIZE = 32  # tokens
 
 
 class InProcessWorkerGroup:
@@ -28,6 +30,7 @@ class InProcessWorkerGroup:
         """Raises ConfigError when the checkpoint or the device does not exist. Loads nothing yet."""
         self._section = model
         self._num_slots = scheduler.max_batch_size
+        self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
         self.model_path = Path() if model.path == "<buffers>" else loader.resolve_model_path(model.path)
         self.device = _device(model.device)
@@ -66,9 +69,26 @@ class InProcessWorkerGroup:
         )
 
     def free_memory_bytes(self) -> int:
+        if self.device.type == "cuda":
+            self._dummy_run()
         return free_bytes(self.device)
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+        self.runner = self._make_runner(block_size, num_blocks)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        return self.runner.execute(step)
+
+    def shutdown(self) -> None:
+        self.runner = None
+        self.model = None
+
+    def _dummy_run(self) -> None:
+        """Run one full step on slots and a pool of its own, which are gone afterwards; warms up kernels and the allocator."""
+        step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
+        self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks).execute(step)
+
+    def _make_runner(self, block_size: int, num_blocks: int) -> ModelRunner:
         config = self.model.config
         storage = KVStorage(
             config.num_layers, block_size, config.num_kv_heads, config.head_dim, self.model.embedding.dtype, self.device
@@ -79,14 +99,7 @@ class InProcessWorkerGroup:
             gib = num_blocks * storage.bytes_per_block / (1 << 30)
             raise ConfigError(f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens") from None
         batch = InputBatch(self._num_slots, self.model.cos.shape[0], block_size, self.device)
-        self.runner = ModelRunner(self.model, storage, batch, Sampler(self._num_slots, config.vocab_size, self.device))
-
-    def execute(self, step: StepInput) -> StepOutput:
-        return self.runner.execute(step)
-
-    def shutdown(self) -> None:
-        self.runner = None
-        self.model = None
+        return ModelRunner(self.model, storage, batch, Sampler(self._num_slots, config.vocab_size, self.device))
 
 
 def _device(name: str) -> torch.device:

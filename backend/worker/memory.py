@@ -6,28 +6,48 @@ from pathlib import Path
 
 import torch
 
-CGROUP = Path("/sys/fs/cgroup")
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of a CUDA device, or of this machine within its control group's limit."""
+    """Free bytes of a CUDA device, or of this machine within its control group's limit.
+
+    What torch's allocator keeps on a CUDA device after a dummy run counts as taken: the steps to come need it.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return min(_available_bytes(), _cgroup_room_bytes())
+    return host_free_bytes(PROC, CGROUP)
 
 
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def host_free_bytes(proc: Path, cgroup: Path) -> int:
+    """MemAvailable of `proc`/meminfo, or the room below the tightest cgroup v2 limit on the way to this process, if less."""
+    return min([_available_bytes(proc), *(_room_bytes(group) for group in _groups(proc, cgroup))])
+
+
+def _available_bytes(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable line")
 
 
-def _cgroup_room_bytes() -> int:
-    """Room below the cgroup v2 limit; very large where there is none."""
-    limit, current = CGROUP / "memory.max", CGROUP / "memory.current"
-    if not limit.is_file() or limit.read_text().strip() == "max":
-        return 1 << 62
-    return max(0, int(limit.read_text()) - int(current.read_text()))
+def _groups(proc: Path, cgroup: Path) -> list[Path]:
+    """The process's control group and those above it that set a limit."""
+    own = proc / "self" / "cgroup"
+    lines = own.read_text().splitlines() if own.is_file() else []
+    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    groups = [cgroup / path, *(cgroup / parent for parent in Path(path).parents)]
+    return [group for group in groups if _has_limit(group)]
+
+
+def _has_limit(group: Path) -> bool:
+    limit = group / "memory.max"
+    return limit.is_file() and limit.read_text().strip() != "max"
+
+
+def _room_bytes(group: Path) -> int:
+    """Limit less use. Cached file pages that nobody used lately do not count as use: the kernel gives them back."""
+    used = int((group / "memory.current").read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return max(0, int((group / "memory.max").read_text()) - used + int(stat.get("inactive_file", 0)))

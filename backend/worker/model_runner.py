@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend.core.step import Row, SampledToken, StepInput, StepOutput
+from backend.api.sampling import SamplingConfig
+from backend.core.step import BlockId, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
 from backend.models.llama import Llama
 from backend.sampling.sampler import Sampler
 from backend.worker.input_batch import InputBatch
@@ -54,3 +55,17 @@ class ModelRunner:
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens)
         self.batch.append_tokens(samples)
         return samples
+
+
+def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:
+    """The step that needs the most memory: every slot samples, one row carries all tokens the others leave of the budget."""
+    new_rows: list[NewRow] = []
+    left, num_blocks = max_num_tokens, 0
+    for slot in range(num_slots):
+        num_tokens = min(max_seq_len, left - (num_slots - 1 - slot))
+        blocks = [BlockId(num_blocks + index) for index in range(-(-num_tokens // block_size))]
+        sampling = SamplingConfig(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+        new_rows.append(NewRow(SlotId(slot), [0] * num_tokens, num_tokens, 0, blocks, sampling, return_log_probs=True))
+        left, num_blocks = left - num_tokens, num_blocks + len(blocks)
+    rows = [Row(row.slot, 0, len(row.token_ids), True) for row in new_rows]
+    return StepInput(0, rows, new_rows, num_blocks=num_blocks)

@@ -96,7 +96,7 @@ def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: Te
             {"text_input": strings("a"), "stop_words": strings([str(n) for n in range(10_000)])},
             "10000 entries, the limit is 128",
         ),
-        ({"text_input": strings("a"), "stop_words": strings("s" * 1025)}, "a word of 1025 bytes, the limit is 1024"),
+        ({"text_input": strings("a"), "stop_words": strings("s" * 4097)}, "4097 bytes, the limit is 4096"),
         ({"text_input": strings("a"), "bad_words": strings([b"ok", b"\xc3"])}, "bad_words is not valid UTF-8"),
         (
             {"text_input": strings("a"), "embedding_bias_words": strings(["x", "y"])},

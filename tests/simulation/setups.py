@@ -22,7 +22,7 @@ class Setup:
 def random_setup(rng: Random) -> Setup:
     block_size = rng.choice((1, 2, 2, 2, 4, 4))
     num_blocks = rng.randint(4, 12)
-    window = rng.choice((None, None, rng.randint(2, 6)))
+    window = rng.choice((None, rng.randint(2, 6)))
     kv_cache = KvCacheConfig(
         block_size=block_size,
         max_tokens=block_size * num_blocks,

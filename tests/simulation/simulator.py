@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from random import Random
 
 import msgspec
 
 from backend.api import FinishReason, Request, Response, SessionConfig
 from backend.core.clock import ManualClock
-from backend.core.sequence import Status
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Resize, Step, Stop
 from tests.simulation.invariants import check_invariants
@@ -40,7 +40,9 @@ class Simulation:
         self.was_resized = False
         self._generator = Generator(self.rng, self.setup, self.model)
         self._digest = hashlib.blake2b()
-        self._num_answers = {"finished": 0, "rejected": 0}
+        self.rejections: Counter[str] = Counter()  # class of error -> how often
+        self._num_rejected = 0
+        self._num_finished = 0
 
     @property
     def trace_hash(self) -> str:
@@ -49,9 +51,12 @@ class Simulation:
 
     def run(self, num_events: int | None = None) -> None:
         """Live through a random schedule and drain. Raises when anything is wrong; `events` then ends with the culprit."""
-        for _ in range(num_events if num_events is not None else self.rng.randint(20, 90)):
-            self.apply(self._generator.next_event())
+        for _ in range(num_events if num_events is not None else self.rng.randint(30, 220)):
+            self.apply(self.next_event())
         self.drain()
+
+    def next_event(self) -> Event:
+        return self._generator.next_event()
 
     def replay(self, events: list[Event]) -> None:
         for event in events:
@@ -94,8 +99,8 @@ class Simulation:
         kv, counters = stats.latest.kv_cache, stats.counters
         assert kv.used_num_blocks == 0 and self.core.kv.slots.num_free == self.setup.config.scheduler.max_batch_size, kv
         assert kv.free_num_blocks + kv.cached_num_blocks == kv.max_num_blocks == self.model.capacity, kv
-        assert sum(counters.requests_finished_total.values()) == self._num_answers["finished"] == counters.requests_accepted_total
-        assert counters.requests_rejected_total == self._num_answers["rejected"]
+        assert sum(counters.requests_finished_total.values()) == self._num_finished == counters.requests_accepted_total
+        assert counters.requests_rejected_total == self._num_rejected
         for session_id in list(self.model.sessions):
             self.apply(Stop(PROBE_ID, session_id, True))
         assert not self.core.kv.records, f"tables of sequences that are gone: {list(self.core.kv.records)}"
@@ -120,7 +125,8 @@ class Simulation:
         if actual == "ok":
             self.model.accept(request_id, request, self.clock.monotonic_ns())
         else:
-            self._num_answers["rejected"] += 1
+            self._num_rejected += 1
+            self.rejections[actual] += 1
 
     def _allowed(self, expected: str) -> tuple[str, ...]:
         """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
@@ -141,7 +147,9 @@ class Simulation:
         *others, answer = self._take(self.core.take_responses())
         assert answer.request_id == event.request_id and answer.is_final, answer
         if session is None or (running is None and not event.end):
-            assert _error_class(answer) == ("session 1" if session is None else "session 4") and not others, answer
+            expected = "session 1" if session is None else "session 4"
+            assert _error_class(answer) == expected and not others, answer
+            self.rejections[expected] += 1
             return
         assert not answer.has_error() and len(others) == (running is not None), (others, answer)
         if running is None:
@@ -210,7 +218,7 @@ class Simulation:
         session = self.model.live[response.request_id].request.session
         seq = self.core.sessions.get(session.id) if session else None
         log = seq.token_ids if seq is not None else None
-        self._num_answers["finished"] += 1
+        self._num_finished += 1
         self.model.finish(response.request_id, log, response.has_error(), keep, erase, self.clock.monotonic_ns())
 
     def _take(self, responses: list[Response]) -> list[Response]:

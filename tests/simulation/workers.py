@@ -27,11 +27,13 @@ class CheckedWorkers(HashWorkerGroup):
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # of the current event; the simulator clears it
         self.has_failed = False
+        self.num_copies = 0
 
     def execute(self, step: StepInput) -> StepOutput:
         self.digest.update(msgspec.msgpack.encode(step))
         self.steps.append(step)
         self._check(step)
+        self.num_copies += len(step.copies)
         self.has_failed = self.fail_next is not None
         return super().execute(step)
 

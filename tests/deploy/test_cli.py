@@ -1,0 +1,151 @@
+"""The command line: errors are one sentence on standard error, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy import ROOT, __version__, cli, serve
+from deploy.cli import app, pytest_arguments
+from deploy.errors import UserError
+from deploy.ports import Ports
+from deploy.report import differences, effective
+from deploy.serve import ServeOptions, effective_config
+from deploy.server import TritonServer
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonServer, "_start_process", lambda *_: pytest.fail("a server was started"))
+
+
+def refused(*arguments: str) -> str:
+    """Run `everbatch ARGUMENTS`, expect status 2, return what it said: one line."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("everbatch: ")
+    return line
+
+
+def on_free_ports() -> list[str]:
+    ports = Ports.free()
+    return ["--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics)]
+
+
+def test_an_unknown_setting_is_named() -> None:
+    assert "`nope`" in refused("serve", *on_free_ports(), "--set", "kv_cache.nope=3")
+
+
+def test_a_setting_out_of_range_names_value_limit_and_remedy() -> None:
+    line = refused("serve", *on_free_ports(), "--set", "triton.sender_threads=1000")
+    assert "triton.sender_threads is 1000" in line and "1 to 64" in line and "--set" in line
+
+
+def test_a_port_in_use_is_named_with_its_option() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        taken = str(other.getsockname()[1])
+        line = refused("serve", *on_free_ports()[:2], "--grpc-port", taken)
+    assert taken in line and "--grpc-port PORT" in line
+
+
+def test_a_missing_configuration_file_is_named(tmp_path: Path) -> None:
+    assert "none.json" in refused("serve", *on_free_ports(), "--engine-config", str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "nosuchmodel", "a/b/c"])
+def test_a_model_that_is_nowhere_is_named(name: str) -> None:
+    assert f"--model {name}" in refused("serve", *on_free_ports(), "--model", name)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    assert "is no checkpoint" in refused("serve", *on_free_ports(), "--model", str(tmp_path))
+
+
+def test_an_empty_model_repository_is_refused(tmp_path: Path) -> None:
+    assert "holds no model" in refused("serve", *on_free_ports(), "--model-repository", str(tmp_path))
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    assert "no benchmark 'nope'" in refused("bench", "nope")
+
+
+def test_wrong_options_are_one_sentence_too() -> None:
+    for arguments in (["serve", "--no-such-option"], ["serve", "--http-port", "x"], ["nocommand"], ["generate"]):
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "deploy.cli", *arguments],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert result.returncode == 2
+        assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("everbatch: ")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+def test_no_server_names_the_url_and_how_to_start_one(command: list[str], url: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--url", url], input="hello\n")
+    assert result.exit_code == 1
+    assert f"no server answers at {url}; start one with ./everbatch serve" in result.stderr
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.stdout.strip() == f"everbatch {__version__}"
+
+
+def test_file_overrides_and_model_option_are_applied_in_this_order(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text('{"kv_cache": {"max_tokens": 100, "block_size": 16}, "model": {"path": "ignored"}}')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
+    config = effective_config(ServeOptions(str(model), engine_config=file, overrides=("kv_cache.max_tokens=200",)))
+    assert (config.kv_cache.max_tokens, config.kv_cache.block_size) == (200, 16)
+    assert config.model.path == str(model)
+
+
+def test_a_hub_id_that_cannot_be_downloaded_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def no_network(*_: object, **__: object) -> None:
+        raise ConnectionError("unreachable")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    with pytest.raises(UserError, match="--model owner/name is not in the local cache and cannot be downloaded") as caught:
+        serve.resolve_model("owner/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_only_changed_settings_are_listed_as_changed() -> None:
+    config = serve.load_config(None, ["triton.decoupled=false", "kv_cache.max_tokens=64"])
+    assert differences(config) == ["kv_cache.max_tokens=64", "triton.decoupled=false"]
+    assert differences(serve.load_config()) == []
+    assert len(effective(config)) == 6
+
+
+def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:
+    assert pytest_arguments(["-k", "name", "-x"]) == ["tests", "-k", "name", "-x"]
+    assert pytest_arguments(["tests/deploy", "-x"]) == ["tests/deploy", "-x"]
+    assert pytest_arguments(["tests/deploy/test_cli.py::test_the_version_is_printed"])[0].startswith("tests/deploy")
+
+
+def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    assert CliRunner().invoke(app, ["test", "--schedules", "100000"]).exit_code == 5
+    assert seen["EVERBATCH_SCHEDULES"] == "100000"

@@ -1,0 +1,117 @@
+"""docker-compose.yml against the compose specification's keys that are used, and against the rules of this project.
+
+There is no Docker engine where the tests run, so structure and values are what can be checked.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import ROOT
+
+COMPOSE = ROOT / "docker-compose.yml"
+DURATION = re.compile(r"^(\d+h)?(\d+m)?(\d+s)?$")
+BYTES = re.compile(r"^\d+(b|k|kb|m|mb|g|gb)$")
+PORT = re.compile(r"^(127\.0\.0\.1:)?\d+:\d+$")
+SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
+    "build": dict, "image": str, "init": bool, "user": str, "read_only": bool, "cap_drop": list, "security_opt": list,
+    "shm_size": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str), "volumes": list, "ports": list,
+    "command": (list, str), "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list, "deploy": dict,
+}  # fmt: skip
+HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+@pytest.fixture(params=["everbatch", "everbatch-gpu"])
+def service(request: pytest.FixtureRequest, document: dict[str, Any]) -> dict[str, Any]:
+    return document["services"][request.param]
+
+
+def seconds(duration: str) -> int:
+    hours, minutes, rest = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration).groups("0")  # type: ignore[union-attr]
+    return int(hours) * 3600 + int(minutes) * 60 + int(rest)
+
+
+def test_the_document_has_only_keys_of_the_specification(document: dict[str, Any]) -> None:
+    assert set(document) - {key for key in document if key.startswith("x-")} == {"services", "volumes"}
+
+
+def test_a_service_has_only_known_keys_with_the_right_types(service: dict[str, Any]) -> None:
+    for key, value in service.items():
+        assert key in SERVICE_KEYS, key
+        assert isinstance(value, SERVICE_KEYS[key]), (key, value)
+
+
+def test_values_have_the_forms_of_the_specification(service: dict[str, Any]) -> None:
+    assert BYTES.match(service["shm_size"])
+    assert all(PORT.match(port) for port in service["ports"])
+    assert DURATION.match(service["stop_grace_period"])
+    assert all(isinstance(limit, (int, dict)) for limit in service["ulimits"].values())
+    assert re.match(r"^(no|always|unless-stopped|on-failure(:\d+)?)$", service["restart"])
+    assert all(entry.startswith("/") for entry in service["tmpfs"])
+    health = service["healthcheck"]
+    assert set(health) == HEALTH_KEYS
+    assert health["test"][0] in ("CMD", "CMD-SHELL") and isinstance(health["retries"], int)
+    assert all(DURATION.match(health[key]) for key in ("interval", "timeout", "start_period"))
+
+
+def test_every_named_volume_is_declared_and_every_file_exists(service: dict[str, Any], document: dict[str, Any]) -> None:
+    for volume in service["volumes"]:
+        name = volume.split(":", 1)[0]
+        assert name.startswith((".", "/")) or name in document["volumes"]
+    assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+
+
+def test_the_container_has_few_rights(service: dict[str, Any]) -> None:
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert service["user"].split(":")[0] not in ("", "0", "root")
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_the_engine_has_shared_memory_and_the_http_front_its_stack(service: dict[str, Any]) -> None:
+    assert service["shm_size"] == "1gb"
+    assert service["ulimits"]["stack"] >= 256 << 20
+
+
+def test_the_container_waits_longer_than_the_exit_timeout(service: dict[str, Any]) -> None:
+    command = service["command"]
+    exit_timeout = int(command[command.index("--exit-timeout") + 1])
+    assert seconds(service["stop_grace_period"]) > exit_timeout + 10
+
+
+def test_health_is_one_real_request(service: dict[str, Any]) -> None:
+    assert service["healthcheck"]["test"][:5] == ["CMD", "python3", "-P", "-m", "deploy.probe"]
+
+
+def test_the_image_starts_the_supervisor_as_another_user_from_a_pinned_official_tag() -> None:
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    assert any(re.match(r"^FROM nvcr\.io/nvidia/tritonserver:\d\d\.\d\d-py3$", line) for line in lines)
+    assert any(line.startswith("ENTRYPOINT") and "deploy.cli" in line and "serve" in line for line in lines)
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert users and users[-1].split(":")[0] not in ("0", "root")
+
+
+def test_the_image_copies_every_package_that_is_there() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    for name in ("backend", "kernels", "client", "deploy", "model_repository", "models"):
+        assert f"COPY {name} {name}" in text
+
+
+def test_the_containers_pins_are_those_of_the_environment() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
+        return dict(line.split("==") for line in lines if line)  # type: ignore[misc]
+
+    container, run = pins("container.txt"), pins("run.txt")
+    assert container.items() <= run.items()
+    assert "numpy" not in container  # the container's own fits its stub

@@ -1,0 +1,68 @@
+"""Doctor's rows as data."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from deploy import doctor, libpython, tritonserver
+from deploy.doctor import Finding
+from deploy.errors import UserError
+
+
+def test_every_row_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libpython, "find", lambda version=None: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "DISK_WANTED", 1 << 62)
+    monkeypatch.setattr(doctor, "MEMORY_WANTED", 1 << 62)
+    monkeypatch.setattr(doctor, "SHM_WANTED", 1 << 62)
+    monkeypatch.setattr(doctor, "GLIBC_WANTED", (99, 0))
+    bad = [doctor.stub_library(), doctor.compiler(), doctor.disk(), doctor.memory(), doctor.shared_memory(), doctor.libc()]
+    assert all(finding.state != "ok" and finding.remedy for finding in bad), bad
+
+
+def test_a_missing_libpython_fails_and_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libpython, "find", lambda version=None: None)
+    finding = doctor.stub_library()
+    assert finding.state == "fail" and "apt-get install -y libpython3" in finding.remedy
+
+
+def test_a_missing_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise UserError("no tritonserver anywhere")
+
+    monkeypatch.setattr(tritonserver, "find_installation", none)
+    assert doctor.server() == Finding("tritonserver", "fail", "not found", "no tritonserver anywhere")
+
+
+def test_a_taken_port_fails_and_names_the_option() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        number = other.getsockname()[1]
+        finding = doctor.port("127.0.0.1", number, "--grpc-port")
+    assert finding.state == "fail" and "--grpc-port PORT" in finding.remedy
+    assert doctor.port("127.0.0.1", number, "--grpc-port").state == "ok"
+
+
+def test_a_machine_without_a_gpu_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert doctor.gpu().state == "ok"
+
+
+def test_a_missing_default_model_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert doctor.model().state == "warn"
+
+
+@pytest.mark.parametrize(("states", "status"), [(["ok", "warn"], 0), (["ok", "fail"], 1)])
+def test_only_failures_make_the_exit_status_one(states: list[doctor.State], status: int) -> None:
+    output = io.StringIO()
+    findings = [Finding(f"row {state}", state, "seen [1/2]", "do this") for state in states]
+    assert doctor.show(findings, Console(file=output, width=80)) == status
+    assert "seen [1/2]" in output.getvalue() and "do this" in output.getvalue()

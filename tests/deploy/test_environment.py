@@ -1,0 +1,227 @@
+"""The launcher's environment: stamp, repair, refusals. pip and venv are never run here."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import ROOT, environment
+from deploy.environment import Interpreter, SetupError
+from deploy.progress import Progress
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "requirements").mkdir()
+    for name in (*environment.REQUIREMENTS, environment.SERVER_REQUIREMENTS):
+        (tmp_path / "requirements" / name).write_text(f"# {name}\npackage-{name[:-4]}[extra]==1.0\n")
+    return tmp_path
+
+
+def stamped(checkout: Path) -> Path:
+    venv = checkout / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    (venv / "everbatch.json").write_text(json.dumps({"requirements": environment.requirements_hash(checkout)}))
+    return venv
+
+
+def quiet() -> Progress:
+    return Progress(io.StringIO())
+
+
+def test_a_stamped_environment_is_used_without_running_anything(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = stamped(checkout)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
+    assert environment.ensure(checkout) == venv / "bin" / "python"
+
+
+def test_a_changed_pin_makes_the_environment_incomplete(checkout: Path) -> None:
+    venv, wanted = stamped(checkout), environment.requirements_hash(checkout)
+    assert environment.is_complete(venv, wanted)
+    (checkout / "requirements" / "run.txt").write_text("package-run==1.1\n")
+    assert not environment.is_complete(venv, environment.requirements_hash(checkout))
+
+
+@pytest.mark.parametrize("damage", ["no python", "interrupted", "no stamp", "broken stamp"])
+def test_a_half_made_environment_is_not_taken_for_a_whole_one(checkout: Path, damage: str) -> None:
+    venv = stamped(checkout)
+    if damage == "no python":
+        (venv / "bin" / "python").unlink()
+    elif damage == "interrupted":
+        (venv / "incomplete").touch()
+    elif damage == "no stamp":
+        (venv / "everbatch.json").unlink()
+    else:
+        (venv / "everbatch.json").write_text('{"requ')
+    assert not environment.is_complete(venv, environment.requirements_hash(checkout))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace everything that would touch the machine by a note of it."""
+    notes: list[str] = []
+
+    def make_venv(interpreter: Interpreter, venv: Path) -> None:
+        notes.append("venv")
+        (venv / "bin").mkdir(parents=True, exist_ok=True)
+        (venv / "bin" / "python").touch()
+
+    def pip(venv: Path, arguments: list[str], progress: Progress, title: str) -> None:
+        assert (venv / "incomplete").exists()
+        notes.append("pip --no-deps" if "--no-deps" in arguments else "pip")
+
+    monkeypatch.setattr(environment, "_make_venv", make_venv)
+    monkeypatch.setattr(environment, "pip", pip)
+    monkeypatch.setattr(environment, "check_disk", lambda root: None)
+    monkeypatch.setattr(environment, "missing_pins", lambda root, venv: [])
+    monkeypatch.setattr(environment, "find_interpreter", lambda root, progress: Interpreter("/p", "3.11", True, True))
+    monkeypatch.setattr(environment, "Progress", quiet)
+    return notes
+
+
+def test_a_fresh_clone_gets_a_venv_then_packages_then_the_stamp(checkout: Path, recorded: list[str]) -> None:
+    environment.ensure(checkout)
+    assert recorded == ["venv", "pip", "pip --no-deps"]
+    assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+
+
+def test_an_interrupted_environment_is_completed_by_pip_alone(checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = stamped(checkout)
+    (venv / "incomplete").touch()
+    monkeypatch.setattr(environment, "runs", lambda python: True)
+    environment.ensure(checkout)
+    assert recorded == ["pip", "pip --no-deps"]
+    assert not (venv / "incomplete").exists()
+
+
+def test_an_environment_whose_python_does_not_run_is_made_anew(checkout: Path, recorded: list[str]) -> None:
+    venv = stamped(checkout)
+    (venv / "bin" / "python").unlink()
+    (venv / "bin" / "python").symlink_to("/nonexistent/python3.11")
+    environment.ensure(checkout)
+    assert recorded[0] == "venv"
+
+
+def test_an_environment_made_by_hand_with_the_same_pins_is_adopted(
+    checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = stamped(checkout)
+    (venv / "everbatch.json").unlink()
+    monkeypatch.setattr(environment, "runs", lambda python: True)
+    environment.ensure(checkout)
+    assert recorded == []
+    assert environment.is_complete(venv, environment.requirements_hash(checkout))
+
+
+def test_a_failing_pip_leaves_no_stamp(checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SetupError("no package index can be reached")
+
+    monkeypatch.setattr(environment, "pip", fail)
+    with pytest.raises(SetupError):
+        environment.ensure(checkout)
+    assert (checkout / ".venv" / "incomplete").exists()
+    assert not environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+
+
+def test_pins_are_exact_and_known_without_their_extras(checkout: Path) -> None:
+    assert environment.pins(checkout) == [("package-run", "1.0"), ("package-test", "1.0"), ("package-server", "1.0")]
+    for name, version in environment.pins(ROOT):
+        assert version, f"{name} has no exact version"
+
+
+def test_the_pins_keep_numpy_1_for_the_stub_and_the_server_in_a_file_of_its_own() -> None:
+    pins = dict(environment.pins(ROOT))
+    assert pins["numpy"].startswith("1.")
+    assert "nvidia-pytriton" in (ROOT / "requirements" / environment.SERVER_REQUIREMENTS).read_text()
+
+
+def test_no_requirements_file_names_an_index() -> None:
+    for path in (ROOT / "requirements").glob("*.txt"):
+        text = path.read_text()
+        assert "://" not in text and "--index" not in text and "--extra" not in text and "--find" not in text
+
+
+def test_a_machine_without_a_suitable_python_is_one_sentence(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "candidates", lambda: iter([]))
+    with pytest.raises(SetupError, match="apt-get install -y python3.11-venv libpython3.11") as caught:
+        environment.find_interpreter(checkout, quiet())
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interpreter_that_lacks_nothing_is_preferred(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"/a": Interpreter("/a", "3.11", False, False), "/b": Interpreter("/b", "3.12", True, True)}
+    monkeypatch.setattr(environment, "candidates", lambda: iter(known))
+    monkeypatch.setattr(environment, "inspect", lambda root, path: known[path])
+    assert environment.find_interpreter(checkout, quiet()).path == "/b"
+
+
+def test_without_root_a_missing_package_names_the_one_command(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "geteuid", lambda: 1000)
+    with pytest.raises(SetupError, match="run as root: apt-get install -y python3.11-venv libpython3.11"):
+        environment.install_system_packages(["python3.11-venv", "libpython3.11"], quiet())
+
+
+def test_an_interpreter_is_asked_what_it_is() -> None:
+    found = environment.inspect(ROOT, sys.executable)
+    assert found is not None
+    assert found.version == "{}.{}".format(*sys.version_info[:2])
+    assert environment.inspect(ROOT, "/bin/true") is None
+
+
+def test_too_little_disk_is_refused_before_anything_is_made(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = environment.shutil.disk_usage(checkout)._replace(free=10**9)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SetupError, match="1.0 GB are free"):
+        environment.check_disk(checkout)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (["WARNING: Retrying ... NewConnectionError(...)", "ERROR: Could not find a version"], "no package index can be reached"),
+        (["ERROR: Could not install packages: [Errno 28] No space left on device"], "the disk is full"),
+        (["noise", "ERROR: No matching distribution found for x==1"], "No matching distribution found for x==1"),
+        ([], "it said nothing"),
+    ],
+)
+def test_why_pip_failed_is_one_sentence(output: list[str], expected: str) -> None:
+    assert expected in environment.explain(output)
+    assert "\n" not in environment.explain(output)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Collecting torch==2.13.0\n", "looking up torch==2.13.0"),
+        ("  Downloading torch-2.13.0-cp311.whl (196.2 MB)\n", "downloading torch-2.13.0-cp311.whl (196.2 MB)"),
+        ("Installing collected packages: a, b, c\n", "unpacking 3 packages"),
+        ("     --- noise\n", None),
+    ],
+)
+def test_pips_output_becomes_progress(line: str, expected: str | None) -> None:
+    assert environment.describe(line) == expected
+
+
+def test_progress_without_a_terminal_is_plain_lines() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.step("one")
+    for _ in range(100):
+        progress.note("busy")
+    progress.done("ready")
+    lines = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+    assert len(lines) <= 4 and lines[0].endswith("one") and lines[-1].endswith("ready")
+
+
+def test_the_launcher_itself_needs_the_standard_library_only() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import deploy.environment; print(sorted(sys.modules))"
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert "'rich'" not in result.stdout and "'msgspec'" not in result.stdout

@@ -1,0 +1,139 @@
+"""Ours is what carries the run id, and nothing else is ever touched."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+from deploy import ROOT, processes
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+
+
+def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+    """Start a command and wait for the first line it prints."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **variables})
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    process = start(SLEEP, EVERBATCH_RUN_ID="somebody-else")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_kill_run_ends_its_own_processes_and_spares_others(bystander: subprocess.Popen[bytes]) -> None:
+    run_id = secrets.token_hex(8)
+    ours = [start(SLEEP, EVERBATCH_RUN_ID=run_id) for _ in range(2)]
+    assert {process.pid for process in processes.processes_of_run(run_id)} == {process.pid for process in ours}
+    assert processes.kill_run(run_id) == []
+    assert [process.wait() for process in ours] == [-signal.SIGKILL] * 2
+    assert bystander.poll() is None
+
+
+def test_a_run_id_that_is_a_prefix_of_another_does_not_match(bystander: subprocess.Popen[bytes]) -> None:
+    assert processes.processes_of_run("somebody") == []
+
+
+def test_a_zombie_does_not_count_as_alive() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    stat = processes.read_stat(child.pid)
+    assert stat is not None
+    seen = processes.Process(child.pid, stat.start)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, not yet reaped
+    assert not seen.alive()
+    child.wait()
+    assert processes.read_stat(child.pid) is None
+
+
+def test_a_reused_pid_is_not_taken_for_the_former_process(bystander: subprocess.Popen[bytes]) -> None:
+    former = processes.Process(bystander.pid, start=1)
+    processes.send_signal(former, signal.SIGKILL)
+    assert not former.alive()
+    assert bystander.poll() is None
+
+
+def test_a_stub_is_known_by_its_program_and_its_parent(tmp_path: Path) -> None:
+    stub = tmp_path / processes.STUB_NAME
+    stub.symlink_to("/bin/sleep")
+    child = subprocess.Popen([str(stub), "600"], executable=str(stub))
+    other = subprocess.Popen(["/bin/sleep", "600"])
+    try:
+        assert [process.pid for process in processes.stubs_of(os.getpid())] == [child.pid]
+        assert processes.stubs_of(child.pid) == []
+    finally:
+        for process in (child, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_signal_handler_is_seen_from_outside() -> None:
+    code = "import signal,time; signal.signal(signal.SIGUSR1, lambda *a: None); print('up', flush=True); time.sleep(600)"
+    handles, plain = start([sys.executable, "-c", code]), start(SLEEP)
+    try:
+        assert processes.catches(handles.pid, signal.SIGUSR1)
+        assert not processes.catches(plain.pid, signal.SIGUSR1)
+    finally:
+        for process in (handles, plain):
+            process.kill()
+            process.wait()
+
+
+def test_shared_memory_is_removed_by_prefix_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SHM_DIRECTORY", tmp_path)
+    for name in ("region_ours_1", "region_ours_2", "region_theirs_1"):
+        (tmp_path / name).write_text("")
+    assert processes.remove_shared_memory("region_ours_") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["region_theirs_1"]
+
+
+def test_the_janitor_kills_what_a_dead_launcher_has_left(tmp_path: Path) -> None:
+    run_id = secrets.token_hex(8)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    orphan = start(SLEEP, EVERBATCH_RUN_ID=run_id)
+    command = [sys.executable, "-P", "-m", "deploy.janitor", run_id, f"no_such_region_{run_id}", str(sockets)]
+    janitor = subprocess.Popen(command, stdin=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)})
+    assert janitor.stdin is not None
+    janitor.stdin.close()  # what the kernel does when the launcher is killed
+    assert janitor.wait(timeout=20) == 0
+    assert orphan.wait(timeout=20) == -signal.SIGKILL
+    assert not sockets.exists()
+
+
+def test_a_spawned_command_dies_with_its_parent_and_keeps_its_pid() -> None:
+    """A middleman spawns the command, says its pid and waits; then the middleman is killed."""
+    code = (
+        "import os,subprocess,sys\n"
+        "c=subprocess.Popen([sys.executable,'-P','-m','deploy.spawn',str(os.getpid()),str(16<<20),"
+        "sys.executable,'-c','import os,time; print(os.getpid(), flush=True); time.sleep(600)'])\n"
+        "print(c.pid, flush=True); c.wait()"
+    )
+    middleman = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert middleman.stdout is not None
+    pids = {int(middleman.stdout.readline()) for _ in range(2)}
+    assert len(pids) == 1  # what subprocess knows as the server is the server
+    stat = processes.read_stat(pids.pop())
+    assert stat is not None and stat.parent == middleman.pid
+    middleman.kill()
+    assert middleman.stdout.read() == ""  # end of file: the last holder of the pipe, the command, is gone
+    middleman.wait()
+
+
+def test_a_command_is_not_started_for_a_parent_that_is_gone() -> None:
+    command = [sys.executable, "-P", "-m", "deploy.spawn", "1", "0", "/bin/echo", "started"]
+    result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert result.returncode != 0
+    assert "started" not in result.stdout

@@ -1,0 +1,115 @@
+"""Flags and environment of the server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import ROOT, libpython, tritonserver
+from deploy.errors import UserError
+from deploy.ports import Ports
+from deploy.tritonserver import Installation
+
+
+def flags(**changes: object) -> list[str]:
+    options: dict[str, object] = dict(
+        repository=Path("/models"), backend_directory=None, host="127.0.0.1", ports=Ports(1, 2, 3), shm_prefix="p_",
+        admin_key="secret", exit_timeout_s=7,
+    )  # fmt: skip
+    return tritonserver.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]
+
+
+def variables(installation: Installation, **base: str) -> dict[str, str]:
+    return tritonserver.environment(
+        installation, config_file=Path("/r/config.json"), socket_directory=Path("/r"), run_id="id", exit_timeout_s=7, base=base
+    )
+
+
+def test_every_port_is_bound_to_the_given_address_only() -> None:
+    for name, port in (("http", 1), ("grpc", 2), ("metrics", 3)):
+        assert f"--{name}-address=127.0.0.1" in flags()
+        assert f"--{name}-port={port}" in flags()
+
+
+def test_dangerous_apis_ask_for_the_secret_on_both_protocols() -> None:
+    for flag in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        (value,) = [item for item in flags() if item.startswith(flag)]
+        assert value.endswith("=secret")
+        for api in ("model-repository", "shared-memory", "logging", "trace"):
+            assert api in value
+
+
+def test_the_model_file_is_imported_once_and_the_shared_memory_is_ours() -> None:
+    assert "--disable-auto-complete-config" in flags()
+    assert "--exit-timeout-secs=7" in flags()
+    assert "--backend-config=python,shm-region-prefix-name=p_" in flags()
+
+
+def test_only_a_server_from_the_wheel_gets_a_backend_directory() -> None:
+    assert not any(item.startswith("--backend-directory") for item in flags())
+    assert "--backend-directory=/b" in flags(backend_directory=Path("/b"))
+
+
+def test_the_environments_python_is_first_on_the_path_once() -> None:
+    bin_directory = str(Path(sys.executable).parent)
+    found = variables(Installation(Path("/bin/server")), PATH=f"/usr/bin:{bin_directory}:/bin")
+    assert found["PATH"].split(os.pathsep) == [bin_directory, "/usr/bin", "/bin"]
+
+
+def test_the_environment_names_everything_the_models_look_for() -> None:
+    found = variables(Installation(Path("/bin/server")))
+    assert found["EVERBATCH_CONFIG"] == "/r/config.json"
+    assert found["EVERBATCH_RUN_DIR"] == "/r"
+    assert found["EVERBATCH_BACKEND_PATH"] == str(ROOT)
+    assert found["EVERBATCH_PYTHON"] == sys.executable
+    assert found["EVERBATCH_EXIT_TIMEOUT_S"] == "7"
+    assert found["EVERBATCH_RUN_ID"] == "id"
+
+
+def test_the_wheels_stub_gets_the_libpython_of_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libpython, "search_path", lambda: ["/own/lib"])
+    wheel = Installation(Path("/w/bin/server"), wheel=Path("/w"))
+    assert variables(wheel, LD_LIBRARY_PATH="/other")["LD_LIBRARY_PATH"] == "/own/lib:/other"
+    assert "LD_LIBRARY_PATH" not in variables(Installation(Path("/bin/server")))
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Installation:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for name in ("bin/tritonserver", "backends/python/libtriton_python.so", "backends/python/triton_python_backend_utils.py",
+                 f"python_backend_stubs/{version}/triton_python_backend_stub"):  # fmt: skip
+        path = tmp_path / "wheel" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return Installation(tmp_path / "wheel" / "bin" / "tritonserver", tmp_path / "wheel")
+
+
+def test_the_backend_directory_is_three_links_and_the_wheel_stays_untouched(
+    wheel: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libpython, "find", lambda version=None: "/lib/libpython.so")
+    before = sorted(tmp_path.joinpath("wheel").rglob("*"))
+    for _ in range(2):  # a second start replaces the links
+        directory = tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")
+    names = {path.name for path in (tmp_path / "backends" / "python").iterdir() if path.is_symlink()}
+    assert directory == tmp_path / "backends"
+    assert names == {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
+    assert sorted(tmp_path.joinpath("wheel").rglob("*")) == before
+
+
+def test_a_missing_libpython_names_the_one_command(
+    wheel: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libpython, "find", lambda version=None: None)
+    with pytest.raises(UserError, match="apt-get install -y libpython3"):
+        tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")
+
+
+def test_a_python_without_a_stub_is_refused(wheel: Installation, tmp_path: Path) -> None:
+    for stub in wheel.wheel.rglob("triton_python_backend_stub"):  # type: ignore[union-attr]
+        stub.unlink()
+    with pytest.raises(UserError, match="no stub for Python"):
+        tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")

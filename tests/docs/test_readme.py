@@ -1,0 +1,25 @@
+"""The README tells the truth where a machine can check it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import write_config_table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_configuration_table_is_up_to_date():
+    readme = (ROOT / "README.md").read_text()
+    assert write_config_table.rendered(readme) == readme, "run python -m tools.write_config_table"
+
+
+@pytest.mark.parametrize("page", ["README.md", "backend/README.md", "models/default/README.md"])
+def test_every_relative_link_leads_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

@@ -1,0 +1,59 @@
+"""`triton.decoupled=false` serves unary clients: ModelInfer over gRPC, /infer over HTTP."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.wire import TYPES, ids_of, post, to_input
+
+
+@pytest.fixture(scope="module")
+def unary_server():
+    with serve("triton.decoupled=false") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+def tensors(**values: object) -> list[grpcclient.InferInput]:
+    return [to_input(name, np.array(value, dtype=TYPES[name]).reshape(1, -1)) for name, value in values.items()]
+
+
+def test_model_infer_returns_the_whole_answer(unary_server):
+    with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
+        ask = tensors(input_ids=[1, 2, 3], input_lengths=3, request_output_len=6)
+        first, second = (ids_of(client.infer("tensorrt_llm", ask)) for _ in range(2))
+        assert len(first) == 9 and first == second
+
+
+def test_many_unary_requests_share_the_batch(unary_server):
+    with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
+        asks = [tensors(input_ids=[i + 1, 2], input_lengths=2, request_output_len=8) for i in range(12)]
+        infer = lambda ask: ids_of(client.infer("tensorrt_llm", ask))  # noqa: E731
+        with ThreadPoolExecutor(12) as pool:
+            together = list(pool.map(infer, asks))
+        assert together == [infer(ask) for ask in asks]
+
+
+def test_streaming_is_refused(unary_server):
+    with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
+        ask = tensors(input_ids=[1, 2, 3], input_lengths=3, request_output_len=6, streaming=True)
+        with pytest.raises(InferenceServerException, match="decoupled mode"):
+            client.infer("tensorrt_llm", ask)
+
+
+def test_http_infer_serves_text(unary_server):
+    body = {"inputs": [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["import os"]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [8]},
+    ]}
+    status, text = post(f"{unary_server.http_url}/v2/models/ensemble/infer", body)
+    outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
+    assert status == 200 and outputs["text_output"][0].startswith("import os")
+    assert outputs["finish_reason"] == ["length"]

@@ -1,0 +1,152 @@
+"""Each kernel against its formula, written as naive loops in float64, on its own CASES."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import kv_write, paged_attention, rms_norm, rope, silu_mul
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to 1 + |expected|
+DTYPES = list(TOLERANCE)
+NEVER_WRITTEN = math.nan
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def assert_near(measured: Tensor, expected: Tensor) -> None:
+    assert measured.shape == expected.shape
+    error = ((measured.double() - expected).abs() / (1 + expected.abs())).max().item()
+    assert error <= TOLERANCE[measured.dtype], f"error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", rms_norm.CASES)
+def test_rms_norm_follows_its_formula(shape, dtype):
+    x, weight = random_tensor(*shape, dtype=dtype), random_tensor(shape[-1], dtype=dtype)
+    measured = rms_norm.rms_norm(x, weight, 1e-3)
+    expected = torch.empty(shape, dtype=torch.float64)
+    for index in np.ndindex(*shape[:-1]):
+        row = x[index].double()
+        expected[index] = row / math.sqrt(sum(value * value for value in row.tolist()) / len(row) + 1e-3) * weight.double()
+    assert_near(measured, expected)
+    assert measured.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, heads, head_dim", rope.CASES)
+def test_rope_rotates_each_pair_by_its_angle(num_tokens, heads, head_dim, dtype):
+    half = head_dim // 2
+    x = random_tensor(num_tokens, heads, head_dim, dtype=dtype)
+    angles = random_tensor(num_tokens, half, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = torch.empty(x.shape, dtype=torch.float64)
+    for token, head, pair in np.ndindex(num_tokens, heads, half):
+        a, b = x[token, head, pair].double(), x[token, head, pair + half].double()
+        c, s = cos[token, pair].double(), sin[token, pair].double()
+        expected[token, head, pair], expected[token, head, pair + half] = a * c - b * s, b * c + a * s
+    assert_near(rope.rope(x, *rope.rope_factors(cos, sin)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", silu_mul.CASES)
+def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype):
+    x = random_tensor(*shape, dtype=dtype)
+    half = shape[-1] // 2
+    gate, up = x[..., :half].double(), x[..., half:].double()
+    assert_near(silu_mul.silu_mul(x), gate / (1 + torch.exp(-gate)) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, block_size, kv_heads, head_dim, num_blocks", kv_write.CASES)
+def test_kv_write_fills_the_cells_it_is_given_and_no_other(num_tokens, block_size, kv_heads, head_dim, num_blocks, dtype):
+    pool = random_tensor(num_blocks, block_size, 2, kv_heads, head_dim, dtype=dtype)
+    expected = pool.clone()
+    key = random_tensor(num_tokens, kv_heads, head_dim, dtype=dtype, seed=1)
+    value = random_tensor(num_tokens, kv_heads, head_dim, dtype=dtype, seed=2)
+    cells = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    for token, cell in enumerate(cells.tolist()):
+        expected[cell // block_size, cell % block_size, 0] = key[token]
+        expected[cell // block_size, cell % block_size, 1] = value[token]
+    kv_write.kv_write(pool, key, value, cells)
+    assert torch.equal(pool, expected)
+
+
+class Scene:
+    """A pool with the KV of one batch at random places; everything that must not be read is NaN."""
+
+    def __init__(self, case: paged_attention.Case):
+        self.case = case
+        lengths = [length for _, length in case.rows]
+        sizes = [-(-length // case.block_size) for length in lengths]
+        order = np.random.default_rng(0).permutation(sum(sizes) + 3)
+        self.pool = torch.full(
+            (len(order), case.block_size, 2, case.kv_heads, case.head_dim), NEVER_WRITTEN, dtype=case.dtype
+        )
+        tables = np.full((len(lengths), max(sizes)), -1, dtype=np.int32)
+        self.kv = [random_tensor(length, 2, case.kv_heads, case.head_dim, dtype=case.dtype, seed=i) for i, length in enumerate(lengths)]
+        for row, size in enumerate(sizes):
+            tables[row, :size] = order[sum(sizes[:row]) :][:size]
+            self._fill(row, tables[row])
+        queries = [count for count, _ in case.rows]
+        starts = np.concatenate(([0], np.cumsum(queries)))
+        self.rows = paged_attention.AttentionRows(starts, np.array(lengths), tables)
+        self.q = random_tensor(sum(queries), case.kv_heads * case.group, case.head_dim, dtype=case.dtype, seed=99)
+
+    def first_visible(self, row: int) -> int:
+        queries, length = self.case.rows[row]
+        return 0 if self.case.window is None else max(0, length - queries - self.case.window + 1)
+
+    def _fill(self, row: int, table: np.ndarray) -> None:
+        for position in range(self.first_visible(row), self.case.rows[row][1]):
+            self.pool[table[position // self.case.block_size], position % self.case.block_size] = self.kv[row][position]
+        table[: self.first_visible(row) // self.case.block_size] = -1
+
+    def attend(self) -> Tensor:
+        plan = paged_attention.plan_attention(
+            self.rows, self.case.block_size, self.case.window, self.case.dtype, torch.device("cpu")
+        )
+        return paged_attention.paged_attention(self.q, self.pool, plan)
+
+    def expected(self) -> Tensor:
+        case = self.case
+        out = torch.empty(self.q.shape, dtype=torch.float64)
+        for row, (queries, length) in enumerate(case.rows):
+            for query in range(queries):
+                token, position = int(self.rows.starts[row]) + query, length - queries + query
+                first = 0 if case.window is None else max(0, position - case.window + 1)
+                for head in range(case.kv_heads * case.group):
+                    keys, values = self.kv[row][first : position + 1, :, head // case.group].double().unbind(1)
+                    scores = keys @ self.q[token, head].double() / math.sqrt(case.head_dim)
+                    out[token, head] = torch.exp(scores - scores.max()) / torch.exp(scores - scores.max()).sum() @ values
+        return out
+
+
+@pytest.mark.feature("004-19", "004-20", "001-29")
+@pytest.mark.parametrize("case", paged_attention.CASES, ids=str)
+def test_paged_attention_follows_its_formula_and_reads_nothing_else(case):
+    scene = Scene(case)
+    assert scene.pool.isnan().any()
+    assert_near(scene.attend(), scene.expected())
+
+
+@pytest.mark.parametrize("rows", [[(1, 9), (1, 7)], [(3, 9), (1, 7)]])
+def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows):
+    scene = Scene(paged_attention.Case(rows))
+    scene.rows.tables[0, 1] = -1
+    with pytest.raises(IndexError):
+        scene.attend()
+
+
+def test_rows_of_very_different_length_are_not_padded_to_the_longest():
+    rows = [(1, 4)] * 30 + [(1, 4000)]
+    scene = Scene(paged_attention.Case(rows))
+    plan = paged_attention.plan_attention(scene.rows, 4, None, torch.float32, torch.device("cpu"))
+    gathered = sum(len(group.blocks) for group in plan.generation)
+    assert gathered == 30 + 1000

@@ -1,0 +1,302 @@
+"""The worker's own state: slots, the flat batch, the KV pool, the step's order of side effects, memory."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from backend.api import ConfigError, EngineConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.sampling import SamplingConfig
+from backend.core.step import NewRow, Row, SampledToken, StepInput
+from backend.engine.core import EngineCore
+from backend.worker import group as group_module
+from backend.worker.group import InProcessWorkerGroup
+from backend.worker.input_batch import InputBatch, make_tensor_with_pad
+from backend.worker.kv_storage import KVStorage
+from backend.worker.memory import host_free_bytes
+from tests.model.driver import Driver
+
+CPU = torch.device("cpu")
+
+
+def new_row(slot: int, tokens: list[int], blocks: list[int]) -> NewRow:
+    return NewRow(slot, tokens, len(tokens), 0, blocks, SamplingConfig())
+
+
+def make_batch(*rows: NewRow) -> InputBatch:
+    batch = InputBatch(num_slots=4, max_seq_len=16, block_size=4, device=CPU)
+    batch.take_in(list(rows))
+    return batch
+
+
+@pytest.mark.feature("003-56")
+def test_two_prompts_become_one_flat_batch():
+    batch = make_batch(new_row(2, [10, 11, 12, 13, 14], [7, 3]), new_row(0, [20, 21, 22], [5]))
+    flat = batch.flatten([Row(2, 0, 5, True), Row(0, 0, 3, True)])
+    assert flat.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22]
+    assert flat.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert flat.cells.tolist() == [28, 29, 30, 31, 12, 20, 21, 22]
+    assert flat.rows.starts.tolist() == [0, 5, 8]
+    assert flat.rows.lengths.tolist() == [5, 3]
+    assert flat.rows.tables.tolist() == [[7, 3], [5, -1]]
+    assert flat.sample_index.tolist() == [4, 7]
+
+
+@pytest.mark.feature("003-57")
+def test_running_sequences_give_one_token_each():
+    batch = make_batch(new_row(1, [10, 11, 12, 13], [6]), new_row(3, [20, 21], [0]))
+    batch.append_tokens([SampledToken(1, 14), SampledToken(3, 22)])
+    batch.append_blocks(1, [9])
+    flat = batch.flatten([Row(3, 2, 1, True), Row(1, 4, 1, True)])
+    assert flat.token_ids.tolist() == [22, 14]
+    assert flat.positions.tolist() == [2, 4]
+    assert flat.cells.tolist() == [2, 36]
+    assert flat.rows.starts.tolist() == [0, 1, 2]
+    assert flat.rows.lengths.tolist() == [3, 5]
+    assert flat.rows.tables.tolist() == [[0, -1], [6, 9]]
+    assert flat.sample_index.tolist() == [0, 1]
+
+
+@pytest.mark.feature("004-06")
+def test_the_flat_batch_holds_exactly_the_rows_of_the_step():
+    batch = make_batch(*(new_row(slot, [slot] * 8, [2 * slot, 2 * slot + 1]) for slot in range(4)))
+    for rows in ([Row(1, 3, 2, False)], [Row(0, 7, 1, True), Row(3, 0, 8, True)], [Row(2, 0, 1, False)]):
+        flat = batch.flatten(rows)
+        assert len(flat.token_ids) == sum(row.num_tokens for row in rows)
+        assert flat.sample_rows == [row for row in rows if row.samples]
+        assert flat.token_ids.tolist() == [row.slot for row in rows for _ in range(row.num_tokens)]
+
+
+@pytest.mark.feature("004-06")
+def test_the_forward_grows_and_shrinks_with_the_live_rows(checkpoint):
+    driver = Driver.of(checkpoint("llama2"))
+    for slot in range(8):
+        driver.begin(slot, [slot + 1, slot + 2])
+    driver.step([(slot, 2) for slot in range(8)])
+    for live in (8, 3, 1, 5):
+        driver.generate(range(live), 1)
+    assert driver.spy.num_tokens == [16, 8, 3, 1, 5]
+
+
+def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(checkpoint):
+    driver = Driver.of(checkpoint("llama2"))
+    driver.begin(5, [1, 2, 3])
+    driver.run(5, [3])
+    driver.begin(0, [4, 5, 6, 7])
+    rows = [Row(0, 0, 4, True), Row(5, 3, 1, True)]
+    table = [driver.free.pop()]
+    step = StepInput(9, rows, [new_row(0, [4, 5, 6, 7], table)], num_blocks=400)
+    output = driver.group.execute(step)
+    assert output.step_id == 9
+    assert [sample.slot for sample in output.sampled] == [0, 5]
+
+
+@pytest.mark.feature("003-58")
+def test_rows_are_padded_behind_their_ends():
+    padded = make_tensor_with_pad([[1, 2, 3], [], [4]], width=4, pad=-1, dtype=np.int32)
+    assert padded.tolist() == [[1, 2, 3, -1], [-1] * 4, [4, -1, -1, -1]]
+    assert padded.dtype == np.int32
+    with pytest.raises(ValueError):
+        make_tensor_with_pad([[1, 2, 3]], width=2, pad=0, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (Row(1, 4, 1, True), "knows 4 tokens"),
+        (Row(1, 0, 4, False, [9]), None),
+        (Row(2, 0, 2, False), "has 0 blocks"),
+    ],
+)
+def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row, message):
+    batch = make_batch(new_row(1, [1, 2, 3, 4], [0]), new_row(2, [1, 2], []))
+    if message is None:
+        assert len(batch.flatten([row]).token_ids) == 4
+    else:
+        with pytest.raises(IndexError, match=message):
+            batch.flatten([row])
+
+
+def test_a_slot_remembers_nothing_of_its_earlier_sequence():
+    batch = make_batch(new_row(1, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1]))
+    batch.take_in([new_row(1, [9], [3])])
+    assert batch.block_tables[1].tolist() == [3, -1, -1, -1]
+    with pytest.raises(IndexError, match="knows 1 tokens"):
+        batch.flatten([Row(1, 1, 1, True)])
+
+
+def test_a_token_beyond_the_longest_sequence_is_not_written():
+    batch = make_batch(new_row(1, list(range(16)), [0, 1, 2, 3]), new_row(2, [7], [4]))
+    before = batch.token_ids.clone()
+    batch.append_tokens([SampledToken(1, 99), SampledToken(2, 98)])
+    before[2, 1] = 98
+    assert torch.equal(batch.token_ids, before)
+
+
+@pytest.mark.feature("003-53")
+def test_copies_are_made_before_the_forward_writes(checkpoint):
+    """The step writes to the source of the copy; the copy has to hold what was there before."""
+    driver = Driver.of(checkpoint("llama2"))
+    driver.begin(0, [1, 2, 3, 4, 5])
+    driver.run(0, [5])
+    source = driver.tables[0][-1]  # one of its four cells is written
+    before = [pool[source].clone() for pool in driver.runner.storage.pools]
+    copy = driver.copy(source)
+    driver.generate([0], 1)
+    for pool, old in zip(driver.runner.storage.pools, before, strict=True):
+        torch.testing.assert_close(pool[copy], old, rtol=0, atol=0, equal_nan=True)
+        assert not torch.equal(pool[source][1], old[1])
+
+
+def make_storage(num_blocks: int) -> KVStorage:
+    storage = KVStorage(num_layers=2, block_size=4, kv_heads=2, head_dim=3, dtype=torch.bfloat16, device=CPU)
+    storage.grow(num_blocks)
+    for pool in storage.pools:
+        pool.copy_(torch.arange(num_blocks)[:, None, None, None, None])
+    return storage
+
+
+def test_growing_keeps_what_is_in_the_blocks_and_never_shrinks():
+    storage = make_storage(3)
+    storage.grow(8)
+    storage.grow(2)
+    for pool in storage.pools:
+        assert pool.shape == (8, 4, 2, 2, 3)
+        assert pool[:3, 0, 0, 0, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.feature("003-53")
+def test_copies_move_whole_blocks_of_every_layer():
+    storage = make_storage(6)
+    storage.copy_blocks([(1, 4), (1, 5), (0, 3)])
+    for pool in storage.pools:
+        assert pool.flatten(1).float().unique(dim=1).T.tolist() == [[0, 1, 2, 0, 1, 1]]
+
+
+def test_the_pool_grows_while_sequences_run(checkpoint):
+    """Steps say how many blocks must be backed; the KV of running sequences survives the move."""
+    directory = checkpoint("llama2")
+    whole, growing = Driver.of(directory, num_blocks=40), Driver.of(directory, num_blocks=40)
+    growing.group.initialize_kv_cache(40, 4, 10)
+    growing.runner = growing.group.runner
+    growing.spy = growing.runner.model = type(growing.spy)(growing.group.model)
+    growing.free = list(range(39, -1, -1))
+    for driver in (whole, growing):
+        driver.begin(0, list(range(1, 31)))
+    growing.num_blocks = 10
+    logits = [driver.run(0, [30]) for driver in (whole, growing)]
+    assert growing.runner.storage.num_blocks == 10
+    growing.num_blocks = 40
+    logits += [driver.generate([0], 12)[0] for driver in (whole, growing)]
+    assert growing.runner.storage.num_blocks == 40
+    torch.testing.assert_close(logits[0], logits[1])
+    torch.testing.assert_close(logits[2], logits[3])
+
+
+@pytest.mark.feature("003-55")
+def test_a_step_prepares_runs_and_samples(checkpoint):
+    driver = Driver.of(checkpoint("llama2"))
+    driver.begin(3, [5, 6, 7])
+    row, first = driver._row(3, 3), driver._new_rows
+    output = driver.group.execute(StepInput(1, [row], first, num_blocks=400))
+    with torch.inference_mode():
+        best = driver.spy.logits(driver.spy.hidden)[-1].argmax().item()
+    assert output.sampled == [SampledToken(3, best)]
+    assert driver.runner.batch.token_ids[3, :4].tolist() == [5, 6, 7, best]
+    again = driver.group.execute(StepInput(2, [Row(3, 3, 1, True)], num_blocks=400))
+    assert [sample.slot for sample in again.sampled] == [3]
+    assert driver.group.execute(StepInput(3, [])).sampled == []
+
+
+@pytest.mark.feature("003-59")
+@pytest.mark.parametrize("num_slots, max_num_tokens", [(4, 64), (3, 2000), (2, 2)])
+def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(checkpoint, monkeypatch, num_slots, max_num_tokens):
+    section = ModelConfigSection(path=str(checkpoint("llama2")), num_threads=1, device="cpu")
+    group = InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=num_slots, max_num_tokens=max_num_tokens))
+    group.load()
+    group.initialize_kv_cache(8, 4, 8)
+    forwards, runners = [], []
+    original = group_module.ModelRunner.execute
+
+    def execute(runner, step):
+        forwards.append((sum(row.num_tokens for row in step.rows), sum(row.samples for row in step.rows)))
+        runners.append(id(runner.batch))
+        return original(runner, step)
+
+    monkeypatch.setattr(group_module.ModelRunner, "execute", execute)
+    pools = [pool.clone() for pool in group.runner.storage.pools]
+    group._dummy_run()
+    assert forwards == [(min(max_num_tokens, num_slots * 512), num_slots)]
+    assert group.runner.batch.num_tokens == [0] * num_slots
+    assert all(torch.equal(pool, old) for pool, old in zip(group.runner.storage.pools, pools, strict=True))
+    gc.collect()
+    assert not any(id(thing) in runners for thing in gc.get_objects() if isinstance(thing, InputBatch) and thing is not group.runner.batch)
+
+
+@pytest.mark.feature("003-65")
+def test_a_probe_that_finds_no_memory_ends_in_a_clear_error(checkpoint, monkeypatch):
+    section = ModelConfigSection(path=str(checkpoint("llama2")), num_threads=1, device="cpu")
+    config = EngineConfig(section, KvCacheConfig(block_size=4), SchedulerConfig(max_batch_size=4))
+    monkeypatch.setattr(group_module, "free_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match="room for 0 KV blocks"):
+        EngineCore(config, InProcessWorkerGroup(section, config.scheduler))
+
+
+@pytest.mark.feature("003-65")
+def test_the_probe_decides_the_number_of_blocks(checkpoint, monkeypatch):
+    section = ModelConfigSection(path=str(checkpoint("llama2")), dtype="float32", num_threads=1, device="cpu")
+    config = EngineConfig(section, KvCacheConfig(block_size=4, free_memory_fraction=0.5), SchedulerConfig(max_batch_size=4))
+    block_bytes = 3 * 2 * 2 * 8 * 4 * 4  # layers, key and value, kv heads, head_dim, float32, block_size
+    monkeypatch.setattr(group_module, "free_bytes", lambda device: 2 * 37 * block_bytes)
+    group = InProcessWorkerGroup(section, config.scheduler)
+    EngineCore(config, group)
+    assert group.runner.storage.num_blocks == 37
+    assert group.runner.storage.bytes_per_block == block_bytes
+
+
+def write_host(root, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple:
+    proc, cgroup = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_kb} kB\n")
+    (proc / "self" / "cgroup").write_text(f"0::{own}\n")
+    for path, (limit, current, inactive) in groups.items():
+        (cgroup / path).mkdir(parents=True, exist_ok=True)
+        (cgroup / path / "memory.max").write_text(f"{limit}\n")
+        (cgroup / path / "memory.current").write_text(f"{current}\n")
+        (cgroup / path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    return proc, cgroup
+
+
+@pytest.mark.feature("003-65")
+@pytest.mark.parametrize(
+    "groups, expected",
+    [
+        ({}, 1000 * 1024),
+        ({"": ("max", 5, 0)}, 1000 * 1024),
+        ({"": ("600000", 200000, 50000)}, 450000),
+        ({"a": ("300000", 200000, 0), "a/b": ("max", 0, 0)}, 100000),
+        ({"a": ("max", 0, 0), "a/b": ("300000", 400000, 0)}, 0),
+        ({"other": ("1", 1, 0)}, 1000 * 1024),
+    ],
+)
+def test_free_memory_respects_the_tightest_control_group(tmp_path, groups, expected):
+    assert host_free_bytes(*write_host(tmp_path, 1000, groups, own="/a/b")) == expected
+
+
+def test_a_device_that_is_not_there_is_refused():
+    scheduler = SchedulerConfig()
+    with pytest.raises(ConfigError, match="nonsense"):
+        InProcessWorkerGroup(ModelConfigSection(device="nonsense"), scheduler)
+    with pytest.raises(ConfigError, match="supported are cpu and cuda"):
+        InProcessWorkerGroup(ModelConfigSection(device="meta"), scheduler)
+
+
+def test_shutting_down_twice_is_harmless(checkpoint):
+    driver = Driver.of(checkpoint("llama2"))
+    driver.group.shutdown()
+    driver.group.shutdown()
+    assert driver.group.model is None

@@ -1,0 +1,74 @@
+"""Random schedules in the normal run. EVERBATCH_SCHEDULES sets how many; `python -m tests.simulation` runs more on demand."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+
+import pytest
+
+from tests.simulation.shrink import report
+from tests.simulation.simulator import Simulation
+
+NUM_SCHEDULES = int(os.environ.get("EVERBATCH_SCHEDULES", "2000"))
+CHUNK = 100
+
+
+@pytest.fixture(autouse=True)
+def quiet_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """Worker failures are planted: their tracebacks would drown everything else."""
+    caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
+
+
+@pytest.mark.feature("003-05", "003-16", "004-15", "001-27", "000-24")
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+def test_every_schedule_answers_as_if_each_request_ran_alone_with_an_infinite_pool(first: int) -> None:
+    for seed in range(first, min(first + CHUNK, NUM_SCHEDULES)):
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+        except Exception:
+            pytest.fail(f"{report(seed)}\nrun it again with: python -m tests.simulation --start {seed} --seeds 1")
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    for seed in range(100):
+        first, second = Simulation(seed), Simulation(seed)
+        first.run()
+        second.run()
+        assert first.trace_hash == second.trace_hash, f"seed {seed}"
+        assert first.events == second.events, f"seed {seed}"
+
+
+def test_replaying_the_events_of_a_schedule_gives_the_same_answers() -> None:
+    for seed in range(20):
+        simulation, replayed = Simulation(seed), Simulation(seed)
+        for _ in range(60):
+            simulation.apply(simulation.next_event())
+        for event in simulation.events:
+            replayed.apply(event)
+        assert simulation.trace_hash == replayed.trace_hash
+
+
+def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
+    """A simulator that never evicts proves nothing about eviction."""
+    seen: Counter[str] = Counter()
+    for seed in range(200):
+        simulation = Simulation(seed)
+        simulation.run()
+        counters, kv = simulation.core.counters, simulation.core.stats().latest.kv_cache
+        seen["pauses"] += counters.pauses_total
+        seen["recomputed tokens"] += counters.recomputed_tokens_total
+        seen["evicted sequences"] += counters.sequences_evicted_total
+        seen["cached tokens"] += counters.cached_tokens_total
+        seen["evicted blocks"] += kv.evicted_blocks_total
+        seen["reused blocks"] += kv.reused_blocks_total
+        seen["copied blocks"] += simulation.workers.num_copies
+        seen.update({f"{name} ends": count for name, count in counters.requests_finished_total.items()})
+        seen.update(simulation.rejections)
+    least = ("pauses", "recomputed tokens", "evicted sequences", "cached tokens", "evicted blocks", "reused blocks",
+             "copied blocks", "END_ID ends", "STOP_WORDS ends", "LENGTH ends", "TIMED_OUT ends", "CANCELLED ends",
+             "ERROR ends", "duplicate", "field", "queue", "pool", "session 1", "session 2", "session 3", "session 4",
+             "session 6")
+    assert {name: seen[name] for name in least if seen[name] < 20} == {}

@@ -1,0 +1,61 @@
+"""Writes the configuration table of README.md from backend/api/config.py, between two markers.
+
+    .venv/bin/python -m tools.write_config_table          rewrite it
+    .venv/bin/python -m tools.write_config_table --check  fail when it is not up to date
+
+Names, types and defaults come from the classes; the meaning is the comment beside each field, so there is one place to edit.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, README = ROOT / "backend" / "api" / "config.py", ROOT / "README.md"
+BEGIN, END = "<!-- configuration: written by tools/write_config_table.py -->", "<!-- end of configuration -->"
+
+
+def table() -> str:
+    """The table in Markdown."""
+    text = SOURCE.read_text()
+    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for section in _fields(classes["EngineConfig"]):
+        for field in _fields(classes[ast.unparse(section.annotation)]):
+            lines.append(_row(f"{section.target.id}.{field.target.id}", field, text.splitlines()[field.lineno - 1]))
+    return "\n".join(lines)
+
+
+def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
+    return [item for item in node.body if isinstance(item, ast.AnnAssign)]
+
+
+def _row(key: str, field: ast.AnnAssign, line: str) -> str:
+    default = ast.literal_eval(field.value)
+    shown = "unset" if default is None or default == "" else str(default).lower() if isinstance(default, bool) else f"{default}"
+    meaning = line.partition("  # ")[2]
+    if isinstance(field.annotation, ast.Subscript) and ast.unparse(field.annotation.value) == "Literal":
+        choices = " / ".join(f"`{choice.value}`" for choice in field.annotation.slice.elts)
+        meaning = f"{choices}{'. ' + meaning if meaning else ''}"
+    return f"| `{key}` | {shown} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def rendered(readme: str) -> str:
+    """`readme` with a fresh table between the markers."""
+    head, _, rest = readme.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+def main() -> int:
+    readme = README.read_text()
+    if "--check" in sys.argv:
+        return 0 if rendered(readme) == readme else 1
+    README.write_text(rendered(readme))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
