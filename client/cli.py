@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-Url = Annotated[Optional[str], typer.Option(help="Server: HOST:PORT for gRPC, http://HOST:PORT for HTTP.")]
+if TYPE_CHECKING:
+    from client.client import EverbatchClient
+
+Url = Annotated[str | None, typer.Option(help="Server: HOST:PORT for gRPC, http://HOST:PORT for HTTP.")]
 ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
 MaxTokens = Annotated[int, typer.Option(min=0, help="Most tokens of a reply.")]
-Temperature = Annotated[Optional[float], typer.Option(min=0.0, help="0 is greedy.")]
-TopP = Annotated[Optional[float], typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
-TopK = Annotated[Optional[int], typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
-Seed = Annotated[Optional[int], typer.Option(min=0, help="Same seed, same text.")]
-Protocol = Annotated[Optional[str], typer.Option(help="grpc or http; taken from the URL when left out.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")]
+Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -30,8 +34,8 @@ def generate_command(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
-    stop: Annotated[Optional[list[str]], typer.Option(help="Stop at this string; may be repeated.")] = None,
-    min_tokens: Annotated[Optional[int], typer.Option(min=0, help="Least tokens before the reply may end.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; may be repeated.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Least tokens before the reply may end.")] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
@@ -56,7 +60,7 @@ def chat_command(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
-    system: Annotated[Optional[str], typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
@@ -68,17 +72,19 @@ def chat_command(
     _run(lambda: run_chat(connect(url, protocol, model_name), system, options))
 
 
-def connect(url: str | None, protocol: str | None, model_name: str):  # type: ignore[no-untyped-def]
+def connect(url: str | None, protocol: str | None, model_name: str) -> EverbatchClient:
     """A client; http:// in the URL chooses HTTP unless `protocol` says otherwise."""
     from client.client import EverbatchClient
 
     chosen = protocol or ("http" if (url or "").startswith("http://") else "grpc")
-    if chosen not in ("grpc", "http"):
-        raise typer.BadParameter(f"--protocol is {chosen!r}, grpc or http is expected")
-    return EverbatchClient(url, chosen, model_name)
+    if chosen == "grpc":
+        return EverbatchClient(url, "grpc", model_name)
+    if chosen == "http":
+        return EverbatchClient(url, "http", model_name)
+    raise ValueError(f"--protocol is {chosen!r}, grpc or http is expected")
 
 
-def _run(action) -> None:  # type: ignore[no-untyped-def]
+def _run(action: Callable[[], int]) -> None:
     from client.errors import ClientError
 
     try:

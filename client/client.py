@@ -7,13 +7,25 @@ with EverbatchClient("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Generator, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from client.messages import Completion, GenerateRequest, TextChunk
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
+
+
+class Transport(Protocol):
+    """One way to reach a server."""
+
+    url: str
+
+    def stream(
+        self, request: GenerateRequest, timeout_s: float, request_id: str
+    ) -> Generator[TextChunk, None, None]: ...
+    def close(self) -> None: ...
 
 
 class EverbatchClient:
@@ -27,7 +39,7 @@ class EverbatchClient:
         if protocol == "grpc":
             from client.grpc_transport import GrpcTransport  # half a second of imports
 
-            self._transport: Any = GrpcTransport(address.removeprefix("grpc://").removeprefix("http://"), model)
+            self._transport: Transport = GrpcTransport(address.removeprefix("grpc://").removeprefix("http://"), model)
         else:
             from client.http_transport import HttpTransport
 
@@ -35,7 +47,7 @@ class EverbatchClient:
 
     @property
     def url(self) -> str:
-        return str(self._transport.url)
+        return self._transport.url
 
     def stream(
         self,
@@ -73,5 +85,7 @@ class EverbatchClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

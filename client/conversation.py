@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Generator
+from collections.abc import Generator
+from typing import Any
 
 from client.client import EverbatchClient
 from client.errors import ClientError
@@ -23,7 +24,7 @@ BUSY_PAUSE_S = 0.1
 class Conversation:
     """Messages so far and the session that holds their KV. One turn at a time."""
 
-    def __init__(self, client: EverbatchClient, system: str | None = None, **options: object):
+    def __init__(self, client: EverbatchClient, system: str | None = None, **options: Any):
         """`options`: fields of GenerateRequest for every turn (max_tokens, temperature, ...)."""
         self._client = client
         self._system = system
@@ -64,7 +65,9 @@ class Conversation:
         if not self._known:
             return
         self._known = False
-        request = GenerateRequest(prompt=" ", max_tokens=0, stream=False, session=Session(self._session_id, stop=True, end=True))
+        request = GenerateRequest(
+            prompt=" ", max_tokens=0, stream=False, session=Session(self._session_id, stop=True, end=True)
+        )
         try:
             for _ in self._client.send(request, timeout_s=5.0):
                 pass
@@ -75,7 +78,7 @@ class Conversation:
         retries = 0
         while True:
             session = Session(self._session_id, start=not self._known)
-            request = GenerateRequest(messages=list(self.messages), session=session, **self._options)  # type: ignore[arg-type]
+            request = GenerateRequest(messages=list(self.messages), session=session, **self._options)
             try:
                 for chunk in self._client.send(request):
                     self._known = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class ClientError(Exception):
-    """A request failed. `code` is a gRPC status name (UNAVAILABLE, INVALID_ARGUMENT, DEADLINE_EXCEEDED, CANCELLED, ...).
+    """A request failed. `code` is a gRPC status name (UNAVAILABLE, INVALID_ARGUMENT, DEADLINE_EXCEEDED, CANCELLED,
+    ...).
 
     Over HTTP Triton gives one status for every error of a model, so there `code` is UNKNOWN unless the text tells.
     """

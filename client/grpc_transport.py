@@ -1,14 +1,15 @@
 """Requests over gRPC: ModelStreamInfer, one stream per request.
 
-Cancelling a stream cancels every request on it, so none is ever shared. A deadline is always set, because a stream whose
-server-side process died says nothing more. The stub is used directly rather than through tritonclient's callback thread:
-iterating the call delivers the chunks in order, in the caller's thread, and its cancel() is the cancellation.
+Cancelling a stream cancels every request on it, so none is ever shared. A deadline is always set, because a stream
+whose server-side process died says nothing more. The stub is used directly rather than through tritonclient's callback
+thread: iterating the call delivers the chunks in order, in the caller's thread, and its cancel() is the cancellation.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, Generator, Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -33,7 +34,9 @@ def decode_values(datatype: str, raw: bytes) -> list[Any]:
     if datatype == "BYTES":
         return list(_strings(raw))
     if datatype not in _UNPACK:
-        raise ClientError(f"an output has datatype {datatype}, which this client does not read; use tritonclient for it")
+        raise ClientError(
+            f"an output has datatype {datatype}, which this client does not read; use tritonclient for it"
+        )
     code = _UNPACK[datatype]
     return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
 
@@ -62,7 +65,11 @@ def encode_request(request: GenerateRequest, model: str, request_id: str, timeou
 
 def decode_response(message: Any) -> TextChunk:
     """A TextChunk from one ModelInferResponse; `final` as the server flags it."""
-    final = message.parameters["triton_final_response"].bool_param if "triton_final_response" in message.parameters else False
+    final = (
+        message.parameters["triton_final_response"].bool_param
+        if "triton_final_response" in message.parameters
+        else False
+    )
     outputs = {
         output.name: decode_values(output.datatype, raw)
         for output, raw in zip(message.outputs, message.raw_output_contents, strict=True)
@@ -109,5 +116,7 @@ def _client_error(error: grpc.RpcError, url: str, timeout_s: float) -> ClientErr
     if code == grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "resolv" in details.lower()):
         return ClientError(no_server(url), "UNREACHABLE")
     if any(sign in details for sign in ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")):
-        return ClientError(f"the connection to {url} broke: the server was stopped or started again ({details})", "UNAVAILABLE")
+        return ClientError(
+            f"the connection to {url} broke: the server was stopped or started again ({details})", "UNAVAILABLE"
+        )
     return ClientError(details or f"the server answered {code.name}", code.name)

@@ -6,14 +6,15 @@ import http.client
 import json
 import time
 import urllib.parse
-from typing import Any, Generator, Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 from client.errors import ClientError, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _OURS = frozenset(
-    "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens num_recomputed_tokens"
-    " first_token_time_ns last_token_time_ns output_log_probs".split()
+    "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
+    " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs".split()
 )
 
 
@@ -44,7 +45,8 @@ def code_in(message: str) -> str:
 
 
 def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
-    """Mark the last chunk as final: over HTTP the end of the stream is the only sign, so each is held until the next comes.
+    """Mark the last chunk as final: over HTTP the end of the stream is the only sign, so each is held until the next
+    comes.
 
     A chunk that carries a finish reason is known to be the last and is not held back.
     """
@@ -71,7 +73,9 @@ class HttpTransport:
         self._model = model
 
     def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
-        """Yield chunks until the final one. Leaving the iteration early disconnects, which cancels. Raises ClientError."""
+        """Yield chunks until the final one. Leaving the iteration early disconnects, which cancels. Raises
+        ClientError.
+        """
         body = request.json_body() | {"timeout": int(timeout_s * 1e6)}
         if request_id:
             body["id"] = request_id
@@ -86,7 +90,9 @@ class HttpTransport:
         except TimeoutError:
             raise ClientError(f"no final answer from {self.url} within {timeout_s:g} s", "DEADLINE_EXCEEDED") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ClientError(f"the connection to {self.url} broke: {error or type(error).__name__}", "UNAVAILABLE") from None
+            raise ClientError(
+                f"the connection to {self.url} broke: {error or type(error).__name__}", "UNAVAILABLE"
+            ) from None
         finally:
             connection.close()
 
@@ -102,7 +108,9 @@ class HttpTransport:
             raise ClientError(no_server(self.url), "UNREACHABLE") from None
         return connection
 
-    def _send(self, connection: http.client.HTTPConnection, verb: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    def _send(
+        self, connection: http.client.HTTPConnection, verb: str, body: dict[str, Any]
+    ) -> http.client.HTTPResponse:
         path = f"/v2/models/{urllib.parse.quote(self._model)}/{verb}"
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()

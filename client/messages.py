@@ -6,8 +6,9 @@ Text models take rank-2 tensors [1, 1] ([1, n] for word lists). What is None is 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping
+from typing import Any
 
 # wire name -> (datatype, attribute of GenerateRequest)
 INPUTS: dict[str, tuple[str, str]] = {
@@ -33,7 +34,9 @@ RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "UINT64": 
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation the server remembers by `id`; each request holds the whole of it and the server reuses what it knows."""
+    """A conversation the server remembers by `id`; each request holds the whole of it and the server reuses what it
+    knows.
+    """
 
     id: int
     start: bool = False  # create it, or forget what was known of it
@@ -44,7 +47,9 @@ class Session:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What to generate. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the latter."""
+    """What to generate. Exactly one of `prompt` and `messages` is given; the server applies the chat template to the
+    latter.
+    """
 
     prompt: str | None = None
     messages: list[dict[str, str]] | None = None
@@ -73,7 +78,9 @@ class GenerateRequest:
             raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
 
     def tensors(self) -> dict[str, tuple[str, list[Any]]]:
-        """Wire name -> (datatype, values), in wire order. Raises ValueError for an integer that its type cannot hold."""
+        """Wire name -> (datatype, values), in wire order. Raises ValueError for an integer that its type cannot
+        hold.
+        """
         self.check()
         found: dict[str, tuple[str, list[Any]]] = {}
         for name, (datatype, attribute) in INPUTS.items():
@@ -122,7 +129,9 @@ class TextChunk:
 
     @classmethod
     def from_outputs(cls, outputs: Mapping[str, list[Any]], final: bool) -> TextChunk:
-        """`outputs`: wire name -> flat list of values; outputs that were not sent are absent. No text = an empty chunk."""
+        """`outputs`: wire name -> flat list of values; outputs that were not sent are absent. No text = an empty
+        chunk.
+        """
         reason = _first(outputs, "finish_reason")
         return cls(
             text="".join(outputs.get("text_output", [])),

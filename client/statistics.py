@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from client.messages import Completion, TextChunk
 
@@ -43,7 +43,9 @@ class AnswerClock:
 
 
 def reuse(whole: Completion) -> str:
-    """`reused 212 of 230 prompt tokens`, with what had to be recomputed after an eviction; empty if the server did not say."""
+    """`reused 212 of 230 prompt tokens`, with what had to be recomputed after an eviction; empty if the server did not
+    say.
+    """
     if whole.num_cached_tokens is None or whole.num_input_tokens is None:
         return ""
     text = f"reused {whole.num_cached_tokens} of {whole.num_input_tokens} prompt tokens"

@@ -1,7 +1,7 @@
 """What `generate` and `chat` do with a client and a terminal.
 
-Model text goes to standard output as it comes and is never read as markup; control characters other than newline and tab
-are dropped, so that no model can move the cursor or rename the window.
+Model text goes to standard output as it comes and is never read as markup; control characters other than newline and
+tab are dropped, so that no model can move the cursor or rename the window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The command line: `./everbatch COMMAND`. Errors are one sentence, exit status 2 for a wrong use and 1 for a failure."""
+"""The command line: `./everbatch COMMAND`. Errors are one sentence, exit status 2 for a wrong use and 1 for a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,7 +35,9 @@ def _show_version(value: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -47,9 +51,11 @@ def serve_command(
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
-    engine_config: Annotated[Optional[Path], typer.Option(help="JSON file with the engine's configuration.")] = None,
-    set_: Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting.")] = None,
-    model_repository: Annotated[Optional[Path], typer.Option(help="Another directory of Triton models.")] = None,
+    engine_config: Annotated[Path | None, typer.Option(help="JSON file with the engine's configuration.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting.")
+    ] = None,
+    model_repository: Annotated[Path | None, typer.Option(help="Another directory of Triton models.")] = None,
     exit_timeout: Annotated[int, typer.Option(min=1, help="Seconds that running requests get after Ctrl-C.")] = 30,
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds the models may take to load.")] = 600.0,
     verbose: Annotated[bool, typer.Option(help="Show the server's log.")] = False,
@@ -89,7 +95,7 @@ def fail(error: UserError | ServerFailed) -> typer.Exit:
 @app.command("test", context_settings=PASS_ON)
 def test_command(
     context: typer.Context,
-    schedules: Annotated[Optional[int], typer.Option(min=1, help="Random schedules of the engine simulation.")] = None,
+    schedules: Annotated[int | None, typer.Option(min=1, help="Random schedules of the engine simulation.")] = None,
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
     variables = dict(os.environ)
@@ -101,7 +107,9 @@ def test_command(
 
 def pytest_arguments(given: list[str]) -> list[str]:
     """`given`, with the whole suite in front unless it names files or directories."""
-    names_paths = any(Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-"))
+    names_paths = any(
+        Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-")
+    )
     return given if names_paths else ["tests", *given]
 
 
@@ -123,7 +131,7 @@ def doctor_command(
 @app.command("bench", context_settings=PASS_ON)
 def bench_command(
     context: typer.Context,
-    name: Annotated[Optional[str], typer.Argument(help="Benchmark; without it they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Benchmark; without it they are listed.")] = None,
 ) -> None:
     """Run a benchmark; further arguments go to it."""
     known = benchmarks()
@@ -151,7 +159,9 @@ def main() -> None:
     try:
         status = app(prog_name="everbatch", standalone_mode=False)
     except _UsageProblem as error:
-        Console(stderr=True).print(f"[red]everbatch: {escape(error.format_message())}[/red]", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[red]everbatch: {escape(error.format_message())}[/red]", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
@@ -159,7 +169,7 @@ def main() -> None:
 
 
 # the base of everything that parsing can raise; typer has its own copy of click from 0.2x on, and click's before
-_UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_UsageProblem: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`everbatch doctor`: what this machine has and lacks. Each finding is data (name, state, what was seen, what to do)."""
+"""`everbatch doctor`: what this machine has and lacks. Each finding is data (name, state, what was seen, what to
+do).
+"""
 
 from __future__ import annotations
 
@@ -62,23 +64,35 @@ def show(findings: list[Finding], console: Console) -> int:
     return 1 if failed else 0
 
 
-# ---- findings ------------------------------------------------------------------------------------------------------------
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 
 def python() -> Finding:
     seen = f"{platform.python_implementation()} {platform.python_version()} ({sys.prefix})"
     if sys.implementation.name == "cpython" and sys.version_info[:2] in ((3, 11), (3, 12)):
         return Finding("Python", "ok", seen)
-    return Finding("Python", "fail", seen, "the stub and numpy < 2 need CPython 3.11 or 3.12: apt-get install -y python3.11-venv")
+    return Finding(
+        "Python", "fail", seen, "the stub and numpy < 2 need CPython 3.11 or 3.12: apt-get install -y python3.11-venv"
+    )
 
 
 def environment() -> Finding:
     venv = ROOT / ".venv"
     if Path(sys.prefix) != venv:
-        return Finding("environment", "warn", f"{sys.prefix}, not the launcher's own", "its packages are not checked; unset EVERBATCH_PYTHON")
+        return Finding(
+            "environment",
+            "warn",
+            f"{sys.prefix}, not the launcher's own",
+            "its packages are not checked; unset EVERBATCH_PYTHON",
+        )
     if is_complete(venv, requirements_hash(ROOT)):
         return Finding("environment", "ok", str(venv))
-    return Finding("environment", "warn", f"{venv} does not match requirements/", "the next ./everbatch command brings it up to date")
+    return Finding(
+        "environment",
+        "warn",
+        f"{venv} does not match requirements/",
+        "the next ./everbatch command brings it up to date",
+    )
 
 
 def libc() -> Finding:
@@ -87,7 +101,12 @@ def libc() -> Finding:
     seen = f"{name or 'unknown'} {version} on {platform.machine()}"
     if name == "glibc" and numbers >= GLIBC_WANTED and platform.machine() == "x86_64":
         return Finding("C library", "ok", seen)
-    return Finding("C library", "fail", seen, "the wheel needs x86_64 and glibc 2.35 (Debian 12, Ubuntu 22.04); use docker compose up")
+    return Finding(
+        "C library",
+        "fail",
+        seen,
+        "the wheel needs x86_64 and glibc 2.35 (Debian 12, Ubuntu 22.04); use docker compose up",
+    )
 
 
 def stub_library() -> Finding:
@@ -96,7 +115,9 @@ def stub_library() -> Finding:
     if path is not None:
         return Finding(name, "ok", path)
     version = "{}.{}".format(*sys.version_info[:2])
-    return Finding(name, "fail", f"{libpython.library_name()} not found", f"run as root: apt-get install -y libpython{version}")
+    return Finding(
+        name, "fail", f"{libpython.library_name()} not found", f"run as root: apt-get install -y libpython{version}"
+    )
 
 
 def server() -> Finding:
@@ -111,17 +132,25 @@ def server() -> Finding:
 
 
 def torch_and_cuda() -> Finding:
-    """torch is asked in a process of its own: importing it takes a second, and a broken build may take the process down."""
+    """torch is asked in a process of its own: importing it takes a second, and a broken build may take the process
+    down.
+    """
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", "fail", "not installed", "remove .venv/everbatch.json and start again: the environment is repaired")
-    code = "import torch;c=torch.cuda;print(torch.__version__, c.get_device_name(0) if c.is_available() else '', sep='|')"
+        return Finding(
+            "torch", "fail", "not installed", "remove .venv/everbatch.json and start again: the environment is repaired"
+        )
+    code = (
+        "import torch;c=torch.cuda;print(torch.__version__, c.get_device_name(0) if c.is_available() else '', sep='|')"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
         return Finding("torch", "fail", reason, "remove .venv and start again: the environment is made anew")
     version, _, device = result.stdout.strip().splitlines()[-1].partition("|")
     if not device and shutil.which("nvidia-smi"):
-        return Finding("torch", "warn", f"{version} does not see the GPU", "install a CUDA build of this torch version into .venv")
+        return Finding(
+            "torch", "warn", f"{version} does not see the GPU", "install a CUDA build of this torch version into .venv"
+        )
     return Finding("torch", "ok", f"{version}, CUDA on {device}" if device else f"{version}, on the CPU")
 
 
@@ -133,7 +162,9 @@ def gpu() -> Finding:
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if result.returncode != 0:
-        return Finding("CUDA", "warn", f"nvidia-smi failed with status {result.returncode}", "look at the driver: nvidia-smi")
+        return Finding(
+            "CUDA", "warn", f"nvidia-smi failed with status {result.returncode}", "look at the driver: nvidia-smi"
+        )
     return Finding("CUDA", "ok", "; ".join(result.stdout.strip().splitlines()) or "no GPU visible")
 
 
@@ -141,7 +172,9 @@ def compiler() -> Finding:
     for name in ("g++", "c++", "clang++"):
         if path := shutil.which(name):
             return Finding("compiler", "ok", path)
-    return Finding("compiler", "warn", "no C++ compiler", "native CPU kernels are not built without one: apt-get install -y g++")
+    return Finding(
+        "compiler", "warn", "no C++ compiler", "native CPU kernels are not built without one: apt-get install -y g++"
+    )
 
 
 def shared_memory() -> Finding:
@@ -151,7 +184,9 @@ def shared_memory() -> Finding:
     seen = f"{_size(usage.free)} free of {_size(usage.total)}"
     if usage.free >= SHM_WANTED:
         return Finding("/dev/shm", "ok", seen)
-    remedy = f"{_size(SHM_WANTED)} are wanted; in a container use --shm-size=1g, else: mount -o remount,size=1g /dev/shm"
+    remedy = (
+        f"{_size(SHM_WANTED)} are wanted; in a container use --shm-size=1g, else: mount -o remount,size=1g /dev/shm"
+    )
     return Finding("/dev/shm", "warn" if usage.free >= 4 << 20 else "fail", seen, remedy)
 
 
@@ -162,14 +197,21 @@ def memory() -> Finding:
     seen = f"{_size(available)} available of {_size(total)}, {os.cpu_count()} processors"
     if available >= MEMORY_WANTED:
         return Finding("memory", "ok", seen)
-    return Finding("memory", "warn", seen, f"{_size(MEMORY_WANTED)} are wanted; make the pool smaller with --set kv_cache.max_tokens=N")
+    return Finding(
+        "memory",
+        "warn",
+        seen,
+        f"{_size(MEMORY_WANTED)} are wanted; make the pool smaller with --set kv_cache.max_tokens=N",
+    )
 
 
 def disk() -> Finding:
     free = shutil.disk_usage(ROOT).free
     if free >= DISK_WANTED:
         return Finding("disk", "ok", f"{_size(free)} free under {ROOT}")
-    return Finding("disk", "warn", f"{_size(free)} free under {ROOT}", f"logs and run files need up to {_size(DISK_WANTED)}")
+    return Finding(
+        "disk", "warn", f"{_size(free)} free under {ROOT}", f"logs and run files need up to {_size(DISK_WANTED)}"
+    )
 
 
 def model() -> Finding:

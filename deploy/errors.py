@@ -17,3 +17,7 @@ class ServerFailed(Exception):
     def __init__(self, message: str, log_tail: str = ""):
         super().__init__(message)
         self.log_tail = log_tail
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message is one sentence with the remedy."""

@@ -19,10 +19,14 @@ def resolve_model(name: str) -> Path:
     Empty = the default model. Raises UserError when there is no such directory, no checkpoint in it, or no network.
     """
     if not name:
-        return _check_directory(DEFAULT_MODEL, "the default model is missing from this checkout; give one with --model PATH_OR_HUB_ID")
+        return _check_directory(
+            DEFAULT_MODEL, "the default model is missing from this checkout; give one with --model PATH_OR_HUB_ID"
+        )
     path = Path(name).expanduser()
     if path.exists():
-        return _check_directory(path, f"{name} is no checkpoint; a directory with config.json and *.safetensors is needed")
+        return _check_directory(
+            path, f"{name} is no checkpoint; a directory with config.json and *.safetensors is needed"
+        )
     if HUB_ID.match(name) and not name.startswith("."):
         return _download(name)
     raise UserError(f"--model {name}: there is no such directory, and a hub id looks like owner/name")
@@ -45,7 +49,9 @@ def _download(hub_id: str) -> Path:
             f"--model {hub_id}: the hub has no safetensors checkpoint of it; choose a model that has one",
         )
     except HfHubHTTPError as error:
-        reason = "no such model, or it is not public" if error.response.status_code in (401, 403, 404) else "the hub refused"
+        reason = (
+            "no such model, or it is not public" if error.response.status_code in (401, 403, 404) else "the hub refused"
+        )
         raise UserError(f"--model {hub_id}: {reason}; give the path of a local checkpoint directory instead") from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise UserError(

@@ -19,7 +19,9 @@ class Ports:
 
     @classmethod
     def free(cls, host: str = "127.0.0.1") -> Ports:
-        """Three different ports that nobody listens on at this moment. Another process may take them before a server does."""
+        """Three different ports that nobody listens on at this moment. Another process may take them before a server
+        does.
+        """
         sockets = [_bind(host, 0) for _ in range(3)]
         numbers = [bound.getsockname()[1] for bound in sockets]
         for bound in sockets:

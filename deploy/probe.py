@@ -15,7 +15,9 @@ class ProbeFailed(Exception):
     """The server did not answer as a healthy one does; the message says how."""
 
 
-def request(url: str, method: str, path: str, body: dict[str, object] | None = None, timeout_s: float = 5.0) -> tuple[int, str]:
+def request(
+    url: str, method: str, path: str, body: dict[str, object] | None = None, timeout_s: float = 5.0
+) -> tuple[int, str]:
     """One HTTP exchange: status and body. Raises ProbeFailed when there is no answer within `timeout_s` per read."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=timeout_s)

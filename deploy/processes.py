@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
 
 RUN_ID_VARIABLE = "EVERBATCH_RUN_ID"
 STUB_NAME = "triton_python_backend_stub"
@@ -103,7 +103,9 @@ def send_signal(process: Process, signal_number: int) -> None:
 
 
 def kill_run(run_id: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> list[int]:
-    """SIGKILL every process of a run until none is left, new ones included. Returns the pids that outlived `timeout_s`."""
+    """SIGKILL every process of a run until none is left, new ones included. Returns the pids that outlived
+    `timeout_s`.
+    """
     spared = set(spare)
     deadline = time.monotonic() + timeout_s
     while True:

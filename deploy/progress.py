@@ -6,32 +6,48 @@ import os
 import shutil
 import sys
 import time
-from typing import Optional, TextIO
+from typing import TextIO
 
 
 class Progress:
     """Steps that take a while, on standard error, with the seconds since the first one."""
 
-    def __init__(self, stream: Optional[TextIO] = None):
+    def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._noted = 0.0
+        self._noted = -1e9
+        self._text = ""
 
     def step(self, title: str) -> None:
         """Begin a step; its title stays on the screen."""
+        self._text = ""
         self._line(f"[{self._elapsed()}] {title}")
 
     def note(self, text: str) -> None:
-        """What the step is busy with: replaces the former note, or at most every 5 s a line where there is no terminal."""
+        """What the step is busy with: replaces the former note, or at most every 5 s a line where there is no
+        terminal.
+        """
+        self._text = text
+        self._show(every_s=0.0 if self._live else 5.0)
+
+    def tick(self) -> None:
+        """Nothing has happened for a while: show that time goes on."""
+        if self._text:
+            self._show(every_s=0.0 if self._live else 15.0)
+
+    def _show(self, every_s: float) -> None:
         now = time.monotonic()
+        if now - self._noted < every_s:
+            return
+        self._noted = now
+        text = f"[{self._elapsed()}]   {self._text}"
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write("\r\x1b[2K" + f"[{self._elapsed()}]   {text}"[:width])
+            self._stream.write("\r\x1b[2K" + text[:width])
             self._stream.flush()
-        elif now - self._noted >= 5:
-            self._line(f"[{self._elapsed()}]   {text}")
-            self._noted = now
+        else:
+            self._line(text)
 
     def done(self, title: str) -> None:
         """End of all steps."""

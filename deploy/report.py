@@ -28,7 +28,8 @@ def effective(config: EngineConfig) -> list[str]:
     """Every setting that has a value, a line per section."""
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     return [
-        f"{section:<10} " + "  ".join(f"{key}={_plain(value)}" for key, value in values.items() if value not in (None, ""))
+        f"{section:<10} "
+        + "  ".join(f"{key}={_plain(value)}" for key, value in values.items() if value not in (None, ""))
         for section, values in sections.items()
     ]
 

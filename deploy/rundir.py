@@ -1,12 +1,12 @@
 """The private directory of one running server.
 
-    .run/NAME/            0700
-        config.json       the effective configuration, as the engine reads it
-        backends/python/  links into the wheel
-        models/           a rendered copy of the model repository, only where a setting changes it
-        server.log        what the server, its stubs and the engine write
-        admin.key         secret of the restricted APIs, 0600
-        engine.sock       the engine's socket, unless this path is too long for one
+.run/NAME/            0700
+    config.json       the effective configuration, as the engine reads it
+    backends/python/  links into the wheel
+    models/           a rendered copy of the model repository, only where a setting changes it
+    server.log        what the server, its stubs and the engine write
+    admin.key         secret of the restricted APIs, 0600
+    engine.sock       the engine's socket, unless this path is too long for one
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def render_repository(source: Path, directory: Path, *, decoupled: bool) -> Path
 
 
 def set_decoupled(pbtxt: str, decoupled: bool) -> str:
-    """A model configuration with its transaction policy changed; one without a policy stays as it is (not decoupled)."""
+    """A model configuration with its transaction policy changed; one without a policy stays as it is (not
+    decoupled).
+    """
     return _DECOUPLED.sub(f"decoupled: {str(decoupled).lower()}", pbtxt)
 
 
@@ -97,5 +99,7 @@ def check_repository(source: Path) -> Path:
     if not source.is_dir():
         raise UserError(f"model repository {source} is no directory; give one with --model-repository DIR")
     if not any(source.glob("*/config.pbtxt")):
-        raise UserError(f"model repository {source} holds no model (no */config.pbtxt); give another with --model-repository DIR")
+        raise UserError(
+            f"model repository {source} holds no model (no */config.pbtxt); give another with --model-repository DIR"
+        )
     return source.resolve()

@@ -4,11 +4,12 @@
         server.wait_ready(120)                                     # ready, and one real token was generated
         ... server.http_url, server.grpc_url, server.metrics_url, server.stub_pids()
 
-Order of side effects in start(): ports are checked, then files are written, then the janitor is started, then the server.
-In stop(): SIGUSR1 to the stubs (drain), SIGTERM to the server, wait, SIGKILL to whatever carries the run id, shared memory
-unlinked, janitor released. stop() is idempotent and start() may be called again after it.
+Order of side effects in start(): ports are checked, then files are written, then the janitor is started, then the
+server. In stop(): SIGUSR1 to the stubs (drain), SIGTERM to the server, wait, SIGKILL to whatever carries the run id,
+shared memory unlinked, janitor released. stop() is idempotent and start() may be called again after it.
 
-The server is killed by the kernel when the *thread* that called start() ends: call it from a thread that lives long enough.
+The server is killed by the kernel when the *thread* that called start() ends: call it from a thread that lives long
+enough.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Callable, Self
+from typing import Self
 
 from backend.api.config import EngineConfig
 from deploy import ROOT, probe, rundir, server_log, tritonserver
@@ -67,8 +69,8 @@ class TritonServer:
     ):
         """Describe a server; nothing happens yet.
 
-        `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text model
-        that must generate one token before the server counts as ready; None asks the readiness endpoint only.
+        `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text
+        model that must generate one token before the server counts as ready; None asks the readiness endpoint only.
         """
         self.config = config
         self.host = host
@@ -107,11 +109,15 @@ class TritonServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be executed."""
+        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be
+        executed.
+        """
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.ports.http} is already started; stop() it first")
         self.ports.check_free(self.host)
@@ -157,8 +163,8 @@ class TritonServer:
         Raises ServerFailed (with the log's tail) when the server ends or `timeout_s` passes, StartCancelled on request.
         """
         deadline = time.monotonic() + timeout_s
-        phase: str | None = "loading the models"
-        on_phase(phase)
+        phase = "the models"
+        on_phase("loading the models")
         while not probe.is_ready(self.http_url):
             self._check_start(deadline, timeout_s, cancelled)
             time.sleep(_POLL_S)
@@ -176,7 +182,8 @@ class TritonServer:
     def stop(self, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> None:
         """End the server and everything it started; drain for at most `timeout_s` (the exit timeout when unset).
 
-        With `cancelled()` true the rest of the wait is skipped. Afterwards no process and no shared memory of it is left.
+        With `cancelled()` true the rest of the wait is skipped. Afterwards no process and no shared memory of it is
+        left.
         """
         if self._process is not None:
             self._drain(self.exit_timeout_s + KILL_MARGIN_S if timeout_s is None else timeout_s, cancelled)
@@ -254,9 +261,14 @@ class TritonServer:
         if cancelled():
             raise StartCancelled
         if not self.running():
-            raise ServerFailed(f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}", self.log_tail())
+            raise ServerFailed(
+                f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}",
+                self.log_tail(),
+            )
         if time.monotonic() > deadline:
-            raise ServerFailed(f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail())
+            raise ServerFailed(
+                f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail()
+            )
 
     def _generate_first_token(self, deadline: float) -> None:
         remaining = max(5.0, deadline - time.monotonic())
@@ -266,16 +278,21 @@ class TritonServer:
             raise ServerFailed(f"the server is up but does not generate: {failure}", self.log_tail()) from None
 
     def _drain(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
-        """Ask politely: SIGUSR1 to stubs that have a handler for it (its default would kill them), SIGTERM to the server."""
-        if self.running():
-            for stub in stubs_of(self.pid):
+        """Ask politely: SIGUSR1 to stubs that have a handler for it (its default would kill them), SIGTERM to the
+        server.
+        """
+        process = self._process
+        if process is not None and process.poll() is None:
+            for stub in stubs_of(process.pid):
                 if catches(stub.pid, signal.SIGUSR1):
                     send_signal(stub, signal.SIGUSR1)
-            self._process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while self.running() and time.monotonic() < deadline and not cancelled():
             time.sleep(_POLL_S / 2)
-        followers = min(deadline, time.monotonic() + FOLLOWERS_S)  # stubs and engine notice by themselves that it is gone
+        followers = min(
+            deadline, time.monotonic() + FOLLOWERS_S
+        )  # stubs and engine notice by themselves that it is gone
         while processes_of_run(self.run_id) and time.monotonic() < followers and not cancelled():
             time.sleep(_POLL_S / 2)
 
@@ -290,8 +307,7 @@ class TritonServer:
             shutil.rmtree(self._temporary_socket_directory, ignore_errors=True)
             self._temporary_socket_directory = None
         if self._janitor is not None:
-            self._janitor.stdin.close()
-            self._janitor.wait()
+            self._janitor.communicate()  # closes its input, which is what it waits for
             self._janitor = None
         self._stubs = []
         if left:

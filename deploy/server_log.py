@@ -9,7 +9,9 @@ TAIL_BYTES = 64 << 10
 _NOISE = (  # normal on a machine without a GPU, and Triton's tables and progress messages
     re.compile(r"^I\d{4} "),
     re.compile(r"^[+|]"),
-    re.compile(r"CudaDriverHelper has not been initialized|Unable to allocate pinned system memory|DCGM unable to start"),
+    re.compile(
+        r"CudaDriverHelper has not been initialized|Unable to allocate pinned system memory|DCGM unable to start"
+    ),
     re.compile(r"^Error: Failed to initialize NVML|everbatch: Python environment"),
 )
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")

@@ -1,7 +1,8 @@
 """exec a command that must not outlive its parent:  python -m deploy.spawn PARENT_PID STACK_BYTES COMMAND ARGS...
 
-Runs in the child between fork and exec of the server (instead of subprocess's preexec_fn, which is unsafe beside threads).
-Keeps the pid. Order: ask for SIGKILL at the parent's death, then look whether the parent died before that, then exec.
+Runs in the child between fork and exec of the server (instead of subprocess's preexec_fn, which is unsafe beside
+threads). Keeps the pid. Order: ask for SIGKILL at the parent's death, then look whether the parent died before that,
+then exec.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main(arguments: list[str]) -> None:
 
 
 def raise_stack_limit(stack_bytes: int) -> None:
-    """Raise the soft stack limit, which is also the stack size of the server's threads, as far as the hard one allows."""
+    """Raise the soft stack limit, which is also the stack size of the server's threads, as far as the hard one
+    allows.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = stack_bytes if hard == resource.RLIM_INFINITY else min(stack_bytes, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
 """`everbatch serve`: keep one TritonServer alive until told to stop.
 
-A stub that dies is invisible to Triton: its streams hang and every endpoint still says 200. So the supervisor watches the
-processes and starts the whole server again, with back-off; after MAX_FAILURES within WINDOW_S it gives up.
+A stub that dies is invisible to Triton: its streams hang and every endpoint still says 200. So the supervisor watches
+the processes and starts the whole server again, with back-off; after MAX_FAILURES within WINDOW_S it gives up.
 First Ctrl-C or SIGTERM: drain and stop. Second: now. A server that never came up is not started again.
 """
 
@@ -12,8 +12,9 @@ import select
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
-from typing import Callable, Protocol, Self
+from typing import Protocol, Self
 
 from deploy.errors import ServerFailed
 from deploy.processes import Process
@@ -29,8 +30,8 @@ POLL_S = 0.25
 class Server(Protocol):
     """What the supervisor needs of a TritonServer."""
 
-    exit_status: int | None
-
+    @property
+    def exit_status(self) -> int | None: ...
     def start(self) -> None: ...
     def wait_ready(
         self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool]
@@ -97,7 +98,7 @@ class FailureWindow:
             self._times.popleft()
         if len(self._times) >= self.limit:
             return None
-        return min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._times) - 1))
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (len(self._times) - 1))
 
 
 def supervise(server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> int:

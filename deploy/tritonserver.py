@@ -1,8 +1,8 @@
 """Which tritonserver, with which flags and which environment. Nothing here starts a process.
 
-The three hard facts (shared/docs/triton-server-notes.md): the stub finds its Python through PATH and not through PYTHONPATH;
-it must embed the libpython of that Python; and every response or readiness default that leaves this machine is a decision,
-so addresses are given explicitly and the dangerous APIs ask for a secret.
+The three hard facts (shared/docs/triton-server-notes.md): the stub finds its Python through PATH and not through
+PYTHONPATH; it must embed the libpython of that Python; and every response or readiness default that leaves this machine
+is a decision, so addresses are given explicitly and the dangerous APIs ask for a secret.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def find_installation() -> Installation:
 
 
 def prepare_backend_directory(installation: Installation, directory: Path) -> Path | None:
-    """Lay out `directory`/python with three links into the wheel. Returns None where the server brings its own backends.
+    """Lay out `directory`/python with three links into the wheel. Returns None where the server brings its own
+    backends.
 
     Raises UserError when the wheel has no stub for this Python, or the stub's libpython is missing.
     """
@@ -118,7 +119,9 @@ def environment(
     exit_timeout_s: int,
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
-    """The server's environment, inherited by its stubs and by the engine process. `base` is this process's when unset."""
+    """The server's environment, inherited by its stubs and by the engine process. `base` is this process's when
+    unset.
+    """
     variables = dict(os.environ if base is None else base)
     python = Path(sys.executable)
     variables["PATH"] = _prepend(str(python.parent), variables.get("PATH", os.defpath))

@@ -7,9 +7,9 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
     out = softmax(q k^T / sqrt(head_dim) + mask) v        query heads of one kv head share its keys (GQA)
 
-Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds (NaN
-of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that have left the
-window (-1) and beyond the end are never used as an index. Pool layout: kernels/kv_write.py.
+Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds
+(NaN of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that
+have left the window (-1) and beyond the end are never used as an index. Pool layout: kernels/kv_write.py.
 
 `plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
 reference gathers: rows with one query go together, in groups of like length, the others one by one.
@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-QUERIES_AT_ONCE = 256  # of one context row behind a mask: bounds the mask's memory, and skips keys no query of them sees
+# Of one context row behind a mask: bounds the mask's memory, and skips keys that none of the queries sees.
+QUERIES_AT_ONCE = 256
 
 
 class AttentionRows(NamedTuple):
@@ -101,7 +102,14 @@ def plan_attention(
     generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
     context = [
         _plan_context(
-            int(rows.starts[row]), int(num_queries[row]), int(rows.lengths[row]), rows.tables[row], block_size, window, dtype, device
+            int(rows.starts[row]),
+            int(num_queries[row]),
+            int(rows.lengths[row]),
+            rows.tables[row],
+            block_size,
+            window,
+            dtype,
+            device,
         )
         for row in np.flatnonzero(num_queries > 1)
     ]
@@ -109,7 +117,7 @@ def plan_attention(
 
 
 def reference(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
-    """q [num_tokens, heads, head_dim], pool [blocks, block_size, 2, kv_heads, head_dim] -> [num_tokens, heads, head_dim]."""
+    """q [num_tokens, heads, head_dim], pool [blocks, block_size, 2, kv_heads, head_dim] -> a new tensor like q."""
     if len(plan.generation) == 1 and plan.generation[0].tokens is None:
         return _attend_generation(q, pool, plan.generation[0])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -154,7 +162,11 @@ def _plan_generation(
         tail = max(head, int((ends[chosen] - first_blocks[chosen] * block_size).min()))
         groups.append(
             GenerationGroup(
-                tokens, blocks.to(device), mask.to(device)[:, None, None], unseen.to(device)[:, :, None, None, None], slice(head, tail)
+                tokens,
+                blocks.to(device),
+                mask.to(device)[:, None, None],
+                unseen.to(device)[:, :, None, None, None],
+                slice(head, tail),
             )
         )
     return groups
@@ -193,7 +205,8 @@ def _plan_context(
 
 def _attend_generation(q: Tensor, pool: Tensor, group: GenerationGroup) -> Tensor:
     """q [rows, heads, head_dim] -> the same shape. The query heads of a kv head become the queries of one product."""
-    kv = pool.index_select(0, group.blocks).view(q.shape[0], -1, *pool.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
+    kv = pool.index_select(0, group.blocks)
+    kv = kv.view(q.shape[0], -1, *pool.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
     head, tail = group.seen_by_all.start, group.seen_by_all.stop
     for ragged in (slice(0, head), slice(tail, kv.shape[1])):
         if ragged.start < ragged.stop:

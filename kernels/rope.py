@@ -1,10 +1,10 @@
-"""Rotary position embedding (Su et al., 2021), in Hugging Face's layout: the head's first half pairs with its second half.
+"""Rotary position embedding (Su et al., 2021), in Hugging Face's layout: the head's first half pairs with its second.
 
     angle = position * inv_freq              [num_tokens, head_dim / 2]
     (a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., :half], b = x[..., half:]
 
-With the sign in the sine and the halves exchanged this is x * [cos cos] + roll(x) * [-sin sin]: `rope_factors` makes the two
-factors once a step, `rope` runs once a layer.
+With the sign in the sine and the halves exchanged this is x * [cos cos] + roll(x) * [-sin sin]: `rope_factors` makes
+the two factors once a step, `rope` runs once a layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CASES = [(1, 1, 2), (1, 1, 8), (5, 3, 16), (17, 8, 64), (3, 2, 80)]  # (num_toke
 
 
 def rope_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos, sin [num_tokens, head_dim / 2] -> the factors of x and of its rolled self, each [num_tokens, 1, head_dim]."""
+    """cos, sin [num_tokens, head_dim / 2] -> the factors of x and of rolled x, each [num_tokens, 1, head_dim]."""
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Write a Hugging Face checkpoint directory with random weights: for tests, and for benchmarks that only need the shape.
+"""Write a Hugging Face checkpoint directory with random weights: for tests, and benchmarks that need only the shape.
 
     .venv/bin/python -m tools.make_random_model DIR --shape M
-    .venv/bin/python -m tools.make_random_model DIR --family qwen3 --seed 7 --set num_hidden_layers=4 --set dtype=bfloat16
+    .venv/bin/python -m tools.make_random_model DIR --family qwen3 --seed 7 --set num_hidden_layers=4
 
-transformers provides the tensor names, shapes and the config.json, so the result is what transformers itself would write. The
-values come from one generator in the order of the names: the same seed gives the same files. Matrices are scaled by the square
-root of their fan-in, which keeps activations near 1 and makes attention matter, unlike transformers' own initialisation.
+transformers provides the tensor names, shapes and the config.json, so the result is what transformers itself would
+write. The values come from one generator in the order of the names: the same seed gives the same files. Matrices are
+scaled by the square root of their fan-in, which keeps activations near 1 and makes attention matter, unlike
+transformers' own initialisation.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 TINY: dict[str, Any] = dict(
-    vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="float32",
+    vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+    pad_token_id=None, dtype="float32",
 )
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -66,8 +68,8 @@ def make_random_model(
 ) -> Path:
     """Write config.json, generation_config.json and safetensors to `directory`, and return it.
 
-    `shape` S, M or L sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes an index.
-    `tokenizer_from` names a checkpoint directory whose tokenizer is copied. Raises ValueError for an unknown name.
+    `shape` S, M or L sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
+    an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ TurboMind's sequence manager (document 004): START creates or replaces, `step` r
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -54,8 +55,8 @@ class SessionTable:
         self._last_used_ns[session_id] = now_ns
         excess = len(self._sessions) - self._config.max_sessions
         if excess > 0:
-            idle = [key for key, seq in self._sessions.items() if seq.status is Status.IDLE and key != session_id]
-            for key in idle[:excess]:
+            idle = (key for key, seq in self._sessions.items() if seq.status is Status.IDLE and key != session_id)
+            for key in list(itertools.islice(idle, excess)):
                 self.erase(key)
 
     def erase(self, session_id: SessionId) -> None:
@@ -69,8 +70,6 @@ class SessionTable:
     def expire(self, now_ns: int) -> None:
         """Erase idle sessions that nobody has used for `idle_ttl_s`."""
         limit_ns = now_ns - int(self._config.idle_ttl_s * 1e9)
-        for session_id in list(self._sessions):
-            if self._last_used_ns[session_id] > limit_ns:
-                break
-            if self._sessions[session_id].status is Status.IDLE:
-                self.erase(session_id)
+        old = itertools.takewhile(lambda session_id: self._last_used_ns[session_id] <= limit_ns, self._sessions)
+        for session_id in [key for key in old if self._sessions[key].status is Status.IDLE]:
+            self.erase(session_id)

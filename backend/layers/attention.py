@@ -1,4 +1,4 @@
-"""The attention layer: fused qkv projection, optional q/k norm, rotary embedding, KV write, paged attention, output projection."""
+"""The attention layer: fused qkv projection, q/k norm, rotary embedding, KV write, paged attention, output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention(
 ) -> Tensor:
     """x [num_tokens, hidden] -> [num_tokens, hidden]. Writes this layer's KV of all tokens to `pool` before it is read.
 
-    `angles` are kernels.rope.rope_factors of the tokens' positions; `cells` [num_tokens] int64 as in kernels/kv_write.py.
+    `angles`: kernels.rope.rope_factors of the tokens' positions. `cells` [num_tokens] int64: see kernels/kv_write.py.
     """
     num_tokens, kv_heads = x.shape[0], pool.shape[3]
     qkv = F.linear(x, weights.qkv, weights.qkv_bias).view(num_tokens, -1, head_dim)

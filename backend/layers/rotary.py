@@ -21,7 +21,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return inv_freq
 
 
-def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [num_positions, head_dim / 2] in `dtype`; the angles are formed in float32."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
@@ -33,7 +35,8 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
-    ramp = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    turns = rope.original_max_position / wavelength
+    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = (1 - ramp) * inv_freq / rope.factor + ramp * inv_freq
     scaled = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
     is_medium = ~(wavelength < shortest) & ~(wavelength > longest)

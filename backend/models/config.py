@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json says, for the Llama-shaped families. Anything not understood is an error, not a guess."""
+"""ModelConfig: what config.json says, for the Llama-shaped families. What is not understood is an error, no guess."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read `directory`/config.json. Raises ConfigError naming what is missing or not supported."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model {directory.name}: config.json: File does not exist; give a Hugging Face checkpoint directory")
+        raise ConfigError(
+            f"model {directory.name}: config.json: File does not exist; give a Hugging Face checkpoint directory"
+        )
     return parse_model_config(path.read_text())
 
 
@@ -72,7 +74,7 @@ def parse_model_config(text: str) -> ModelConfig:
         raise ConfigError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"the checkpoint is quantised ({method}), which this version does not read; use a float checkpoint")
+        raise ConfigError(f"the checkpoint is quantised ({method}), which is not supported; use a float checkpoint")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
     try:
@@ -119,18 +121,24 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
     return _checked(msgspec.convert(config, ModelConfig))
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_position",
+)
+
+
 def _checked(config: ModelConfig) -> ModelConfig:
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_position"):
+    for name in _SIZES:
         if getattr(config, name) < 1:
             raise ConfigError(f"config.json: {name} is {getattr(config, name)}, at least 1 is needed")
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
-            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+            f"config.json: num_attention_heads {config.num_heads} is no multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise ConfigError(f"config.json: head_dim is {config.head_dim}; rotary embedding needs an even number")
     if any(window is not None and window < 1 for window in config.windows):
-        raise ConfigError(f"config.json: sliding_window is {config.sliding_window}, at least 1 is needed; null turns it off")
+        raise ConfigError("config.json: sliding_window is less than 1; null turns it off")
     return config
 
 
@@ -171,7 +179,9 @@ def _windows(raw: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ConfigError(f"layer type {min(unknown)} is not supported; supported are full_attention and sliding_attention")
+        raise ConfigError(
+            f"layer type {min(unknown)} is not supported; supported are full_attention and sliding_attention"
+        )
     if len(kinds) != layers:
         raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

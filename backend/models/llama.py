@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. One forward over a flat batch; everything it needs is an argument."""
+"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. One forward over a flat batch, all of it by arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Llama:
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV.
 
-        token_ids, positions, cells: [num_tokens] int64. pools: one KV pool a layer. Returns hidden states [num_tokens, hidden].
+        token_ids, positions, cells: [num_tokens] int64. pools: one KV pool a layer. Returns [num_tokens, hidden].
         """
         config = self.config
         angles = rope_factors(self.cos[positions], self.sin[positions])
@@ -54,7 +54,9 @@ class Llama:
         x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
         for layer, pool, window in zip(self.layers, pools, config.windows, strict=True):
             normed = rms_norm(x, layer.input_norm, config.norm_eps)
-            x += attention(normed, layer.attention, pool, plans[window], cells, angles, config.head_dim, config.norm_eps)
+            x += attention(
+                normed, layer.attention, pool, plans[window], cells, angles, config.head_dim, config.norm_eps
+            )
             x += mlp(rms_norm(x, layer.post_norm, config.norm_eps), layer.mlp)
         return x
 
@@ -90,8 +92,8 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeigh
     return LayerWeights(
         input_norm=source.take(prefix + "input_layernorm.weight", (hidden,)),
         attention=AttentionWeights(
-            qkv=torch.cat([source.take(name + ".weight", (rows, hidden)) for name, rows in qkv.items()]),
-            qkv_bias=torch.cat([source.take(n + ".bias", (rows,)) for n, rows in qkv.items()]) if config.qkv_bias else None,
+            qkv=_fused(source, qkv, ".weight", hidden),
+            qkv_bias=_fused(source, qkv, ".bias") if config.qkv_bias else None,
             out=source.take(attn + "o_proj.weight", (hidden, q)),
             out_bias=source.take(attn + "o_proj.bias", (hidden,)) if config.out_bias else None,
             q_norm=source.take(attn + "q_norm.weight", (head,)) if config.qk_norm else None,
@@ -99,9 +101,14 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeigh
         ),
         post_norm=source.take(prefix + "post_attention_layernorm.weight", (hidden,)),
         mlp=MlpWeights(
-            gate_up=torch.cat([source.take(name + ".weight", (rows, hidden)) for name, rows in gate_up.items()]),
-            gate_up_bias=torch.cat([source.take(n + ".bias", (r,)) for n, r in gate_up.items()]) if config.mlp_bias else None,
+            gate_up=_fused(source, gate_up, ".weight", hidden),
+            gate_up_bias=_fused(source, gate_up, ".bias") if config.mlp_bias else None,
             down=source.take(ffn + "down_proj.weight", (hidden, inter)),
             down_bias=source.take(ffn + "down_proj.bias", (hidden,)) if config.mlp_bias else None,
         ),
     )
+
+
+def _fused(source: TensorSource, rows: dict[str, int], suffix: str, *columns: int) -> Tensor:
+    """Several projections as one: name -> rows, stacked in order."""
+    return torch.cat([source.take(name + suffix, (count, *columns)) for name, count in rows.items()])

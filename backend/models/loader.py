@@ -30,7 +30,7 @@ def resolve_model_path(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ConfigError(f"model {path}: File does not exist; give a checkpoint directory or a hub id such as ORG/NAME")
+        raise ConfigError(f"model {path}: File does not exist; give a checkpoint directory or a hub id (ORG/NAME)")
     return _from_hub(path)
 
 
@@ -42,7 +42,9 @@ def load_directory(directory: Path, max_seq_len: int | None, dtype: str, device:
         return _build(config, tensors, max_seq_len, dtype, device)
 
 
-def load_buffers(tensors: Mapping[str, Tensor], json_config: str, max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
+def load_buffers(
+    tensors: Mapping[str, Tensor], json_config: str, max_seq_len: int | None, dtype: str, device: torch.device
+) -> Llama:
     """Build a model from tensors in memory and the text of a config.json. Raises ConfigError."""
     return _build(parse_model_config(json_config), tensors, max_seq_len, dtype, device)
 
@@ -72,7 +74,9 @@ def effective_dtype(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: s
     return DTYPES[name]
 
 
-def _build(config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
+def _build(
+    config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device
+) -> Llama:
     limit = min(max_seq_len or config.max_position, config.max_position)
     with torch.inference_mode():
         return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, tensors, dtype), device)
@@ -110,12 +114,12 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"model {directory.name}: {index.name} has no weight_map; fetch it again") from None
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
-            raise ConfigError(f"model {directory.name}: {missing[0]}: File does not exist; {len(missing)} shards are missing")
+            raise ConfigError(f"model {directory.name}: {missing[0]}: File does not exist; {len(missing)} missing")
         return [directory / name for name in names]
     if (directory / "model.safetensors").is_file():
         return [directory / "model.safetensors"]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise ConfigError(f"model {directory.name} has pickle weights (.bin, .pt), which are refused; convert them to safetensors")
+        raise ConfigError(f"model {directory.name} has pickle weights (.bin, .pt): refused; convert to safetensors")
     raise ConfigError(f"model {directory.name}: model.safetensors: File does not exist")
 
 
@@ -127,5 +131,6 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {name}: File does not exist here and could not be fetched ({type(error).__name__}); give a checkpoint directory"
+            f"model {name}: File does not exist here and could not be fetched ({type(error).__name__}); "
+            f"give a checkpoint directory"
         ) from None

@@ -17,7 +17,7 @@ class TensorSource:
         self._dtype, self._device = dtype, device
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in the model's dtype on its device. Raises ConfigError when it is missing or of another shape."""
+        """Return a tensor in the model's dtype on its device. Raises ConfigError when missing or of another shape."""
         if name not in self._left:
             raise ConfigError(f"the checkpoint lacks the tensor {name}; its config.json describes another model")
         self._left.remove(name)
@@ -29,7 +29,9 @@ class TensorSource:
     def take_copy(self, name: str, original: Tensor) -> None:
         """Use up a tensor that may be there and must then equal `original`. Raises ConfigError when it differs."""
         if name in self._left and not torch.equal(self.take(name, tuple(original.shape)), original):
-            raise ConfigError(f"tensor {name} differs from the one it is tied to; set tie_word_embeddings to false in config.json")
+            raise ConfigError(
+                f"tensor {name} differs from the one it is tied to; set tie_word_embeddings to false in config.json"
+            )
 
     def check_all_used(self) -> None:
         """Raise ConfigError when tensors are left over: the model would not be the one that was trained."""

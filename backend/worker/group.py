@@ -42,7 +42,8 @@ class InProcessWorkerGroup:
         cls, tensors: Mapping[str, Tensor], json_config: str, model: ModelConfigSection, scheduler: SchedulerConfig
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
-        group = cls(ModelConfigSection("<buffers>", model.dtype, model.device, model.max_seq_len, model.num_threads), scheduler)
+        section = ModelConfigSection("<buffers>", model.dtype, model.device, model.max_seq_len, model.num_threads)
+        group = cls(section, scheduler)
         group._buffers = (tensors, json_config)
         return group
 
@@ -84,7 +85,7 @@ class InProcessWorkerGroup:
         self.model = None
 
     def _dummy_run(self) -> None:
-        """Run one full step on slots and a pool of its own, which are gone afterwards; warms up kernels and the allocator."""
+        """Run one full step on slots and a pool of its own, gone afterwards; warms up kernels and the allocator."""
         step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
         self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks).execute(step)
 
@@ -97,7 +98,9 @@ class InProcessWorkerGroup:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
             gib = num_blocks * storage.bytes_per_block / (1 << 30)
-            raise ConfigError(f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens") from None
+            raise ConfigError(
+                f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens"
+            ) from None
         batch = InputBatch(self._num_slots, self.model.cos.shape[0], block_size, self.device)
         return ModelRunner(self.model, storage, batch, Sampler(self._num_slots, config.vocab_size, self.device))
 

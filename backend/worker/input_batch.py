@@ -78,7 +78,7 @@ class InputBatch:
             self.num_tokens[sample.slot] += 1
 
     def flatten(self, rows: list[Row]) -> FlatBatch:
-        """Assemble a step. The blocks of `rows` must have been appended. Raises IndexError when a token has no block."""
+        """Assemble a step. The blocks of `rows` must have been appended. IndexError when a token has no block."""
         numbers = np.array([(row.slot, row.num_computed, row.num_tokens) for row in rows], dtype=np.int64)
         slots, computed, counts = numbers.T
         starts = np.concatenate(([0], counts.cumsum()))
@@ -106,8 +106,8 @@ class InputBatch:
         for row, length in zip(rows, lengths.tolist(), strict=True):
             if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
                 raise IndexError(
-                    f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens and has "
-                    f"{self.num_blocks[row.slot]} blocks of {self._block_size}; the engine and this worker disagree"
+                    f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens "
+                    f"and has {self.num_blocks[row.slot]} blocks of {self._block_size}; engine and worker disagree"
                 )
         if blocks.min() < 0:
             raise IndexError(f"a token of step rows {[row.slot for row in rows]} lies in a block that was let go")

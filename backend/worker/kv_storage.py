@@ -1,4 +1,4 @@
-"""KVStorage: the memory behind block ids. One pool a layer, [num_blocks, block_size, 2, kv_heads, head_dim] (kernels/kv_write.py)."""
+"""KVStorage: the memory behind block ids. One pool a layer; kernels/kv_write.py decides its layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class KVStorage:
-    def __init__(self, num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
         self._shape = (block_size, 2, kv_heads, head_dim)
         self._dtype, self._device = dtype, device
         self.pools: list[Tensor] = [torch.empty(0, *self._shape, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -21,7 +21,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_free_bytes(proc: Path, cgroup: Path) -> int:
-    """MemAvailable of `proc`/meminfo, or the room below the tightest cgroup v2 limit on the way to this process, if less."""
+    """MemAvailable of `proc`/meminfo, or the room below the tightest cgroup v2 limit of this process, if less."""
     return min([_available_bytes(proc), *(_room_bytes(group) for group in _groups(proc, cgroup))])
 
 

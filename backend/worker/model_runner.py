@@ -1,4 +1,6 @@
-"""ModelRunner: one step on one rank. Effects in order: grow, copy blocks, take in new rows, append blocks, forward, sample, append.
+"""ModelRunner: one step on one rank.
+
+Effects in order: grow, copy blocks, take in new rows, append blocks, forward, sample, append.
 
 `forward` and `sample` are apart, so that logits can be looked at between them.
 """
@@ -58,7 +60,7 @@ class ModelRunner:
 
 
 def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:
-    """The step that needs the most memory: every slot samples, one row carries all tokens the others leave of the budget."""
+    """The step that needs the most memory: every slot samples, one row has all tokens the others leave it."""
     new_rows: list[NewRow] = []
     left, num_blocks = max_num_tokens, 0
     for slot in range(num_slots):

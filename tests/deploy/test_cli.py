@@ -121,7 +121,9 @@ def test_a_hub_id_that_cannot_be_downloaded_is_one_sentence(monkeypatch: pytest.
         raise ConnectionError("unreachable")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    with pytest.raises(UserError, match="--model owner/name is not in the local cache and cannot be downloaded") as caught:
+    with pytest.raises(
+        UserError, match="--model owner/name is not in the local cache and cannot be downloaded"
+    ) as caught:
         serve.resolve_model("owner/name")
     assert "\n" not in str(caught.value)
 

@@ -20,7 +20,8 @@ PORT = re.compile(r"^(127\.0\.0\.1:)?\d+:\d+$")
 SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
     "build": dict, "image": str, "init": bool, "user": str, "read_only": bool, "cap_drop": list, "security_opt": list,
     "shm_size": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str), "volumes": list, "ports": list,
-    "command": (list, str), "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list, "deploy": dict,
+    "command": (list, str), "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list,
+    "deploy": dict,
 }  # fmt: skip
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 
@@ -63,7 +64,9 @@ def test_values_have_the_forms_of_the_specification(service: dict[str, Any]) -> 
     assert all(DURATION.match(health[key]) for key in ("interval", "timeout", "start_period"))
 
 
-def test_every_named_volume_is_declared_and_every_file_exists(service: dict[str, Any], document: dict[str, Any]) -> None:
+def test_every_named_volume_is_declared_and_every_file_exists(
+    service: dict[str, Any], document: dict[str, Any]
+) -> None:
     for volume in service["volumes"]:
         name = volume.split(":", 1)[0]
         assert name.startswith((".", "/")) or name in document["volumes"]

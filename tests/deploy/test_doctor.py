@@ -22,7 +22,14 @@ def test_every_row_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "MEMORY_WANTED", 1 << 62)
     monkeypatch.setattr(doctor, "SHM_WANTED", 1 << 62)
     monkeypatch.setattr(doctor, "GLIBC_WANTED", (99, 0))
-    bad = [doctor.stub_library(), doctor.compiler(), doctor.disk(), doctor.memory(), doctor.shared_memory(), doctor.libc()]
+    bad = [
+        doctor.stub_library(),
+        doctor.compiler(),
+        doctor.disk(),
+        doctor.memory(),
+        doctor.shared_memory(),
+        doctor.libc(),
+    ]
     assert all(finding.state != "ok" and finding.remedy for finding in bad), bad
 
 

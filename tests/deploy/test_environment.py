@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, environment
-from deploy.environment import Interpreter, SetupError
+from deploy import ROOT, environment, interpreter, packages
+from deploy.errors import SetupError
+from deploy.interpreter import Interpreter
 from deploy.progress import Progress
 
 
@@ -35,7 +37,9 @@ def quiet() -> Progress:
     return Progress(io.StringIO())
 
 
-def test_a_stamped_environment_is_used_without_running_anything(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stamped_environment_is_used_without_running_anything(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     venv = stamped(checkout)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     assert environment.ensure(checkout) == venv / "bin" / "python"
@@ -67,12 +71,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace everything that would touch the machine by a note of it."""
     notes: list[str] = []
 
-    def make_venv(interpreter: Interpreter, venv: Path) -> None:
+    def make_venv(found: Interpreter, venv: Path) -> None:
         notes.append("venv")
+        shutil.rmtree(venv, ignore_errors=True)
         (venv / "bin").mkdir(parents=True, exist_ok=True)
         (venv / "bin" / "python").touch()
 
-    def pip(venv: Path, arguments: list[str], progress: Progress, title: str) -> None:
+    def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: int) -> None:
         assert (venv / "incomplete").exists()
         notes.append("pip --no-deps" if "--no-deps" in arguments else "pip")
 
@@ -91,7 +96,9 @@ def test_a_fresh_clone_gets_a_venv_then_packages_then_the_stamp(checkout: Path, 
     assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
 
 
-def test_an_interrupted_environment_is_completed_by_pip_alone(checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_environment_is_completed_by_pip_alone(
+    checkout: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     venv = stamped(checkout)
     (venv / "incomplete").touch()
     monkeypatch.setattr(environment, "runs", lambda python: True)
@@ -131,13 +138,13 @@ def test_a_failing_pip_leaves_no_stamp(checkout: Path, recorded: list[str], monk
 
 
 def test_pins_are_exact_and_known_without_their_extras(checkout: Path) -> None:
-    assert environment.pins(checkout) == [("package-run", "1.0"), ("package-test", "1.0"), ("package-server", "1.0")]
-    for name, version in environment.pins(ROOT):
+    assert packages.pins(checkout) == [("package-run", "1.0"), ("package-test", "1.0"), ("package-server", "1.0")]
+    for name, version in packages.pins(ROOT):
         assert version, f"{name} has no exact version"
 
 
 def test_the_pins_keep_numpy_1_for_the_stub_and_the_server_in_a_file_of_its_own() -> None:
-    pins = dict(environment.pins(ROOT))
+    pins = dict(packages.pins(ROOT))
     assert pins["numpy"].startswith("1.")
     assert "nvidia-pytriton" in (ROOT / "requirements" / environment.SERVER_REQUIREMENTS).read_text()
 
@@ -149,30 +156,30 @@ def test_no_requirements_file_names_an_index() -> None:
 
 
 def test_a_machine_without_a_suitable_python_is_one_sentence(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "candidates", lambda: iter([]))
+    monkeypatch.setattr(interpreter, "candidates", lambda: iter([]))
     with pytest.raises(SetupError, match="apt-get install -y python3.11-venv libpython3.11") as caught:
-        environment.find_interpreter(checkout, quiet())
+        interpreter.find_interpreter(checkout, quiet())
     assert "\n" not in str(caught.value)
 
 
 def test_an_interpreter_that_lacks_nothing_is_preferred(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"/a": Interpreter("/a", "3.11", False, False), "/b": Interpreter("/b", "3.12", True, True)}
-    monkeypatch.setattr(environment, "candidates", lambda: iter(known))
-    monkeypatch.setattr(environment, "inspect", lambda root, path: known[path])
-    assert environment.find_interpreter(checkout, quiet()).path == "/b"
+    monkeypatch.setattr(interpreter, "candidates", lambda: iter(known))
+    monkeypatch.setattr(interpreter, "inspect", lambda root, path: known[path])
+    assert interpreter.find_interpreter(checkout, quiet()).path == "/b"
 
 
 def test_without_root_a_missing_package_names_the_one_command(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(interpreter.os, "geteuid", lambda: 1000)
     with pytest.raises(SetupError, match="run as root: apt-get install -y python3.11-venv libpython3.11"):
-        environment.install_system_packages(["python3.11-venv", "libpython3.11"], quiet())
+        interpreter.install_system_packages(["python3.11-venv", "libpython3.11"], quiet())
 
 
 def test_an_interpreter_is_asked_what_it_is() -> None:
-    found = environment.inspect(ROOT, sys.executable)
+    found = interpreter.inspect(ROOT, sys.executable)
     assert found is not None
     assert found.version == "{}.{}".format(*sys.version_info[:2])
-    assert environment.inspect(ROOT, "/bin/true") is None
+    assert interpreter.inspect(ROOT, "/bin/true") is None
 
 
 def test_too_little_disk_is_refused_before_anything_is_made(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +192,18 @@ def test_too_little_disk_is_refused_before_anything_is_made(checkout: Path, monk
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        (["WARNING: Retrying ... NewConnectionError(...)", "ERROR: Could not find a version"], "no package index can be reached"),
+        (
+            ["WARNING: Retrying ... NewConnectionError(...)", "ERROR: Could not find a version"],
+            "no package index can be reached",
+        ),
         (["ERROR: Could not install packages: [Errno 28] No space left on device"], "the disk is full"),
         (["noise", "ERROR: No matching distribution found for x==1"], "No matching distribution found for x==1"),
         ([], "it said nothing"),
     ],
 )
 def test_why_pip_failed_is_one_sentence(output: list[str], expected: str) -> None:
-    assert expected in environment.explain(output)
-    assert "\n" not in environment.explain(output)
+    assert expected in packages.explain(output)
+    assert "\n" not in packages.explain(output)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +211,38 @@ def test_why_pip_failed_is_one_sentence(output: list[str], expected: str) -> Non
     [
         ("Collecting torch==2.13.0\n", "looking up torch==2.13.0"),
         ("  Downloading torch-2.13.0-cp311.whl (196.2 MB)\n", "downloading torch-2.13.0-cp311.whl (196.2 MB)"),
+        ("Processing /somewhere/torch-2.13.0.whl (from -r run.txt (line 2))\n", "using torch-2.13.0.whl"),
         ("Installing collected packages: a, b, c\n", "unpacking 3 packages"),
         ("     --- noise\n", None),
     ],
 )
 def test_pips_output_becomes_progress(line: str, expected: str | None) -> None:
-    assert environment.describe(line) == expected
+    assert packages.describe(line) == expected
+
+
+def test_lines_come_as_they_are_written_with_ticks_in_between() -> None:
+    code = "import sys,time; print('a', flush=True); time.sleep(1.5); sys.stdout.write('b'); sys.stdout.flush()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        found = list(packages.lines_or_ticks(process.stdout.fileno()))
+    assert [line for line in found if line is not None] == ["a", "b"]
+    assert None in found
+
+
+def test_an_interrupted_set_up_ends_pip(tmp_path: Path) -> None:
+    """A pip that never ends and a person who presses Ctrl-C while it is busy."""
+
+    class Impatient(Progress):
+        def tick(self) -> None:
+            raise KeyboardInterrupt
+
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "python"
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    fake.chmod(0o755)
+    with open(tmp_path / "lock", "w") as lock, pytest.raises(KeyboardInterrupt):
+        packages.pip(tmp_path, [], Impatient(io.StringIO()), "installing", lock.fileno())
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
 def test_progress_without_a_terminal_is_plain_lines() -> None:

@@ -7,8 +7,8 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 
@@ -78,7 +78,9 @@ def test_a_stub_is_known_by_its_program_and_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_signal_handler_is_seen_from_outside() -> None:
-    code = "import signal,time; signal.signal(signal.SIGUSR1, lambda *a: None); print('up', flush=True); time.sleep(600)"
+    code = (
+        "import signal,time; signal.signal(signal.SIGUSR1, lambda *a: None); print('up', flush=True); time.sleep(600)"
+    )
     handles, plain = start([sys.executable, "-c", code]), start(SLEEP)
     try:
         assert processes.catches(handles.pid, signal.SIGUSR1)

@@ -16,13 +16,15 @@ Traceback (most recent call last):
 ModuleNotFoundError: No module named 'nothing'
 +----------+-------+
 | Option   | Value |
-E1120 21:25:24.490407 9107 backend_model.cc:692] "ERROR: Failed to create instance: it broke\\n\\nAt:\\n  model.py(58): start"
+E1120 21:25:24.490407 9107 backend.cc:692] "ERROR: Failed to create: it broke\\n\\nAt:\\n  model.py(58): start"
 """
 
 
 def test_noise_is_left_out_and_the_reason_stays() -> None:
     lines = server_log.telling_lines(LOG.splitlines())
-    assert not any(word in "\n".join(lines) for word in ("CudaDriver", "pinned", "loading: ensemble", "Option", "model.py"))
+    assert not any(
+        word in "\n".join(lines) for word in ("CudaDriver", "pinned", "loading: ensemble", "Option", "model.py")
+    )
     assert "ModuleNotFoundError: No module named 'nothing'" in lines
     assert lines[-1].endswith("it broke")
 

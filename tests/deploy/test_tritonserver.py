@@ -24,7 +24,12 @@ def flags(**changes: object) -> list[str]:
 
 def variables(installation: Installation, **base: str) -> dict[str, str]:
     return tritonserver.environment(
-        installation, config_file=Path("/r/config.json"), socket_directory=Path("/r"), run_id="id", exit_timeout_s=7, base=base
+        installation,
+        config_file=Path("/r/config.json"),
+        socket_directory=Path("/r"),
+        run_id="id",
+        exit_timeout_s=7,
+        base=base,
     )
 
 
@@ -79,8 +84,12 @@ def test_the_wheels_stub_gets_the_libpython_of_this_interpreter(monkeypatch: pyt
 @pytest.fixture
 def wheel(tmp_path: Path) -> Installation:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    for name in ("bin/tritonserver", "backends/python/libtriton_python.so", "backends/python/triton_python_backend_utils.py",
-                 f"python_backend_stubs/{version}/triton_python_backend_stub"):  # fmt: skip
+    for name in (
+        "bin/tritonserver",
+        "backends/python/libtriton_python.so",
+        "backends/python/triton_python_backend_utils.py",
+        f"python_backend_stubs/{version}/triton_python_backend_stub",
+    ):
         path = tmp_path / "wheel" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)

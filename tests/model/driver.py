@@ -1,7 +1,7 @@
-"""Driver: hand-made steps for the real worker group. It plays the engine: hands out blocks, counts tokens, takes samples in.
+"""Driver: hand-made steps for the real worker group. It plays the engine: hands out blocks, counts, takes samples in.
 
-Blocks are handed out in a shuffled order, and the whole pool is filled with NaN first: a cell that is read before it was written
-shows in the logits.
+Blocks are handed out in a shuffled order, and the whole pool is filled with NaN first: a cell that is read before it
+was written shows in the logits.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ class SpyModel:
 
 class Driver:
     def __init__(
-        self, group: InProcessWorkerGroup, block_size: int = 4, num_blocks: int = 400, seed: int = 0, window: int | None = None
+        self,
+        group: InProcessWorkerGroup,
+        block_size: int = 4,
+        num_blocks: int = 400,
+        seed: int = 0,
+        window: int | None = None,
     ):
-        """`window`: blocks that have left it are given back and become NaN, as another sequence's new block would be."""
+        """`window`: blocks that have left it are given back and become NaN, like any block of a new owner."""
         self.group = group
         self.info = group.load()
         group.initialize_kv_cache(num_blocks, block_size, num_blocks)
@@ -74,7 +79,7 @@ class Driver:
         return self.free.pop()
 
     def step(self, chunks: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
-        """Run (slot, tokens) chunks as one step. Returns each slot's logits, [tokens, vocab]; samples where all tokens are known."""
+        """Run (slot, tokens) chunks as one step; a row that reaches its end samples. Returns logits [tokens, vocab]."""
         rows = [self._row(slot, num_tokens) for slot, num_tokens in chunks]
         step = StepInput(0, rows, self._new_rows, self._copies, self.num_blocks)
         self._new_rows, self._copies = [], []
@@ -85,7 +90,8 @@ class Driver:
             for row, part in zip(rows, every, strict=True):
                 if row.samples:
                     part[-1] = next(own)
-            assert next(own, None) is None and [row.slot for row in sampling] == [row.slot for row in rows if row.samples]
+            assert next(own, None) is None
+            assert [row.slot for row in sampling] == [row.slot for row in rows if row.samples]
             self._take_in(self.runner.sample(sampling, logits))
         for slot, num_tokens in chunks:
             self.computed[slot] += num_tokens

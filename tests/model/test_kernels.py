@@ -34,7 +34,8 @@ def test_rms_norm_follows_its_formula(shape, dtype):
     expected = torch.empty(shape, dtype=torch.float64)
     for index in np.ndindex(*shape[:-1]):
         row = x[index].double()
-        expected[index] = row / math.sqrt(sum(value * value for value in row.tolist()) / len(row) + 1e-3) * weight.double()
+        mean_square = sum(value * value for value in row.tolist()) / len(row)
+        expected[index] = row / math.sqrt(mean_square + 1e-3) * weight.double()
     assert_near(measured, expected)
     assert measured.dtype == dtype
 
@@ -65,7 +66,7 @@ def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, block_size, kv_heads, head_dim, num_blocks", kv_write.CASES)
-def test_kv_write_fills_the_cells_it_is_given_and_no_other(num_tokens, block_size, kv_heads, head_dim, num_blocks, dtype):
+def test_kv_write_fills_its_cells_and_no_other(num_tokens, block_size, kv_heads, head_dim, num_blocks, dtype):
     pool = random_tensor(num_blocks, block_size, 2, kv_heads, head_dim, dtype=dtype)
     expected = pool.clone()
     key = random_tensor(num_tokens, kv_heads, head_dim, dtype=dtype, seed=1)
@@ -90,7 +91,10 @@ class Scene:
             (len(order), case.block_size, 2, case.kv_heads, case.head_dim), NEVER_WRITTEN, dtype=case.dtype
         )
         tables = np.full((len(lengths), max(sizes)), -1, dtype=np.int32)
-        self.kv = [random_tensor(length, 2, case.kv_heads, case.head_dim, dtype=case.dtype, seed=i) for i, length in enumerate(lengths)]
+        self.kv = [
+            random_tensor(length, 2, case.kv_heads, case.head_dim, dtype=case.dtype, seed=row)
+            for row, length in enumerate(lengths)
+        ]
         for row, size in enumerate(sizes):
             tables[row, :size] = order[sum(sizes[:row]) :][:size]
             self._fill(row, tables[row])
@@ -124,7 +128,8 @@ class Scene:
                 for head in range(case.kv_heads * case.group):
                     keys, values = self.kv[row][first : position + 1, :, head // case.group].double().unbind(1)
                     scores = keys @ self.q[token, head].double() / math.sqrt(case.head_dim)
-                    out[token, head] = torch.exp(scores - scores.max()) / torch.exp(scores - scores.max()).sum() @ values
+                    weights = torch.exp(scores - scores.max())
+                    out[token, head] = weights / weights.sum() @ values
         return out
 
 

@@ -20,6 +20,7 @@ from tests.model.driver import Driver
 from tools.make_random_model import make_random_model
 
 SCHEDULER = SchedulerConfig(max_batch_size=8)
+QWEN2_WINDOW = dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4)
 
 
 def section(path: Path | str, **fields: object) -> ModelConfigSection:
@@ -83,8 +84,8 @@ def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nobody/nothing-of-that-name: File does not exist here and could not be fetched"):
-        load("nobody/nothing-of-that-name")
+    with pytest.raises(ConfigError, match="no/such-name: File does not exist here and could not be fetched"):
+        load("no/such-name")
 
 
 @pytest.mark.feature("000-02")
@@ -141,7 +142,7 @@ def test_the_older_spelling_of_rope_is_read():
         (dict(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM"),
         (dict(quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
         (dict(hidden_act="gelu"), "gelu is not supported; supported is silu"),
-        (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "yarn is not supported; supported are default, linear, llama3"),
+        (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "yarn is not supported; supported are"),
         (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "lacks the key low_freq_factor"),
         (dict(rope_parameters={"rope_type": "linear"}), "lacks the key factor"),
         (dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor"),
@@ -151,13 +152,13 @@ def test_the_older_spelling_of_rope_is_read():
         (dict(num_hidden_layers=0), "num_layers is 0, at least 1"),
         (dict(num_key_value_heads=4), "6 is no multiple of num_key_value_heads 4"),
         (dict(head_dim=7), "head_dim is 7"),
-        (dict(architectures=["MistralForCausalLM"], sliding_window=0), "sliding_window is 0, at least 1"),
+        (dict(architectures=["MistralForCausalLM"], sliding_window=0), "sliding_window is less than 1"),
         (
-            dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=["chunked_attention"] * 3),
+            QWEN2_WINDOW | dict(layer_types=["chunked_attention"] * 3),
             "layer type chunked_attention is not supported",
         ),
         (
-            dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]),
+            QWEN2_WINDOW | dict(layer_types=["full_attention"]),
             "layer_types has 1 entries for num_hidden_layers 3",
         ),
     ],
@@ -183,7 +184,7 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
     [
         (lambda w: w.pop(DOWN), f"lacks the tensor {DOWN}"),
         (lambda w: w.pop("lm_head.weight"), "lacks the tensor lm_head.weight"),
-        (lambda w: w.update({"model.layers.0.extra.weight": torch.ones(1)}), "1 tensors .* not used, model.layers.0.extra.weight"),
+        (lambda w: w.update({"model.extra.weight": torch.ones(1)}), "1 tensors .* not used, model.extra.weight"),
         (lambda w: w.update({NORM: torch.ones(49)}), rf"{NORM} has shape \[49\], config.json asks for \[48\]"),
         (lambda w: w.update({"model.layers.1.self_attn.q_proj.bias": torch.ones(48)}), "not used"),
     ],
@@ -213,7 +214,7 @@ def test_a_tied_head_may_be_stored_but_must_not_differ(directory):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pt"])
 def test_pickle_weights_are_refused(directory, name):
     (directory / "model.safetensors").rename(directory / name)
-    with pytest.raises(ConfigError, match="pickle weights .* convert them to safetensors"):
+    with pytest.raises(ConfigError, match="pickle weights .* convert to safetensors"):
         load(directory)
 
 
@@ -267,7 +268,7 @@ def test_row_scales_of_a_quantised_weight_go_with_their_rows():
 
 @pytest.mark.feature("004-27")
 def test_meta_rotates_neighbours_where_hugging_face_rotates_halves():
-    """One head, position 1: rotating neighbouring rows of the Meta form equals rotating halves of the HF form, permuted."""
+    """One head, position 1: rotating neighbours of the Meta form equals rotating halves of the HF form, permuted."""
     hf = torch.randn(8, generator=torch.Generator().manual_seed(1))
     angles = 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8)
     first, second = hf[:4], hf[4:]

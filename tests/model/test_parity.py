@@ -1,4 +1,4 @@
-"""Float32 logits equal transformers' within 1e-4, whatever way the tokens come into the batch and wherever their KV lies."""
+"""Float32 logits equal transformers' within 1e-4, however tokens come into the batch and wherever their KV lies."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_new_tokens_over_a_history_see_the_right_part_of_it(family, num_new):
 @pytest.mark.feature("003-53", "004-26")
 @pytest.mark.parametrize("num_found", [4, 12, 15, 22])
 def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(family, num_found):
-    """Whole blocks are shared; the block of which only the head is right is copied first, and the copy is written to."""
+    """Whole blocks are shared; a block of which only the head is right is copied first, and the copy is written to."""
     directory, oracle = family
     driver = Driver.of(directory)
     first, second = prompt(23), prompt(num_found) + prompt(20, seed=2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 
-from tests.simulation.shrink import failure_of, report
+from tests.simulation.shrink import failed_seeds, report
 
 CHUNK = 50
 
@@ -44,11 +43,6 @@ def _run_all(start: int, count: int, jobs: int) -> Iterator[list[int]]:
         return
     with get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(failed_seeds, chunks)
-
-
-def failed_seeds(seeds: range) -> list[int]:
-    logging.getLogger("everbatch.engine").setLevel(logging.CRITICAL)  # planted worker failures are expected
-    return [seed for seed in seeds if failure_of(seed)[0] is not None]
 
 
 def _show_progress(done: int, total: int, failed: int, elapsed_s: float) -> None:

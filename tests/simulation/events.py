@@ -65,8 +65,11 @@ class Generator:
         self._setup = setup
         self._model = model
         self._next_id = 1
-        self._prefixes = [self._ids(rng.randint(1, 16)) for _ in range(3)]
-        self._share_sessions = rng.choice((0.0, 0.3, 0.8))
+        self._prefixes = [self._ids(rng.randint(1, 16)) for _ in range(rng.choice((1, 3)))]
+        self._share_sessions = rng.choice((0.0, 0.3, 0.8, 1.0))
+        self._rewinds = rng.choice((0.1, 0.5))
+        self._salts = rng.choice((("",), ("", "", "", "a")))
+        self._lengths = rng.choice(((0, 1, 2, 3, 5, 8, 12, 40), (0, 1, 2, 3), (8, 12, 40)))
         rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: 6, **habits}
@@ -100,7 +103,7 @@ class Generator:
         session = self._session() if rng.random() < self._share_sessions else None
         request = Request(
             input_token_ids=self._prompt(session),
-            max_tokens=rng.choice((0, 1, 2, 3, 5, 8, 12, 40)),
+            max_tokens=rng.choice(self._lengths),
             streaming=rng.random() < 0.6,
             sampling_config=SamplingConfig(
                 seed=rng.choice((None, None, rng.randrange(100))),
@@ -109,7 +112,7 @@ class Generator:
             ),
             output_config=OutputConfig(rng.random() < 0.3, exclude_input_from_output=rng.random() < 0.5),
             timeout_s=rng.choice((None, None, None, 1.0, 5.0)),
-            cache_salt=rng.choice(("", "", "", "a")),
+            cache_salt=rng.choice(self._salts),
             return_all_generated_tokens=rng.random() < 0.1,
             session=session,
         )
@@ -124,9 +127,9 @@ class Generator:
             session_id,
             start=start,
             end=rng.random() < 0.1,
-            step=rng.randint(0, 25) if rng.random() < 0.2 else None,
+            step=rng.randint(0, 25) if rng.random() < self._rewinds else None,
             session_len=rng.randint(4, 40) if rng.random() < 0.15 else None,
-            full_history=rng.random() < 0.2,
+            full_history=rng.random() < self._rewinds / 2,
         )
 
     def _prompt(self, session: SessionConfig | None) -> list[int]:

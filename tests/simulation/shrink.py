@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from tests.simulation.events import Event
 from tests.simulation.simulator import Simulation
 
@@ -52,3 +54,9 @@ def report(seed: int) -> str | None:
              f"limits: {setup.config.limits.max_queue_size} queued, {setup.config.sessions}; window {setup.window}"]
     lines += [f"  {event}" for event in lived]
     return "\n".join([*lines, f"{type(final_error).__name__}: {final_error}"])
+
+
+def failed_seeds(seeds: range) -> list[int]:
+    """Those of `seeds` that fail. For worker processes: it silences the engine's log of planted failures."""
+    logging.getLogger("everbatch.engine").setLevel(logging.CRITICAL)
+    return [seed for seed in seeds if failure_of(seed)[0] is not None]

@@ -1,0 +1,159 @@
+"""Requests and answers as values: tensors, JSON, and chunks put together."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+
+import pytest
+
+from client.messages import INPUTS, Completion, GenerateRequest, Session, TextChunk
+from deploy import ROOT
+
+
+def test_only_what_is_given_is_sent() -> None:
+    tensors = GenerateRequest(prompt="x", temperature=0.5).tensors()
+    assert tensors["text_input"] == ("BYTES", ["x"])
+    assert tensors["temperature"] == ("FP32", [0.5])
+    assert not {"top_p", "seed", "stop_words", "CORRID", "messages"} & set(tensors)
+
+
+def test_a_seed_of_zero_and_a_temperature_of_zero_are_given() -> None:
+    tensors = GenerateRequest(prompt="x", temperature=0.0, seed=0).tensors()
+    assert tensors["temperature"] == ("FP32", [0.0]) and tensors["seed"] == ("UINT64", [0])
+
+
+def test_messages_travel_as_one_json_string_in_place_of_the_prompt() -> None:
+    tensors = GenerateRequest(messages=[{"role": "user", "content": "grüß"}]).tensors()
+    assert "text_input" not in tensors
+    datatype, (text,) = tensors["messages"]
+    assert datatype == "BYTES" and json.loads(text) == [{"role": "user", "content": "grüß"}]
+
+
+def test_a_session_is_corrid_start_end_stop_and_the_whole_history() -> None:
+    tensors = GenerateRequest(prompt="x", session=Session(2**64 - 1, start=True)).tensors()
+    assert tensors["CORRID"] == ("UINT64", [2**64 - 1])
+    assert [tensors[name] for name in ("START", "END", "STOP")] == [("INT32", [1]), ("INT32", [0]), ("INT32", [0])]
+    assert tensors["session_full_history"] == ("BOOL", [True])
+
+
+@pytest.mark.parametrize("both", [{}, {"prompt": "x", "messages": []}])
+def test_exactly_one_of_prompt_and_messages_is_needed(both: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        GenerateRequest(**both).tensors()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("top_k", 2**31), ("seed", -1), ("seed", 2**64), ("end_id", -(2**31) - 1)]
+)
+def test_an_integer_its_tensor_cannot_hold_is_refused_and_named(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        GenerateRequest(prompt="x", **{field: value}).tensors()  # type: ignore[arg-type]
+
+
+def test_json_has_scalars_and_keeps_word_lists_as_lists() -> None:
+    body = GenerateRequest(prompt="x", stop_words=["a"], bad_words=["b", "c"], max_tokens=7).json_body()
+    assert body["text_input"] == "x" and body["max_tokens"] == 7 and body["stream"] is True
+    assert body["stop_words"] == ["a"] and body["bad_words"] == ["b", "c"]
+
+
+def test_every_input_is_declared_by_the_text_model_with_the_same_type() -> None:
+    config = ROOT / "model_repository" / "ensemble" / "config.pbtxt"
+    declared = dict(re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', config.read_text().split("output [")[0]))
+    sent = GenerateRequest(prompt="x", session=Session(1)).tensors() | {
+        name: (kind, []) for name, (kind, _) in INPUTS.items()
+    }
+    sent["messages"] = ("BYTES", [])
+    for name, (datatype, _) in sent.items():
+        assert declared[name] == {"BYTES": "STRING"}.get(datatype, datatype), name
+
+
+def test_every_output_that_is_read_is_declared_by_the_text_model() -> None:
+    from client.http_transport import _OURS
+
+    config = ROOT / "model_repository" / "ensemble" / "config.pbtxt"
+    declared = set(re.findall(r'name: "(\w+)"', config.read_text().split("output [")[1]))
+    assert declared >= _OURS
+
+
+def test_chunks_add_up_to_a_completion() -> None:
+    chunks = [
+        TextChunk("ab", num_output_tokens=2, num_input_tokens=5, num_cached_tokens=3, log_probs=[-1.0, -2.0],
+                  first_token_time_ns=1_000_000_000, last_token_time_ns=1_000_000_000),
+        TextChunk(""),
+        TextChunk("c", True, "stop", num_output_tokens=1, log_probs=[-3.0],
+                  first_token_time_ns=1_000_000_000, last_token_time_ns=3_500_000_000),
+    ]  # fmt: skip
+    whole = Completion.from_chunks(chunks)
+    assert (whole.text, whole.finish_reason, whole.num_output_tokens) == ("abc", "stop", 3)
+    assert (whole.num_input_tokens, whole.num_cached_tokens, whole.generation_s) == (5, 3, 2.5)
+    assert whole.log_probs == [-1.0, -2.0, -3.0]
+
+
+def test_no_chunks_are_an_empty_completion() -> None:
+    assert Completion.from_chunks([]) == Completion("", None, 0, None, None, None, None, None, None)
+
+
+@pytest.mark.parametrize("reason", ["", "None"])
+def test_a_finish_reason_of_a_running_request_is_none(reason: str) -> None:
+    assert TextChunk.from_outputs({"finish_reason": [reason]}, final=False).finish_reason is None
+
+
+# ---- gRPC ------------------------------------------------------------------------------------------------------------
+
+grpc_transport = pytest.importorskip("client.grpc_transport")
+
+
+def test_the_grpc_request_is_rank_two_with_raw_contents_and_a_deadline() -> None:
+    request = GenerateRequest(prompt="é", stop_words=["a", "bc"], max_tokens=3, session=Session(7))
+    message = grpc_transport.encode_request(request, "ensemble", "r1", timeout_s=2.5)
+    raw = dict(zip((tensor.name for tensor in message.inputs), message.raw_input_contents, strict=True))
+    shapes = {tensor.name: list(tensor.shape) for tensor in message.inputs}
+    assert message.id == "r1" and message.model_name == "ensemble"
+    assert message.parameters["timeout"].int64_param == 2_500_000
+    assert message.parameters["triton_enable_empty_final_response"].bool_param
+    assert shapes["text_input"] == [1, 1] and shapes["stop_words"] == [1, 2]
+    assert raw["text_input"] == b"\x02\0\0\0\xc3\xa9"
+    assert raw["stop_words"] == b"\x01\0\0\0a\x02\0\0\0bc"
+    assert raw["max_tokens"] == struct.pack("<i", 3) and raw["CORRID"] == struct.pack("<Q", 7)
+    assert raw["stream"] == b"\x01"
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("BYTES", ["", "a", "é€"]),
+        ("INT32", [-1, 2**31 - 1]),
+        ("UINT64", [2**64 - 1]),
+        ("BOOL", [True, False]),
+        ("FP32", [0.5]),
+    ],
+)
+def test_values_survive_encoding(datatype: str, values: list[object]) -> None:
+    assert grpc_transport.decode_values(datatype, grpc_transport.encode_values(datatype, values)) == values
+
+
+def response(final: bool | None, **outputs: tuple[str, list[object]]):  # type: ignore[no-untyped-def]
+    from tritonclient.grpc import service_pb2
+
+    message = service_pb2.ModelInferResponse()
+    if final is not None:
+        message.parameters["triton_final_response"].bool_param = final
+    for name, (datatype, values) in outputs.items():
+        output = message.outputs.add()
+        output.name, output.datatype = name, datatype
+        message.raw_output_contents.append(grpc_transport.encode_values(datatype, values))
+    return message
+
+
+def test_a_response_becomes_a_chunk_with_the_servers_final_flag() -> None:
+    message = response(
+        True, text_output=("BYTES", ["hi"]), finish_reason=("BYTES", ["length"]), num_output_tokens=("INT32", [2])
+    )
+    assert grpc_transport.decode_response(message) == TextChunk("hi", True, "length", num_output_tokens=2)
+
+
+def test_an_empty_final_response_is_an_empty_final_chunk() -> None:
+    assert grpc_transport.decode_response(response(True)) == TextChunk("", final=True)
+    assert grpc_transport.decode_response(response(None)).final is False
