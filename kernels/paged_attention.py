@@ -85,6 +85,7 @@ CASES = [
     Case([(7, 13), (1, 3), (17, 17)], kv_heads=3, group=3, head_dim=20, block_size=8),
     Case([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6),
     Case([(1, 8), (1, 9), (1, 64), (8, 40)], group=1, block_size=8, window=8),
+    Case([(1, 32), (1, 30)], window=12),
     Case([(1, 10), (6, 19), (11, 11)], window=1),
     Case([(300, 600), (1, 514), (270, 270)], block_size=32),
     Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100),

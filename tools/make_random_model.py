@@ -28,8 +28,9 @@ TINY: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
     pad_token_id=None, dtype="float32",
 )
+# A small theta, so that even tiny heads have frequencies in all three bands of the scaling.
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
 # name -> (model type, architecture, what differs from TINY)

@@ -136,6 +136,27 @@ def test_the_older_spelling_of_rope_is_read():
     assert (plain.rope.kind, plain.rope.theta, plain.num_kv_heads) == ("default", 7e5, 2)
 
 
+@pytest.mark.feature("001-29")
+@pytest.mark.parametrize(
+    "architecture, changes, windows",
+    [
+        ("Qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1), (None, 4, 4)),
+        ("Qwen3", dict(use_sliding_window=True, sliding_window=4), (None, None, None)),  # 28 layers are without, by default
+        ("Qwen2", dict(use_sliding_window=False, sliding_window=4, max_window_layers=1), (None, None, None)),
+        ("Qwen2", dict(sliding_window=4, max_window_layers=0), (None, None, None)),
+        ("Mistral", dict(sliding_window=4), (4, 4, 4)),
+        ("Mistral", dict(sliding_window=None), (None, None, None)),
+        ("Llama", dict(sliding_window=4), (None, None, None)),
+    ],
+)
+def test_windows_of_configs_without_layer_types(architecture, changes, windows):
+    raw = dict(
+        architectures=[f"{architecture}ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8,
+        num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=64,
+    )
+    assert parse_model_config(json.dumps(raw | changes)).windows == windows
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -65,11 +65,13 @@ class Generator:
         self._setup = setup
         self._model = model
         self._next_id = 1
-        self._prefixes = [self._ids(rng.randint(1, 16)) for _ in range(rng.choice((1, 3)))]
+        unit = rng.choice((1, setup.config.kv_cache.block_size))  # prefixes of whole blocks, or of any length
+        self._prefixes = [self._ids(unit * rng.randint(1, 16 // unit)) for _ in range(rng.choice((1, 3)))]
+        self._exact = rng.choice((0.2, 0.9))  # how often a prompt is a prefix and hardly more
         self._share_sessions = rng.choice((0.0, 0.3, 0.8, 1.0))
         self._rewinds = rng.choice((0.1, 0.5))
         self._salts = rng.choice((("",), ("", "", "", "a")))
-        self._lengths = rng.choice(((0, 1, 2, 3, 5, 8, 12, 40), (0, 1, 2, 3), (8, 12, 40)))
+        self._lengths = rng.choice(((0, 1, 2, 3, 5, 8, 12, 40), (0, 0, 1, 2), (8, 12, 40)))
         rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: 6, **habits}
@@ -127,10 +129,16 @@ class Generator:
             session_id,
             start=start,
             end=rng.random() < 0.1,
-            step=rng.randint(0, 25) if rng.random() < self._rewinds else None,
+            step=self._rewind(session_id) if rng.random() < self._rewinds else None,
             session_len=rng.randint(4, 40) if rng.random() < 0.15 else None,
             full_history=rng.random() < self._rewinds / 2,
         )
+
+    def _rewind(self, session_id: int) -> int:
+        """A number of tokens to keep: mostly near the end, sometimes beyond it."""
+        session = self._model.sessions.get(session_id)
+        length = len(session.log) if session else 5
+        return max(0, length + self._rng.choice((-self._rng.randint(0, 4), -self._rng.randint(0, 25), 2)))
 
     def _prompt(self, session: SessionConfig | None) -> list[int]:
         """Mostly something that others have said as well: a common prefix, a running request's text, a session's own log."""
@@ -144,9 +152,10 @@ class Generator:
                 prompt = log[: rng.randint(0, len(log))] + prompt
             return prompt[-MAX_SEQ_LEN + 1 :]
         source = rng.random()
-        if source < 0.5:
-            prompt = self._cut(rng.choice(self._prefixes)) + prompt
-        elif source < 0.7 and self._model.live:
+        if source < 0.6:
+            prefix = rng.choice(self._prefixes)
+            prompt = prefix + self._ids(rng.randint(0, 1)) if rng.random() < self._exact else self._cut(prefix) + prompt
+        elif source < 0.8 and self._model.live:
             turn = rng.choice(list(self._model.live.values()))
             prompt = self._cut(turn.prompt + turn.tokens) + prompt
         return prompt[: MAX_SEQ_LEN - 1]

@@ -1,0 +1,93 @@
+"""Drives an EngineCore over the model-free worker group, one command or step at a time."""
+
+from __future__ import annotations
+
+from backend.api import EngineConfig, Request, Response, SessionConfig
+from backend.api.config import KvCacheConfig, SchedulerConfig, SessionsConfig
+from backend.core.clock import ManualClock
+from backend.engine.core import EngineCore
+from tests.fakes.hash_worker import HashWorkerGroup, oracle
+
+VOCAB = 1000
+
+
+class Driver:
+    """Collects every response by request id, and checks the engine's integrity after each step."""
+
+    def __init__(
+        self,
+        pool_tokens: int = 64,
+        block_size: int = 4,
+        slots: int = 4,
+        policy: str = "guaranteed_no_evict",
+        max_num_tokens: int = 64,
+        max_sessions: int = 100,
+        reuse: bool = True,
+        **worker: object,
+    ):
+        config = EngineConfig(
+            kv_cache=KvCacheConfig(block_size=block_size, max_tokens=pool_tokens, enable_block_reuse=reuse, watermark=0.0),
+            scheduler=SchedulerConfig(max_batch_size=slots, max_num_tokens=max_num_tokens, policy=policy),
+            sessions=SessionsConfig(max_sessions=max_sessions, idle_ttl_s=100.0),
+        )
+        self.clock = ManualClock()
+        self.workers = HashWorkerGroup(vocab_size=VOCAB, **worker)
+        self.core = EngineCore(config, self.workers, self.clock)
+        self.responses: dict[int, list[Response]] = {}
+        self._next_id = 1
+
+    def ask(self, prompt: list[int], max_tokens: int, request_id: int | None = None, **fields: object) -> int:
+        """Enqueue a streaming request; returns its id."""
+        request_id = request_id or self._next_id
+        self._next_id = max(self._next_id, request_id) + 1
+        self.core.begin_poll()
+        self.core.enqueue(request_id, Request(list(prompt), max_tokens, **{"streaming": True, **fields}))
+        self._collect(self.core.take_responses())
+        return request_id
+
+    def turn(self, session: int, prompt: list[int], max_tokens: int, **session_fields: object) -> int:
+        """Enqueue a turn of a session."""
+        return self.ask(prompt, max_tokens, session=SessionConfig(session, **session_fields))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._collect(self.core.step())
+            self.core.check_integrity()
+
+    def run(self) -> None:
+        """Step until nothing is live."""
+        for _ in range(10_000):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def stop(self, session: int, end: bool = False) -> int:
+        request_id = self._next_id
+        self._next_id += 1
+        self.core.stop_session(request_id, session, end)
+        self._collect(self.core.take_responses())
+        return request_id
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [t for response in self.responses[request_id] for t in response.result.output_token_ids[0]]
+
+    def reason(self, request_id: int) -> str:
+        return self.responses[request_id][-1].result.finish_reasons[0].name
+
+    def error(self, request_id: int) -> str:
+        (response,) = self.responses[request_id]
+        return response.error_msg
+
+    @property
+    def used_blocks(self) -> int:
+        return self.core.kv.stats().used_num_blocks
+
+    def _collect(self, responses: list[Response]) -> None:
+        for response in responses:
+            self.responses.setdefault(response.request_id, []).append(response)
+
+
+def answer(prompt: list[int], max_tokens: int, **options: object) -> list[int]:
+    """What a request must answer, whatever happens to its KV."""
+    return oracle(list(prompt), max_tokens, VOCAB, **options)
