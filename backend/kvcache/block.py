@@ -29,12 +29,13 @@ class Block:
     active  ref_count > 0               held by that many running sequences
     """
 
-    __slots__ = ("block_id", "ref_count", "unique_id")
+    __slots__ = ("block_id", "is_shareable", "ref_count", "unique_id")
 
     def __init__(self, block_id: BlockId):
         self.block_id = block_id
         self.ref_count = 0
         self.unique_id = 0
+        self.is_shareable = False  # several tables may name it, idle ones included: never write to it again. Set by the manager
 
     @property
     def handle(self) -> BlockHandle:

@@ -93,6 +93,12 @@ class BlockManager:
             self._num_active += 1
         block.ref_count += 1
 
+    def mark_shareable(self, handles: Iterable[BlockHandle]) -> None:
+        """Note that other tables may come to name these blocks; holds until their content is lost."""
+        for handle in handles:
+            if handle is not DROPPED:
+                self.blocks[handle.block_id].is_shareable = True
+
     def release(self, block_id: BlockId, keep: bool) -> None:
         """Drop a reference. At none, the block becomes the most recently used cached one, or free. Raises on a double free."""
         block = self.blocks[block_id]

@@ -158,6 +158,7 @@ class KVCacheManager:
         record = self.records[seq.seq_id]
         full = seq.num_computed_tokens // self.block_size
         if self.enable_block_reuse and full > record.depth:
+            self.blocks.mark_shareable(record.handles[record.depth : full])
             record.node, record.depth = self.trie.insert(
                 seq.namespace, record.node, record.depth, seq.token_ids, record.handles, full
             )
@@ -191,6 +192,7 @@ class KVCacheManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all of a running parent's blocks; nothing is allocated. Writing to a shared block copies it."""
         handles = self.records[parent.seq_id].handles
+        self.blocks.mark_shareable(handles)
         for handle in handles:
             if handle is not DROPPED:
                 self.blocks.lock(handle.block_id)

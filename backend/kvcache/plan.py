@@ -42,6 +42,11 @@ class Grant:
     copy_from: BlockHandle | None = None  # content that the first new block starts with (copy on write, partial match)
     replaces: int | None = None  # extended: table index that the copy takes over
 
+    @property
+    def num_held(self) -> int:
+        """Blocks that an admitted sequence holds when the plan is committed."""
+        return self.num_new + sum(handle is not DROPPED for handle in self.kept)
+
 
 @dataclass(slots=True)
 class _Found:
@@ -153,7 +158,7 @@ class KVPlan:
         self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) + 1
 
     def _must_not_write(self, block_id: BlockId) -> bool:
-        return self._ref_count(block_id) > 0 or self._manager.trie.holds(block_id)
+        return self._ref_count(block_id) > 0 or self._manager.blocks.blocks[block_id].is_shareable
 
     def _fits(self, found: _Found, needed_cells: int, headroom: int) -> bool:
         new = max(0, self._manager.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))

@@ -17,12 +17,13 @@ Key = tuple[int, ...]
 
 
 class TrieNode:
-    __slots__ = ("children", "handle", "key", "parent")
+    __slots__ = ("children", "handle", "key", "namespace", "parent")
 
-    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle | None):
+    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle | None, namespace: str = ""):
         self.parent = parent  # None when cut off, and for roots
         self.key = key
         self.handle = handle  # None for roots
+        self.namespace = namespace  # of roots
         self.children: dict[Key, TrieNode] = {}
 
 
@@ -40,7 +41,7 @@ class PrefixTrie:
         return block_id in self._nodes
 
     def root(self, namespace: str) -> TrieNode:
-        return self._roots.setdefault(namespace, TrieNode(None, (), None))
+        return self._roots.setdefault(namespace, TrieNode(None, (), None, namespace))
 
     def is_attached(self, node: TrieNode) -> bool:
         return node.handle is None or self._nodes.get(node.handle.block_id) is node
@@ -82,6 +83,7 @@ class PrefixTrie:
             child = node.children.get(key)
             if child is None:
                 if handles[index] is DROPPED or handles[index].block_id in self._nodes:
+                    self._drop_empty_root(node)
                     return None, index
                 child = TrieNode(node, key, handles[index])
                 node.children[key] = child
@@ -96,6 +98,7 @@ class PrefixTrie:
             return
         if node.parent is not None:
             del node.parent.children[node.key]
+            self._drop_empty_root(node.parent)
         stack = [node]
         while stack:
             cut = stack.pop()
@@ -108,6 +111,13 @@ class PrefixTrie:
         for block_id, node in self._nodes.items():
             assert node.handle.block_id == block_id and node.parent is not None, f"trie: block {block_id} is cut off but kept"
             assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
+        for namespace, root in self._roots.items():
+            assert root.children, f"trie: the root of namespace {namespace!r} is empty"
+
+    def _drop_empty_root(self, node: TrieNode) -> None:
+        """Namespaces are chosen by clients: one that holds nothing must not be remembered."""
+        if node.handle is None and not node.children:
+            self._roots.pop(node.namespace, None)
 
     @staticmethod
     def _best_partial(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:

@@ -41,7 +41,7 @@ class GuaranteedNoEvict:
         """Blocks promised to a sequence that it does not hold yet, not even by this plan."""
         grant = plan.grants.get(seq.seq_id)
         if grant is not None and grant.admitted:
-            return max(0, self._kv.blocks_needed(max_cells(seq)) - len(grant.kept) - grant.num_new)
+            return max(0, self._kv.blocks_needed(max_cells(seq)) - grant.num_held)
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
 
 

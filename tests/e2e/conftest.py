@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from backend.api import EngineConfig, load_config
 from deploy.server import TritonServer
-from tests.e2e.wire import TokenClient, scrape
+from tests.e2e.wire import TokenClient, eventually, scrape
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
 START_TIMEOUT_S = 180
 
 
-def serve(*overrides: str) -> TritonServer:
-    return TritonServer(load_config(overrides=[*EXACT, *overrides]), exit_timeout_s=5)
+def serve(run_dir: Path, *overrides: str) -> TritonServer:
+    return TritonServer(load_config(overrides=[*EXACT, *overrides]), run_dir=run_dir, exit_timeout_s=5)
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[TritonServer]:
+def server(tmp_path_factory) -> Iterator[TritonServer]:
     """The default configuration."""
-    with serve() as server:
+    with serve(tmp_path_factory.mktemp("server")) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
@@ -34,8 +35,8 @@ def small_pool_config() -> EngineConfig:
 
 
 @pytest.fixture(scope="session")
-def small_pool_server(small_pool_config) -> Iterator[TritonServer]:
-    with TritonServer(small_pool_config, exit_timeout_s=5) as server:
+def small_pool_server(small_pool_config, tmp_path_factory) -> Iterator[TritonServer]:
+    with TritonServer(small_pool_config, run_dir=tmp_path_factory.mktemp("small"), exit_timeout_s=5) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
@@ -50,8 +51,6 @@ def tokens(server) -> Iterator[TokenClient]:
 def nothing_stays_in_use(request) -> Iterator[None]:
     """After each test no request is live and no KV block in use, on every server the test has used."""
     yield
-    from tests.e2e.wire import eventually
-
     for name in ("server", "small_pool_server"):
         if name in request.fixturenames:
             server = request.getfixturevalue(name)

@@ -30,7 +30,6 @@ def test_the_second_turn_of_a_chat_reuses_the_kv_of_the_first(server):
     done = everbatch("chat", "--max-tokens", "24", "--url", server.grpc_url, typed=typed)
     assert done.returncode == 0, done.stderr
     first, second = re.findall(r"reused (\d+) of (\d+) prompt tokens", done.stdout + done.stderr)
-    assert int(first[0]) == 0
     assert int(second[0]) > int(first[1]), "more than the first prompt: the first reply is in the cache too"
 
 

@@ -15,8 +15,8 @@ from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
 @pytest.fixture
-def mortal_server():
-    with serve() as server:
+def mortal_server(tmp_path):
+    with serve(tmp_path) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 

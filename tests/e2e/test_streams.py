@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
 from client.client import EverbatchClient
-from tests.e2e.wire import events, ids_of, post, settled
+from tests.e2e.wire import TYPES, TokenClient, events, ids_of, post, settled, to_input
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 
@@ -84,10 +85,6 @@ def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(
 
 
 def test_a_batch_of_rows_becomes_independent_requests(server):
-    import numpy as np
-
-    from tests.e2e.wire import TokenClient
-
     with TokenClient(server.grpc_url) as client:
         rows = np.array([[10, 20, 30, 0], [40, 50, 60, 70]], dtype=np.int32)
         column = lambda *values, dtype=np.int32: np.array(values, dtype=dtype).reshape(-1, 1)  # noqa: E731
@@ -120,8 +117,6 @@ def test_one_grpc_stream_may_carry_many_requests(server):
             finals.append(response.id)
             if len(finals) == 8:
                 done.set()
-
-    from tests.e2e.wire import TYPES, np, to_input
 
     client.start_stream(on_response)
     for i in range(8):

@@ -15,8 +15,8 @@ from tests.e2e.wire import TYPES, ids_of, post, to_input
 
 
 @pytest.fixture(scope="module")
-def unary_server():
-    with serve("triton.decoupled=false") as server:
+def unary_server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("unary"), "triton.decoupled=false") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 

@@ -142,10 +142,10 @@ def scrape(metrics_url: str) -> dict[str, float]:
 
 
 def settled(metrics_url: str) -> dict[str, float]:
-    """Our metrics once two reads, further apart than the server's period of a second, agree."""
+    """Our metrics once two reads agree that are further apart than the periods of engine and stub, a second each."""
     before = scrape(metrics_url)
     while True:
-        time.sleep(1.3)
+        time.sleep(2.5)
         after = scrape(metrics_url)
         if _ours(before) == _ours(after):
             return after

@@ -65,16 +65,21 @@ class Generator:
         self._setup = setup
         self._model = model
         self._next_id = 1
-        unit = rng.choice((1, setup.config.kv_cache.block_size))  # prefixes of whole blocks, or of any length
+        unit = setup.config.kv_cache.block_size if setup.twins else rng.choice((1, 2, 4))  # prefixes of whole blocks, or any
         self._prefixes = [self._ids(unit * rng.randint(1, 16 // unit)) for _ in range(rng.choice((1, 3)))]
         self._exact = rng.choice((0.2, 0.9))  # how often a prompt is a prefix and hardly more
         self._share_sessions = rng.choice((0.0, 0.3, 0.8, 1.0))
         self._rewinds = rng.choice((0.1, 0.5))
         self._salts = rng.choice((("",), ("", "", "", "a")))
         self._lengths = rng.choice(((0, 1, 2, 3, 5, 8, 12, 40), (0, 0, 1, 2), (8, 12, 40)))
+        self._restarts = rng.choice((0.1, 0.3, 0.6))
+        if setup.twins:
+            self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
+            self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = 0.8, 0.6, 0.9, ("",), (0, 0, 1)
+            self._restarts = 0.4
         rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
-        self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: 6, **habits}
+        self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: rng.choice((6, 30)), **habits}
 
     def next_event(self) -> Event:
         rng = self._rng
@@ -123,7 +128,7 @@ class Generator:
     def _session(self) -> SessionConfig:
         rng = self._rng
         known = list(self._model.sessions)
-        start = not known or rng.random() < 0.3
+        start = not known or rng.random() < self._restarts
         session_id = rng.randint(1, 5) if start or rng.random() < 0.05 else rng.choice(known)
         return SessionConfig(
             session_id,
@@ -154,7 +159,7 @@ class Generator:
         source = rng.random()
         if source < 0.6:
             prefix = rng.choice(self._prefixes)
-            prompt = prefix + self._ids(rng.randint(0, 1)) if rng.random() < self._exact else self._cut(prefix) + prompt
+            prompt = prefix + self._ids(rng.choice((0, 1, 1))) if rng.random() < self._exact else self._cut(prefix) + prompt
         elif source < 0.8 and self._model.live:
             turn = rng.choice(list(self._model.live.values()))
             prompt = self._cut(turn.prompt + turn.tokens) + prompt

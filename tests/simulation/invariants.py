@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from backend.core.sequence import Status
-from backend.kvcache.block import DROPPED
+from backend.kvcache.block import DROPPED, BlockHandle
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
@@ -40,13 +41,19 @@ def _check_tables(simulation: Simulation) -> None:
     idle = {seq.seq_id: seq for seq in core.sessions._sessions.values() if seq.status is Status.IDLE}
     known = {**running, **waiting, **idle}
     assert set(core.kv.records) <= set(known), "a table of a sequence that is gone"
-    namespaces: dict[tuple, str] = {}
+    namespaces: dict[BlockHandle, str] = {}
+    owners: Counter[BlockHandle] = Counter()
     for seq_id, record in core.kv.records.items():
         assert record.locked == (seq_id in running), f"{known[seq_id]!r}: locked {record.locked}"
         for handle in record.handles:
             if handle is not DROPPED and core.kv.blocks.verify([handle]):
+                owners[handle] += 1
                 namespace = namespaces.setdefault(handle, known[seq_id].namespace)
                 assert namespace == known[seq_id].namespace, f"{handle} is seen by two namespaces"
+    for seq in running.values():
+        block, offset = divmod(seq.num_computed_tokens, core.kv.block_size)
+        if offset:
+            assert owners[core.kv.records[seq.seq_id].handles[block]] == 1, f"{seq!r} writes next to a block of others"
 
 
 def _check_sessions(simulation: Simulation) -> None:

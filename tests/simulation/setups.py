@@ -17,27 +17,29 @@ class Setup:
     config: EngineConfig
     num_blocks: int
     window: int | None
+    twins: bool = False  # sessions that begin alike and rewind a little, under a sliding window: their tables name the same blocks
 
 
 def random_setup(rng: Random) -> Setup:
-    block_size = rng.choice((1, 2, 2, 2, 4, 4))
-    num_blocks = rng.randint(4, 12)
-    window = rng.choice((None, rng.randint(2, 6)))
+    twins = rng.random() < 0.1
+    block_size = 4 if twins else rng.choice((1, 2, 2, 2, 4, 4))
+    num_blocks = rng.randint(8, 20) if twins else rng.randint(4, 12)
+    window = rng.randint(3, 5) if twins else rng.choice((None, rng.randint(2, 6)))
     kv_cache = KvCacheConfig(
         block_size=block_size,
         max_tokens=block_size * num_blocks,
         chunk_blocks=rng.choice((-1, 0, 1, 3)),
         watermark=rng.choice((0.0, 0.0, 0.1, 0.25)),
-        enable_block_reuse=rng.random() < 0.8,
+        enable_block_reuse=twins or rng.random() < 0.8,
         enable_partial_reuse=rng.random() < 0.7,
     )
     config = EngineConfig(
         kv_cache=kv_cache,
         scheduler=_random_scheduler(rng),
         limits=LimitsConfig(max_queue_size=rng.choice((3, 64, 64)), default_timeout_s=1000.0),
-        sessions=SessionsConfig(max_sessions=rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))),
+        sessions=SessionsConfig(max_sessions=100 if twins else rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))),
     )
-    return Setup(config, num_blocks, window)
+    return Setup(config, num_blocks, window, twins)
 
 
 def _random_scheduler(rng: Random) -> SchedulerConfig:

@@ -1,0 +1,129 @@
+"""A KVCacheManager driven by hand, with the hash worker behind it: what a sequence answers depends on the cells in its blocks.
+
+    cache = Cache(num_blocks=8)
+    seq = cache.start(make_sequence(1, [1, 2, 3]))     # admit
+    cache.run(seq)                                      # compute what is known, append one sampled token
+    cache.assert_content(seq)                           # every KV cell that counts as computed is the right one
+"""
+
+from __future__ import annotations
+
+from backend.api import Request, SamplingConfig
+from backend.api.config import KvCacheConfig
+from backend.core.sequence import Event, Sequence
+from backend.core.step import NewRow, Row, StepInput
+from backend.kvcache.block import DROPPED
+from backend.kvcache.manager import KVCacheManager, KVCommit
+from backend.kvcache.plan import Admission
+from tests.fakes.hash_worker import HashWorkerGroup, cell_of, oracle, seed_of
+
+VOCAB = 1000
+
+
+def make_sequence(seq_id: int, token_ids: list[int], max_tokens: int = 16, namespace: str = "", seed: int = 0) -> Sequence:
+    request = Request(list(token_ids), max_tokens, sampling_config=SamplingConfig(seed=seed), cache_salt=namespace)
+    return Sequence(seq_id, seq_id, request, seq_id, 0)
+
+
+def answer(prompt: list[int], num_outputs: int, **options: object) -> list[int]:
+    return oracle(list(prompt), num_outputs, VOCAB, **options)
+
+
+class Cache:
+    def __init__(self, num_blocks: int = 8, block_size: int = 4, slots: int = 4, window: int | None = None,
+                 max_chunk_tokens: int = 64, watermark: float = 0.0, **config: object):
+        self.kv = KVCacheManager(
+            KvCacheConfig(block_size=block_size, watermark=watermark, **config), num_blocks, slots, window, max_chunk_tokens
+        )
+        self.workers = HashWorkerGroup(vocab_size=VOCAB, window=window)
+        self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.blocks.num_backed)
+        self.copies: list[tuple[int, int]] = []  # of the last step
+        self._step_id = 0
+
+    def judge(self, seq: Sequence, headroom: int = 0) -> Admission:
+        """The answer to an admission that is not carried out."""
+        return self.kv.plan().admit(seq, seq.num_tokens, headroom)
+
+    def start(self, seq: Sequence) -> Sequence:
+        """Admit: a slot, and blocks for all known tokens (under a window: for a chunk of them)."""
+        plan = self.kv.plan()
+        assert plan.admit(seq, seq.num_tokens, 0) is Admission.NOW
+        commit = self.kv.commit(plan)
+        seq.apply(Event.ADMIT)
+        self._send(seq, commit, [])
+        return seq
+
+    def can_extend(self, seq: Sequence, num_tokens: int = 1) -> bool:
+        return self.kv.plan().extend(seq, seq.num_computed_tokens + num_tokens)
+
+    def run(self, seq: Sequence, num_tokens: int | None = None) -> KVCommit:
+        """Compute `num_tokens` known tokens (default: all); behind the last known one, append the token that is sampled."""
+        num_tokens = seq.num_uncomputed_tokens if num_tokens is None else num_tokens
+        plan = self.kv.plan()
+        assert plan.extend(seq, seq.num_computed_tokens + num_tokens)
+        commit = self.kv.commit(plan)
+        samples = num_tokens == seq.num_uncomputed_tokens
+        change = commit.changes.get(seq.seq_id)
+        new_ids = change.new_block_ids if change and not change.is_new else []
+        output = self._send(seq, commit, [Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, new_ids)])
+        seq.num_computed_tokens += num_tokens
+        self.kv.advance(seq)
+        seq.token_ids += [sample.token_id for sample in output.sampled]
+        return commit
+
+    def generate(self, seq: Sequence, num_outputs: int) -> list[int]:
+        for _ in range(num_outputs):
+            self.run(seq)
+        return seq.token_ids[-num_outputs:]
+
+    def pause(self, seq: Sequence) -> None:
+        plan = self.kv.plan()
+        plan.pause(seq)
+        self.kv.commit(plan)
+        seq.apply(Event.PAUSE)
+
+    def release(self, seq: Sequence, keep: bool = False) -> None:
+        self.kv.release(seq, keep)
+        seq.apply(Event.PAUSE if keep else Event.RETIRE)
+
+    def fork(self, parent: Sequence, seq_id: int, seed: int) -> Sequence:
+        """A child that knows the parent's tokens as its prompt and samples with another seed."""
+        child = make_sequence(seq_id, parent.token_ids, namespace=parent.namespace, seed=seed)
+        self.kv.fork(parent, child)
+        child.apply(Event.ADMIT)
+        self._send(child, KVCommit({}, []), [], is_new=True)
+        return child
+
+    def blocks(self, seq: Sequence) -> list[int]:
+        return self.kv.block_ids(seq)
+
+    def ref_counts(self, seq: Sequence) -> list[int]:
+        return [self.kv.blocks.blocks[block_id].ref_count for block_id in self.blocks(seq) if block_id >= 0]
+
+    def assert_content(self, seq: Sequence) -> None:
+        """Each cell that counts as computed holds the chain of its tokens, wherever the table says it lies."""
+        size, before = self.kv.block_size, 0
+        handles = self.kv.records[seq.seq_id].handles
+        for position, token_id in enumerate(seq.token_ids[: seq.num_computed_tokens]):
+            before = cell_of(before, token_id, position, seed_of(seq.namespace))
+            handle = handles[position // size]
+            if handle is not DROPPED:
+                cell = self.workers.cells[handle.block_id][position % size]
+                assert cell == before, f"{seq!r}: position {position} in block {handle.block_id} holds foreign KV"
+
+    def scramble_free_blocks(self) -> None:
+        """What holds nothing may be overwritten at any time: do it now, so that whoever reads it is found out."""
+        for block in self.kv.blocks.blocks:
+            if not block.unique_id:
+                self.workers.cells[block.block_id] = [-1 - i for i in range(self.kv.block_size)]
+
+    def _send(self, seq: Sequence, commit: KVCommit, rows: list[Row], is_new: bool = False):
+        change = commit.changes.get(seq.seq_id)
+        new_rows = [self._new_row(seq)] if is_new or (change and change.is_new) else []
+        self.copies = commit.copies
+        self._step_id += 1
+        return self.workers.execute(StepInput(self._step_id, rows, new_rows, commit.copies, self.kv.blocks.num_backed))
+
+    def _new_row(self, seq: Sequence) -> NewRow:
+        return NewRow(seq.slot, list(seq.token_ids), seq.num_prompt_tokens, 0, self.blocks(seq), seq.request.sampling_config,
+                      cache_namespace=seq.namespace)
