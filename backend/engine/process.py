@@ -24,6 +24,10 @@ from backend.engine.server import EngineServer
 
 log = logging.getLogger("everbatch.engine")
 
+# How long an idle OpenMP thread spins before it sleeps. libgomp's default spins for milliseconds; as soon as another process
+# (the server, a stub) holds one of the cores, each parallel region then waits for a thread that spins in vain.
+SPIN_COUNT = "10000"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="everbatch-engine")
@@ -44,6 +48,7 @@ def main() -> int:
 def serve(config: EngineConfig, socket_path: str) -> None:
     """Load, listen, run until SIGTERM. Raises ConfigError when the model or the pool cannot be had."""
     started = time.monotonic()
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch's OpenMP is loaded
     _tell({"phase": "loading torch"})
     from backend.worker.group import InProcessWorkerGroup
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from backend.api import Request, SamplingConfig
 from backend.api.config import KvCacheConfig
 from backend.core.sequence import Event, Sequence
-from backend.core.step import NewRow, Row, StepInput
+from backend.core.step import NewRow, Row, StepInput, StepOutput
 from backend.kvcache.block import DROPPED
 from backend.kvcache.manager import KVCacheManager, KVCommit
 from backend.kvcache.plan import Admission
@@ -31,11 +31,11 @@ def answer(prompt: list[int], num_outputs: int, **options: object) -> list[int]:
 
 class Cache:
     def __init__(self, num_blocks: int = 8, block_size: int = 4, slots: int = 4, window: int | None = None,
-                 max_chunk_tokens: int = 64, watermark: float = 0.0, **config: object):
+                 max_chunk_tokens: int = 64, watermark: float = 0.0, vocab_size: int = VOCAB, **config: object):
         self.kv = KVCacheManager(
             KvCacheConfig(block_size=block_size, watermark=watermark, **config), num_blocks, slots, window, max_chunk_tokens
         )
-        self.workers = HashWorkerGroup(vocab_size=VOCAB, window=window)
+        self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.blocks.num_backed)
         self.copies: list[tuple[int, int]] = []  # of the last step
         self._step_id = 0
@@ -46,12 +46,18 @@ class Cache:
 
     def start(self, seq: Sequence) -> Sequence:
         """Admit: a slot, and blocks for all known tokens (under a window: for a chunk of them)."""
-        plan = self.kv.plan()
-        assert plan.admit(seq, seq.num_tokens, 0) is Admission.NOW
-        commit = self.kv.commit(plan)
-        seq.apply(Event.ADMIT)
-        self._send(seq, commit, [])
+        self.start_together(seq)
         return seq
+
+    def start_together(self, *sequences: Sequence) -> None:
+        """Admit several in one plan."""
+        plan = self.kv.plan()
+        for seq in sequences:
+            assert plan.admit(seq, seq.num_tokens, 0) is Admission.NOW
+        commit = self.kv.commit(plan)
+        for seq in sequences:
+            seq.apply(Event.ADMIT)
+        self._send(commit.copies, list(sequences), [])
 
     def can_extend(self, seq: Sequence, num_tokens: int = 1) -> bool:
         return self.kv.plan().extend(seq, seq.num_computed_tokens + num_tokens)
@@ -65,7 +71,8 @@ class Cache:
         samples = num_tokens == seq.num_uncomputed_tokens
         change = commit.changes.get(seq.seq_id)
         new_ids = change.new_block_ids if change and not change.is_new else []
-        output = self._send(seq, commit, [Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, new_ids)])
+        row = Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, new_ids)
+        output = self._send(commit.copies, [seq] if change and change.is_new else [], [row])
         seq.num_computed_tokens += num_tokens
         self.kv.advance(seq)
         seq.token_ids += [sample.token_id for sample in output.sampled]
@@ -91,7 +98,7 @@ class Cache:
         child = make_sequence(seq_id, parent.token_ids, namespace=parent.namespace, seed=seed)
         self.kv.fork(parent, child)
         child.apply(Event.ADMIT)
-        self._send(child, KVCommit({}, []), [], is_new=True)
+        self._send([], [child], [])
         return child
 
     def blocks(self, seq: Sequence) -> list[int]:
@@ -117,12 +124,11 @@ class Cache:
             if not block.unique_id:
                 self.workers.cells[block.block_id] = [-1 - i for i in range(self.kv.block_size)]
 
-    def _send(self, seq: Sequence, commit: KVCommit, rows: list[Row], is_new: bool = False):
-        change = commit.changes.get(seq.seq_id)
-        new_rows = [self._new_row(seq)] if is_new or (change and change.is_new) else []
-        self.copies = commit.copies
+    def _send(self, copies: list[tuple[int, int]], new: list[Sequence], rows: list[Row]) -> StepOutput:
+        self.copies = copies
         self._step_id += 1
-        return self.workers.execute(StepInput(self._step_id, rows, new_rows, commit.copies, self.kv.blocks.num_backed))
+        new_rows = [self._new_row(seq) for seq in new]
+        return self.workers.execute(StepInput(self._step_id, rows, new_rows, copies, self.kv.blocks.num_backed))
 
     def _new_row(self, seq: Sequence) -> NewRow:
         return NewRow(seq.slot, list(seq.token_ids), seq.num_prompt_tokens, 0, self.blocks(seq), seq.request.sampling_config,

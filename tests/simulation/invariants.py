@@ -18,6 +18,7 @@ def check_invariants(simulation: Simulation) -> None:
     _check_order(simulation)
     _check_tables(simulation)
     _check_sessions(simulation)
+    _check_eviction_order(simulation)
     _scramble_free_blocks(simulation)
 
 
@@ -60,6 +61,20 @@ def _check_sessions(simulation: Simulation) -> None:
     actual = {key: seq.token_ids for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE}
     expected = {key: session.log for key, session in simulation.model.sessions.items() if session.turn is None}
     assert actual == expected, f"sessions remember {actual}, expected {expected}"
+    for seq in simulation.core.sessions._sessions.values():
+        if seq.status is Status.IDLE and seq.num_computed_tokens:
+            record = simulation.core.kv.records.get(seq.seq_id)
+            covered = len(record.handles) * simulation.model.block_size if record else 0
+            assert covered >= seq.num_computed_tokens, f"the table of idle {seq!r} covers {covered} tokens: its KV cannot be found"
+
+
+def _check_eviction_order(simulation: Simulation) -> None:
+    """Eviction shortens a table from its tail. Seen where blocks are not shared: others would touch the shared ones."""
+    kv = simulation.core.kv
+    for record in kv.records.values() if not kv.enable_block_reuse else ():
+        handles = [handle for handle in record.handles if handle is not DROPPED]
+        survived = [kv.blocks.verify([handle]) == 1 for handle in handles]
+        assert survived == sorted(survived, reverse=True), f"a table has lost its head before its tail: {survived}"
 
 
 def _scramble_free_blocks(simulation: Simulation) -> None:

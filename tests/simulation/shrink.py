@@ -60,3 +60,8 @@ def failed_seeds(seeds: range) -> list[int]:
     """Those of `seeds` that fail. For worker processes: it silences the engine's log of planted failures."""
     logging.getLogger("everbatch.engine").setLevel(logging.CRITICAL)
     return [seed for seed in seeds if failure_of(seed)[0] is not None]
+
+
+def first_failure(seeds: range) -> int | None:
+    """The first of `seeds` that fails."""
+    return next((seed for seed in seeds if failure_of(seed)[0] is not None), None)
