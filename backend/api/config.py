@@ -58,6 +58,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_word_bytes: int = 4096  # UTF-8 bytes of all stop strings of one request together; likewise of its bad words
     max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
     max_top_log_probs: int = 20  # alternatives of each position that a request may ask for
+    max_extra_bytes: int = 16_777_216  # of what a request brings besides tokens, to a model that takes it
     max_request_batch: int = 64  # rows of one Triton request
     default_timeout_s: float = 600.0  # for requests that name none
     max_timeout_s: float = 86_400.0  # the longest one a request may ask for
@@ -139,6 +140,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     section[keys[1]] = value
 
 
+MAX_SECONDS = 1e9  # for time spans: finite, so that deadlines in nanoseconds are integers
+
 # key -> (least, greatest) value allowed
 _RANGES: dict[str, tuple[float, float]] = {
     "model.max_seq_len": (1, math.inf),
@@ -159,15 +162,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.max_word_bytes": (1, 1 << 20),
     "limits.max_logit_bias": (0, 1 << 20),
     "limits.max_top_log_probs": (0, 1000),
+    "limits.max_extra_bytes": (0, 1 << 28),
     "limits.max_request_batch": (1, 65536),
-    "limits.default_timeout_s": (0.001, math.inf),
-    "limits.max_timeout_s": (0.001, math.inf),
+    "limits.default_timeout_s": (0.001, MAX_SECONDS),
+    "limits.max_timeout_s": (0.001, MAX_SECONDS),
     "sessions.max_sessions": (1, math.inf),
-    "sessions.idle_ttl_s": (0.001, math.inf),
+    "sessions.idle_ttl_s": (0.001, MAX_SECONDS),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),
-    "triton.attach_timeout_s": (0.1, math.inf),
+    "triton.attach_timeout_s": (0.1, MAX_SECONDS),
 }
 
 

@@ -68,8 +68,12 @@ class SessionStatus(enum.IntEnum):
 
 
 class SessionError(InvalidRequest):
-    """A session request was refused; `status` is the code TurboMind's clients know."""
+    """A session request was refused, or its turn failed (FAIL, then with the failure's own code).
 
-    def __init__(self, status: SessionStatus, reason: str):
+    `status` is the code TurboMind's clients know.
+    """
+
+    def __init__(self, status: SessionStatus, reason: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT):
         super().__init__(f"session error {int(status)} ({status.name.lower()}): {reason}")
         self.status = status
+        self.code = code

@@ -24,6 +24,7 @@ class RequestLimits(Struct, frozen=True):
     vocab_size: int
     max_seq_len: int
     caps: LimitsConfig = LimitsConfig()
+    takes_extra_inputs: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -49,6 +50,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         raise InvalidRequest(f"timeout is {request.timeout_s} s, allowed is more than 0 to {limits.caps.max_timeout_s:g} s")
     if len(request.cache_salt) > 256:
         raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters, the limit is 256")
+    if request.extra_inputs:
+        if request.session is not None:
+            raise Unsupported("a session takes tokens only in this version; send extra inputs without a session")
+        _check_extra_inputs(request.extra_inputs, limits)
     if request.session is not None:
         _check_session(request.session)
 
@@ -110,3 +115,13 @@ def _check_session(session: SessionConfig) -> None:
         raise SessionError(SessionStatus.INVALID, f"step is {session.step}, it counts tokens from 0")
     if session.session_len is not None and session.session_len < 1:
         raise SessionError(SessionStatus.INVALID, f"session_len is {session.session_len}, at least 1 is needed")
+
+
+def _check_extra_inputs(inputs: dict[str, bytes], limits: RequestLimits) -> None:
+    if not limits.takes_extra_inputs:
+        raise Unsupported(f"the model takes tokens only, the request holds {', '.join(sorted(inputs)[:4])}; leave it out")
+    num_bytes = sum(map(len, inputs.values()))
+    if num_bytes > limits.caps.max_extra_bytes:
+        raise InvalidRequest(
+            f"the extra inputs have {num_bytes} bytes, the limit is {limits.caps.max_extra_bytes} (limits.max_extra_bytes)"
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NewType
 
+import msgspec
 from msgspec import Struct
 
 from backend.api.sampling import OutputConfig, SamplingConfig
@@ -36,6 +38,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `stop_words`: token lists; the output ends as soon as its tail equals one of them. `bad_words`: token lists that are
     never completed. `timeout_s`: seconds from acceptance until the request is cut with FinishReason.TIMED_OUT.
     `cache_salt`: KV blocks are shared only between requests of the same salt.
+    `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
+    Refused by models that take none. KV is shared only between requests with equal extra inputs.
     """
 
     input_token_ids: list[int]
@@ -51,3 +55,12 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     session: SessionConfig | None = None
     timeout_s: float | None = None
     cache_salt: str = ""
+    extra_inputs: dict[str, bytes] = {}
+
+    @property
+    def namespace(self) -> str:
+        """Requests with different namespaces never share KV."""
+        if not self.extra_inputs:
+            return self.cache_salt
+        digest = hashlib.blake2b(msgspec.msgpack.encode(sorted(self.extra_inputs.items())), digest_size=32)
+        return f"{self.cache_salt}\0{digest.hexdigest()}"

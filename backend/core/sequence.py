@@ -67,7 +67,7 @@ class Sequence:
     def __init__(self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int):
         self.seq_id = seq_id
         self.session_id: SessionId | None = request.session.id if request.session else None
-        self.namespace = request.cache_salt
+        self.namespace = request.namespace
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0

@@ -36,6 +36,7 @@ class NewRow(Struct, frozen=True):
     return_log_probs: bool = False
     top_log_probs: int = 0
     cache_namespace: str = ""
+    extra_inputs: dict[str, bytes] = {}  # besides tokens, for models that take them
 
 
 class Row(Struct, frozen=True, array_like=True):
@@ -81,6 +82,7 @@ class ModelInfo(Struct, frozen=True):
     sliding_window: int | None = None  # tokens, when every layer has one; else None
     kv_bytes_per_token: int = 0  # of all layers, on one rank
     eos_ids: tuple[int, ...] = ()
+    takes_extra_inputs: bool = False
     dtype: str = "float32"
     device: str = "cpu"
 

@@ -211,6 +211,8 @@ class EngineCore:
         self._settle(seq, keep_output_tokens)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
+        if seq.session_id is not None:
+            error = SessionError(SessionStatus.FAIL, error.message, error.code)
         self._leave(seq)
         self._count_end("ERROR")
         self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error))

@@ -28,7 +28,7 @@ class Intake:
         self._kv = kv
         self._scheduler = scheduler
         self._sessions = sessions
-        self._limits = RequestLimits(vocab_size=model.vocab_size, max_seq_len=model.max_seq_len, caps=limits)
+        self._limits = RequestLimits(model.vocab_size, model.max_seq_len, limits, model.takes_extra_inputs)
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
         self.sessions_this_poll: set[SessionId] = set()  # cleared by the engine before each poll of the inbox

@@ -201,6 +201,7 @@ class Executor:
             with self._lock:
                 answered = self._live.pop(command.request_id, None) is None
             if not answered:
+                self._mailboxes.forget(command.request_id)
                 raise
 
     def _try_send(self, command: Command) -> None:

@@ -25,6 +25,11 @@ class Mailboxes:
         with self._changed:
             self._boxes[request_id] = []
 
+    def forget(self, request_id: RequestId) -> None:
+        """The request was never sent. Unknown ids are ignored."""
+        with self._changed:
+            self._boxes.pop(request_id, None)
+
     def put(self, response: Response) -> None:
         with self._changed:
             self._boxes[response.request_id].append(response)

@@ -193,4 +193,5 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         return_log_probs=request.output_config.return_log_probs,
         top_log_probs=request.output_config.top_log_probs,
         cache_namespace=seq.namespace,
+        extra_inputs=request.extra_inputs,
     )

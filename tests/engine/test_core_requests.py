@@ -210,3 +210,25 @@ def test_a_step_is_schedule_run_workers_update_publish():
     assert [(row.num_computed, row.num_tokens, row.samples) for row in step.rows] == [(0, 3, True)]
     assert [r.result.output_token_ids[0] for r in responses if r.request_id == request] == [answer([1, 2, 3], 1)]
     assert driver.core.iteration == 1
+
+
+@pytest.mark.feature("003-12")
+def test_inputs_besides_tokens_reach_the_model_again_after_a_pause_and_never_share_kv():
+    driver = Driver(pool_tokens=24, policy="max_utilization", slots=2, takes_extra_inputs=True)
+    images = [{"image": b"a cat"}, {"image": b"a dog"}]
+    requests = [driver.ask([1, 2, 3, 4, 5], 12, extra_inputs=image) for image in images]
+    driver.run()
+    rows = [row for step in driver.workers.trace for row in step.new_rows]
+    assert driver.core.counters.pauses_total > 0 and len(rows) > 2
+    by_namespace = {row.cache_namespace: row.extra_inputs for row in rows}
+    assert list(by_namespace.values()) == images
+    assert all(row.extra_inputs == by_namespace[row.cache_namespace] for row in rows)
+    assert driver.core.counters.cached_tokens_total == 0
+    assert [driver.reason(request) for request in requests] == ["LENGTH"] * 2
+
+
+@pytest.mark.feature("003-12")
+def test_a_model_that_takes_tokens_only_refuses_them():
+    driver = Driver()
+    request = driver.ask([1], 1, extra_inputs={"image": b"a cat"})
+    assert "image" in driver.error(request)

@@ -54,8 +54,9 @@ class HashWorkerGroup:
     """Implements WorkerGroup. `trace` keeps every StepInput for tests that look at the schedule."""
 
     def __init__(self, vocab_size: int = 1000, max_seq_len: int = 1 << 20, window: int | None = None,
-                 free_bytes: int = 1 << 30, bytes_per_token: int = 1024, keep_trace: bool = True):
-        self.info = ModelInfo("hash", vocab_size, max_seq_len, window, bytes_per_token)
+                 free_bytes: int = 1 << 30, bytes_per_token: int = 1024, keep_trace: bool = True,
+                 takes_extra_inputs: bool = False):
+        self.info = ModelInfo("hash", vocab_size, max_seq_len, window, bytes_per_token, takes_extra_inputs=takes_extra_inputs)
         self.free_bytes = free_bytes
         self.trace: list[StepInput] = []
         self.fail_next: Exception | None = None
