@@ -180,6 +180,7 @@ class Simulation:
     def _check_step_error(self, response: Response, failed: bool) -> None:
         turn = self.model.live[response.request_id]
         error = _error_class(response)
+        assert response.error_msg.startswith("session error 5") == (turn.request.session is not None), response
         if error == "pool":
             assert self.was_resized and self.model.exceeds_pool(turn.max_cells), response
         else:
@@ -229,7 +230,8 @@ class Simulation:
 
 def _error_class(response: Response) -> str:
     message = response.error_msg
-    if found := re.match(r"session error (\d)", message):
+    found = re.match(r"session error (\d)", message)
+    if found and found[1] != "5":  # 5: the turn failed, for a reason of its own
         return f"session {found[1]}"
     classes = {
         "is in use by a request": "duplicate",

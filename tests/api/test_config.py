@@ -1,0 +1,81 @@
+"""One typed configuration: parsed once, frozen, and every mistake named by its key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backend.api import ConfigError, EngineConfig, load_config
+from backend.api.config import _RANGES
+
+
+def test_without_a_file_everything_has_its_default() -> None:
+    assert load_config() == EngineConfig()
+
+
+def test_a_file_and_overrides_are_applied_in_order(tmp_path) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"kv_cache": {"max_tokens": 64, "block_size": 16}, "model": {"path": "m"}}))
+    config = load_config(file, ["kv_cache.max_tokens=128", "model.dtype=bfloat16", "kv_cache.max_tokens=256"])
+    assert (config.kv_cache.max_tokens, config.kv_cache.block_size) == (256, 16)
+    assert (config.model.path, config.model.dtype) == ("m", "bfloat16")
+
+
+@pytest.mark.feature("000-01")
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match="Bla: File does not exist"):
+        load_config("Bla")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", '{"kv_cache": 3}'])
+def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path, text: str) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(file)
+
+
+@pytest.mark.parametrize(("override", "named"), [
+    ("kv_cache.max_token=1", "max_token"),
+    ("kvcache.max_tokens=1", "kvcache"),
+    ("kv_cache.max_tokens=lots", "kv_cache.max_tokens"),
+    ("scheduler.policy=fastest", "scheduler.policy"),
+    ("kv_cache.block_size=24", "kv_cache.block_size is 24, a power of two"),
+    ("scheduler.max_num_tokens=3", "scheduler.max_num_tokens is 3, less than scheduler.max_batch_size 64"),
+    ("kv_cache.max_tokens", "write it as section.key=value"),
+    ("max_tokens=3", "write it as section.key=value"),
+    ("a.b.c=3", "write it as section.key=value"),
+])
+def test_a_mistake_is_named(override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match="configuration|kv_cache|scheduler|override") as caught:
+        load_config(overrides=[override])
+    assert named.split(".")[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(_RANGES))
+def test_a_value_out_of_its_range_is_named_with_range_and_remedy(key: str) -> None:
+    least, _ = _RANGES[key]
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[f"{key}={int(least) - 1}"])
+    message = str(caught.value)
+    assert message.startswith(f"{key} is {int(least) - 1}") and ", allowed is" in message and f"--set {key}=VALUE" in message
+
+
+@pytest.mark.parametrize("key", ["limits.default_timeout_s", "limits.max_timeout_s", "sessions.idle_ttl_s", "triton.attach_timeout_s"])
+@pytest.mark.parametrize("value", ["Infinity", "NaN"])
+def test_a_time_must_be_finite(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_config(overrides=[f"{key}={value}"])
+
+
+def test_a_section_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig().kv_cache.max_tokens = 3
+
+
+def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text('{"kv_cache": 3}')
+    with pytest.raises(ConfigError, match="kv_cache is no section"):
+        load_config(file, ["kv_cache.max_tokens=3"])

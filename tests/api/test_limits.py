@@ -1,0 +1,118 @@
+"""Every field of a request has limits, and an error names the value and the limit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.api import ErrorCode, InvalidRequest, OutputConfig, Request, SamplingConfig, SessionConfig, SessionError, Unsupported
+from backend.api.config import LimitsConfig
+from backend.api.limits import RequestLimits, check_request
+
+LIMITS = RequestLimits(100, 20, LimitsConfig(max_words=3, max_word_tokens=4, max_logit_bias=2, max_timeout_s=60.0))
+
+
+def request(prompt: list[int] | None = None, max_tokens: int = 5, sampling: dict[str, object] | None = None, **fields: object) -> Request:
+    sampling_config = SamplingConfig(**(sampling or {}))
+    return Request([1, 2] if prompt is None else prompt, max_tokens, sampling_config=sampling_config, **fields)
+
+
+@pytest.mark.feature("000-11")
+def test_a_request_needs_its_ids_and_its_length_and_is_read_only() -> None:
+    made = Request([1, 2], 5)
+    assert (made.input_token_ids, made.max_tokens) == ([1, 2], 5)
+    with pytest.raises(TypeError, match="Missing required argument"):
+        Request([1, 2])
+    with pytest.raises(AttributeError):
+        made.max_tokens = 6
+
+
+@pytest.mark.feature("000-11")
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        check_request(request([]), LIMITS)
+
+
+@pytest.mark.feature("001-64", "003-40")
+@pytest.mark.parametrize(("length", "max_tokens", "is_accepted"), [(19, 5, True), (20, 5, False), (20, 0, True), (21, 0, False)])
+def test_the_longest_prompt_leaves_room_for_one_output_token(length: int, max_tokens: int, is_accepted: bool) -> None:
+    if is_accepted:
+        check_request(request([1] * length, max_tokens), LIMITS)
+    else:
+        with pytest.raises(InvalidRequest, match=f"the prompt has {length} tokens, the limit is {19 + (max_tokens == 0)}"):
+            check_request(request([1] * length, max_tokens), LIMITS)
+
+
+BAD = [
+    (request([1, 100]), "input token 100 is outside the vocabulary; allowed is 0 to 99"),
+    (request([-1]), "input token -1 is outside"),
+    (request(max_tokens=-1), "max_tokens is -1, allowed is 0"),
+    (request(end_ids=(100,)), "end id 100 is outside"),
+    (request(stop_words=[[1]] * 4), "4 stop words, the limit is 3"),
+    (request(bad_words=[[]]), "a bad word has 0 tokens, allowed is 1 to 4"),
+    (request(stop_words=[[1] * 5]), "a stop word has 5 tokens"),
+    (request(bad_words=[[1, 100]]), "bad word token 100 is outside"),
+    (request(sampling={"temperature": -0.1}), "temperature is -0.1, allowed is 0"),
+    (request(sampling={"temperature": math.nan}), "temperature is nan"),
+    (request(sampling={"top_k": -1}), "top_k is -1"),
+    (request(sampling={"top_p": 1.1}), "top_p is 1.1"),
+    (request(sampling={"top_p": 0.0}), "top_p is 0, allowed is more than 0"),
+    (request(sampling={"min_p": math.inf}), "min_p is inf"),
+    (request(sampling={"seed": -1}), "seed is -1"),
+    (request(sampling={"seed": 1 << 64}), "seed is 18446744073709551616"),
+    (request(sampling={"repetition_penalty": 0.0}), "repetition_penalty is 0"),
+    (request(sampling={"presence_penalty": -101.0}), "presence_penalty is -101"),
+    (request(sampling={"frequency_penalty": math.nan}), "frequency_penalty is nan"),
+    (request(sampling={"min_tokens": -1}), "min_tokens is -1"),
+    (request(sampling={"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}), "logit_bias has 3 entries, the limit is 2"),
+    (request(sampling={"logit_bias": {100: 1.0}}), "logit_bias token 100 is outside"),
+    (request(sampling={"logit_bias": {1: math.inf}}), "logit_bias holds a value that is not finite"),
+    (request(output_config=OutputConfig(top_log_probs=21)), "top_log_probs is 21, allowed is 0 to 20"),
+    (request(client_id=1 << 64), "client_id is"),
+    (request(timeout_s=0.0), "timeout is 0.0 s"),
+    (request(timeout_s=61.0), "timeout is 61.0 s, allowed is more than 0 to 60 s"),
+    (request(timeout_s=math.nan), "timeout is nan"),
+    (request(cache_salt="x" * 257), "cache_salt has 257 characters, the limit is 256"),
+]
+
+
+@pytest.mark.feature("001-64")
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_field_out_of_its_limits_is_named_with_its_value(bad: Request, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(bad, LIMITS)
+    assert message in str(caught.value) and caught.value.code is ErrorCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("sampling", [{"beam_width": 2}, {"num_return_sequences": 2}])
+def test_what_is_not_built_is_refused_as_unsupported(sampling: dict[str, object]) -> None:
+    with pytest.raises(Unsupported) as caught:
+        check_request(request(sampling=sampling), LIMITS)
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize("session", [SessionConfig(-1), SessionConfig(1 << 64), SessionConfig(1, step=-1), SessionConfig(1, session_len=0)])
+def test_a_session_out_of_its_limits_is_a_session_error(session: SessionConfig) -> None:
+    with pytest.raises(SessionError, match="session error 1"):
+        check_request(request(session=session), LIMITS)
+
+
+def test_the_edges_of_every_limit_are_accepted() -> None:
+    check_request(request([0, 99], 0, end_ids=(0, 99), stop_words=[[1] * 4] * 3, timeout_s=60.0, client_id=(1 << 64) - 1,
+                          cache_salt="x" * 256, session=SessionConfig((1 << 64) - 1, step=0, session_len=1),
+                          output_config=OutputConfig(top_log_probs=20),
+                          sampling={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 1.0, "seed": (1 << 64) - 1,
+                                    "logit_bias": {99: -100.0}, "num_return_sequences": 1}), LIMITS)
+
+
+@given(st.floats(), st.floats(), st.integers(), st.lists(st.integers()))
+def test_no_value_of_any_field_raises_anything_but_an_invalid_request(p: float, penalty: float, number: int, ids: list[int]) -> None:
+    sampling = {"top_p": p, "min_p": p, "temperature": penalty, "repetition_penalty": penalty, "top_k": number, "seed": number,
+                "logit_bias": {number: p}}
+    try:
+        check_request(request(ids, number, sampling, stop_words=[ids], end_ids=tuple(ids), timeout_s=p), LIMITS)
+    except InvalidRequest as error:
+        assert str(error)

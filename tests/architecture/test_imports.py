@@ -1,0 +1,123 @@
+"""Imports point one way (architecture.md). Read from the syntax trees, so that a lazy import counts as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ALL, ROOT, imported_modules, parsed, python_files
+
+PURE = {"api", "core", "kvcache", "scheduler"}
+# layer of backend -> layers of backend that it may import, itself apart
+ARROWS: dict[str, set[str]] = {
+    "api": set(),
+    "core": {"api"},
+    "kvcache": {"api", "core"},
+    "scheduler": {"api", "core", "kvcache"},
+    "text": {"api"},
+    "distributed": {"api", "core"},
+    "layers": {"api"},
+    "quant": {"api"},
+    "lora": {"api", "layers"},
+    "guided": {"api"},
+    "sampling": {"api", "core"},
+    "models": {"api", "core", "layers", "quant", "lora", "distributed"},
+    "worker": {"api", "core", "models", "layers", "quant", "lora", "guided", "sampling", "distributed"},
+    "engine": {"api", "core", "kvcache", "scheduler", "worker"},
+    "executor": {"api", "core", "engine", "worker"},
+    "serving": {"api", "core", "executor", "text"},
+}
+MAY_USE_KERNELS = {"layers", "quant", "lora", "sampling", "guided", "models", "worker"}
+# root package -> what it may import of the others
+ROOT_ARROWS = {
+    "kernels": set(),
+    "client": set(),
+    "deploy": {"backend.api", "client"},
+    "model_repository": {"backend.serving"},
+}
+# (file, module): known breaches, each to be mended by its owner; an entry that is mended must go
+KNOWN_BREACHES = {("backend/layers/rotary.py", "backend.models.config")}  # RopeConfig belongs to layers
+
+
+def breaches(path: Path) -> list[str]:
+    """Modules that `path` imports against the arrows."""
+    root = path.parts[0]
+    own = [name for name in imported_modules(parsed(path)) if name.split(".")[0] in ALL]
+    if root == "backend":
+        return [name for name in own if not _allowed_in_backend(path, name)]
+    if root in ROOT_ARROWS:
+        allowed = ROOT_ARROWS[root]
+        return [name for name in own if name.split(".")[0] != root and not _below(name, allowed)]
+    return []
+
+
+def _allowed_in_backend(path: Path, name: str) -> bool:
+    layer = path.parts[1].removesuffix(".py") if len(path.parts) > 2 else ""
+    target = name.split(".")
+    if target[0] == "kernels":
+        return layer in MAY_USE_KERNELS
+    if target[0] != "backend":
+        return False
+    return len(target) == 1 or target[1] == layer or target[1] in ARROWS.get(layer, set())
+
+
+def _below(name: str, allowed: set[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in allowed) or name == "backend"
+
+
+@pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend"), ids=str)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    unknown = [name for name in breaches(path) if not any((str(path), prefix) in KNOWN_BREACHES for prefix in _prefixes(name))]
+    assert not unknown, f"{path} imports {unknown} against the arrows of architecture.md"
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+@pytest.mark.parametrize(("path", "module"), sorted(KNOWN_BREACHES))
+def test_a_known_breach_that_is_mended_leaves_the_list(path: str, module: str) -> None:
+    assert module in breaches(Path(path)), f"{path} no longer imports {module}: remove the entry from KNOWN_BREACHES"
+
+
+def test_every_layer_of_backend_has_its_arrows() -> None:
+    layers = {path.parts[1] for path in python_files("backend") if len(path.parts) > 2}
+    assert layers <= set(ARROWS), f"no arrows for {layers - set(ARROWS)}"
+
+
+def test_the_arrows_have_no_cycle() -> None:
+    resolved: set[str] = set()
+    while len(resolved) < len(ARROWS):
+        ready = {layer for layer, below in ARROWS.items() if layer not in resolved and below <= resolved}
+        assert ready, f"cycle among {set(ARROWS) - resolved}"
+        resolved |= ready
+
+
+@pytest.mark.parametrize("path", [path for path in python_files("backend") if path.parts[1] in PURE], ids=str)
+def test_the_pure_side_names_no_heavy_library(path: Path) -> None:
+    allowed = {"msgspec", "backend", "__future__"}
+    foreign = {name.split(".")[0] for name in imported_modules(parsed(path))} - allowed
+    heavy = foreign & {"torch", "triton", "numpy", "ray", "transformers", "tokenizers", "triton_python_backend_utils"}
+    assert not heavy, f"{path} imports {heavy}"
+
+
+@pytest.mark.parametrize("path", python_files("client"), ids=str)
+def test_the_client_talks_to_triton_only(path: Path) -> None:
+    foreign = {name.split(".")[0] for name in imported_modules(parsed(path))} & {"torch", "transformers", "backend", "kernels"}
+    assert not foreign, f"{path} imports {foreign}"
+
+
+def test_no_module_is_named_triton() -> None:
+    assert [path for path in python_files(*ALL) if path.stem == "triton" or "triton" in path.parts[:-1]] == []
+
+
+@pytest.mark.parametrize("path", [path for path in python_files("backend") if path.parts[1] != "serving"], ids=str)
+def test_only_serving_uses_the_python_backend_utilities(path: Path) -> None:
+    assert "triton_python_backend_utils" not in set(imported_modules(parsed(path)))
+
+
+@pytest.mark.parametrize("path", python_files("model_repository"), ids=str)
+def test_a_triton_model_is_a_thin_adapter(path: Path) -> None:
+    assert len((ROOT / path).read_text().splitlines()) <= 120

@@ -1,0 +1,44 @@
+"""What a process really loads when it imports a layer: asked of a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import ROOT, python_files
+
+# Imports the modules given and prints the top-level packages that are loaded then.
+PROGRAM = """
+import importlib, json, sys
+names = json.loads(sys.argv[1])
+if any(name.startswith("backend.serving") for name in names):  # Triton's own module exists in its stub only
+    sys.modules["triton_python_backend_utils"] = importlib.import_module("tests.serving.fake_triton")
+for name in names:
+    importlib.import_module(name)
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+def loaded_packages(*layers: str) -> set[str]:
+    """Top-level packages in sys.modules after importing every module of these layers of backend."""
+    paths = python_files(*(f"backend/{layer}" for layer in layers))
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    assert names, f"no modules in {layers}"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(names)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def test_the_pure_side_loads_no_heavy_library() -> None:
+    heavy = {"torch", "triton", "numpy", "ray", "transformers", "tokenizers", "safetensors"}
+    assert not loaded_packages("api", "core", "kvcache", "scheduler") & heavy
+
+
+@pytest.mark.parametrize("layer", ["text", "serving", "executor", "engine"])
+def test_what_runs_in_the_stub_loads_no_torch(layer: str) -> None:
+    assert not loaded_packages(layer) & {"torch", "transformers", "triton", "ray", "kernels"}

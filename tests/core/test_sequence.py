@@ -1,0 +1,109 @@
+"""The Sequence: its transitions are a table, its progress is numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.api import Request, SamplingConfig, SessionConfig
+from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequence, Status
+
+
+def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
+    request = Request(prompt or [1, 2, 3], max_tokens, sampling_config=SamplingConfig(seed=seed), session=SessionConfig(1))
+    return Sequence(1, 10, request, 1, 0)
+
+
+def state_of(seq: Sequence) -> dict[str, object]:
+    return {name: list(value) if isinstance(value, list) else value for name, value in vars(seq).items()}
+
+
+@pytest.mark.feature("003-05")
+@given(st.lists(st.sampled_from(Event)))
+def test_only_the_events_of_the_table_move_a_sequence_and_others_change_nothing(events: list[Event]) -> None:
+    seq, status = make_sequence(), Status.WAITING
+    for event in events:
+        target = TRANSITIONS.get((status, event))
+        before = state_of(seq)
+        if target is None:
+            with pytest.raises(IllegalTransition, match=event.value):
+                seq.apply(event)
+            assert state_of(seq) == before
+        else:
+            seq.apply(event)
+            status = target
+            assert state_of(seq) == {**before, "status": target}
+
+
+@pytest.mark.feature("003-05")
+def test_every_status_is_reachable_and_a_retired_sequence_stays_retired() -> None:
+    reached = {Status.WAITING}
+    while more := {target for (source, _), target in TRANSITIONS.items() if source in reached} - reached:
+        reached |= more
+    assert reached == set(Status)
+    assert not [source for source, _ in TRANSITIONS if source is Status.RETIRED]
+
+
+@pytest.mark.feature("003-05")
+def test_a_sequence_runs_only_after_admission_and_returns_only_from_idle() -> None:
+    into_running = {source for (source, event), target in TRANSITIONS.items() if target is Status.RUNNING}
+    assert into_running == {Status.WAITING, Status.PAUSED}
+    assert [source for (source, event) in TRANSITIONS if event is Event.RETURN] == [Status.IDLE]
+
+
+def test_the_phase_follows_from_the_counters() -> None:
+    seq = make_sequence([1, 2, 3])
+    assert not seq.is_generating and seq.num_uncomputed_tokens == 3
+    seq.num_computed_tokens = 3
+    assert not seq.is_generating, "no output yet"
+    seq.token_ids.append(9)
+    assert seq.is_generating and seq.num_uncomputed_tokens == 1
+    seq.num_computed_tokens = 1  # evicted in part
+    assert not seq.is_generating and seq.num_uncomputed_tokens == 3
+    seq.num_inflight_tokens = 2
+    assert seq.is_generating and seq.num_uncomputed_tokens == 1
+
+
+def test_a_turn_appends_its_prompt_and_resets_what_belongs_to_one_request() -> None:
+    seq = make_sequence([1, 2, 3], seed=7)
+    seq.token_ids += [8, 9]
+    seq.log_probs, seq.num_pauses, seq.first_scheduled_ns = [0.5], 2, 99
+    seq.end_turn()
+    seq.begin_turn(11, Request([4], 6), [4], 2, 0)
+    assert seq.token_ids == [1, 2, 3, 8, 9, 4]
+    assert (seq.num_history_tokens, seq.num_prompt_tokens, seq.num_output_tokens, seq.max_total_tokens) == (5, 6, 0, 12)
+    assert (seq.log_probs, seq.num_pauses, seq.first_scheduled_ns) == ([], 0, 0)
+    assert (seq.seed, seq.num_sampled_before) == (7, 2), "the random stream goes on"
+
+
+@pytest.mark.feature("004-32")
+def test_a_turn_that_names_a_seed_starts_its_random_stream() -> None:
+    seq = make_sequence(seed=7)
+    seq.token_ids.append(9)
+    seq.end_turn()
+    seq.begin_turn(11, Request([4], 6, sampling_config=SamplingConfig(seed=3)), [4], 2, 0)
+    assert (seq.seed, seq.num_sampled_before, seq.num_sampled_tokens) == (3, 0, 0)
+
+
+@pytest.mark.feature("004-32")
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_undone_turn_leaves_no_trace(seed: int | None) -> None:
+    seq = make_sequence([1, 2, 3], seed=7)
+    seq.token_ids += [8, 9]
+    seq.end_turn()
+    before = (list(seq.token_ids), seq.seed, seq.num_sampled_before)
+    seq.begin_turn(11, Request([4, 5], 6, sampling_config=SamplingConfig(seed=seed)), [4, 5], 2, 0)
+    seq.token_ids.append(6)
+    seq.undo_turn()
+    seq.end_turn()
+    assert (seq.token_ids, seq.seed, seq.num_sampled_before) == before
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_truncation_takes_the_kv_counters_along(computed: int, num_tokens: int) -> None:
+    seq = make_sequence(list(range(12)))
+    seq.num_computed_tokens = seq.max_computed_tokens = computed
+    seq.truncate(num_tokens)
+    assert seq.token_ids == list(range(num_tokens))
+    assert seq.num_computed_tokens == seq.max_computed_tokens == min(computed, num_tokens)

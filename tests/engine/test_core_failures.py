@@ -1,0 +1,96 @@
+"""Failed steps, shrunk pools, undone turns: what ends, what goes on, and that a session never remembers a turn that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.api import EngineUnavailable, ErrorCode, Request, SamplingConfig, SessionConfig
+from tests.engine.driver import Driver, answer
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """With a session that has had one turn: [1, 2] and four outputs."""
+    driver = Driver()
+    driver.turn(1, [1, 2], 4, start=True)
+    driver.run()
+    return driver
+
+
+LOG = [1, 2, *answer([1, 2], 4)]
+
+
+@pytest.mark.feature("004-30")
+def test_a_turn_that_the_engine_cannot_serve_ends_with_code_5(driver: Driver) -> None:
+    failed = driver.turn(1, [3], 4)
+    driver.workers.fail_next = RuntimeError("planted")
+    driver.run()
+    (response,) = driver.responses[failed]
+    assert response.error_msg.startswith("session error 5 (fail): the model step failed (RuntimeError)")
+    assert response.error_code is ErrorCode.INTERNAL
+
+
+def test_a_failed_turn_is_undone_so_that_it_can_be_sent_again(driver: Driver) -> None:
+    driver.turn(1, [3], 4)
+    driver.step(2)
+    driver.workers.fail_next = RuntimeError("planted")
+    driver.run()
+    assert driver.core.sessions.get(1).token_ids == LOG
+    again = driver.turn(1, [3], 4)
+    driver.run()
+    assert driver.tokens(again) == answer([*LOG, 3], 4, counter=4)
+
+
+@pytest.mark.feature("004-32")
+@pytest.mark.parametrize("seed", [None, 9])
+def test_a_turn_cancelled_before_it_ran_does_not_move_the_random_stream(driver: Driver, seed: int | None) -> None:
+    sampling = SamplingConfig(seed=seed)
+    cancelled = driver.ask([7] * 9, 4, session=SessionConfig(1), sampling_config=sampling)
+    driver.core.cancel(cancelled)
+    assert driver.core.sessions.get(1).token_ids == LOG
+    again = driver.turn(1, [3], 4)
+    driver.run()
+    assert driver.tokens(again) == answer([*LOG, 3], 4, counter=4)
+
+
+def test_all_live_requests_are_answered_when_the_engine_ends(driver: Driver) -> None:
+    plain, turn = driver.ask([5], 9), driver.turn(1, [3], 9)
+    driver.step(2)
+    driver.core.fail_all(EngineUnavailable("the engine is shutting down"))
+    last = {response.request_id: response for response in driver.core.take_responses()}
+    assert last[plain].error_msg == "the engine is shutting down" and last[plain].error_code is ErrorCode.UNAVAILABLE
+    assert last[turn].error_msg == "session error 5 (fail): the engine is shutting down"
+    assert not driver.core.has_work and driver.used_blocks == 0
+    driver.core.check_integrity()
+
+
+@pytest.mark.parametrize("batching", ["fused", "separate"])
+def test_a_pool_that_shrinks_under_running_sequences_neither_crashes_nor_changes_an_answer(batching: str) -> None:
+    """Blocks that a pause frees while a shrink is pending are not there for anybody."""
+    driver = Driver(pool_tokens=80, policy="max_utilization", slots=4)
+    driver.core.scheduler._separate = batching == "separate"
+    requests = [driver.ask([i] * 12, 8) for i in range(4)]
+    driver.step(3)
+    for num_blocks in (11, 7, 5):
+        driver.core.kv.resize(num_blocks)
+        driver.step()
+    driver.run()
+    assert [driver.tokens(request) for request in requests] == [answer([i] * 12, 8) for i in range(4)]
+    assert driver.core.counters.pauses_total > 0
+    assert driver.core.kv.blocks.num_blocks == 5
+
+
+def test_a_request_id_may_be_used_again_after_its_final_response(driver: Driver) -> None:
+    first = driver.ask([5], 3)
+    driver.run()
+    driver.core.enqueue(first, Request([6], 3, streaming=True))
+    driver.run()
+    assert driver.tokens(first) == answer([5], 3) + answer([6], 3)
+
+
+def test_namespaces_of_which_nothing_is_cached_are_not_remembered() -> None:
+    driver = Driver(pool_tokens=32)
+    for number in range(50):
+        driver.ask([1] * 9, 1, cache_salt=str(number))
+        driver.run()
+    assert len(driver.core.kv.trie._roots) <= driver.core.kv.blocks.num_blocks

@@ -1,0 +1,309 @@
+"""Planted bugs: each is a small change of the engine that the simulator must notice. `python -m tests.simulation.mutants` lists
+after how many seeds it does.
+
+A mutant is a function that replaces attributes through `set_attribute(owner, name, value)` (pytest's monkeypatch.setattr).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from backend.api.response import FinishReason
+from backend.core.sequence import Event, Sequence, Status
+from backend.core.step import SlotId
+from backend.engine import core, publish, update
+from backend.engine.core import EngineCore
+from backend.engine.sessions import SessionTable
+from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.manager import KVCacheManager, KVCommit
+from backend.kvcache.plan import KVPlan
+from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.slots import SlotManager
+from backend.scheduler import scheduler
+from backend.scheduler.capacity import GuaranteedNoEvict
+from backend.scheduler.micro_batch import MicroBatchScheduler
+from backend.scheduler.queue import WaitingQueue
+
+SetAttribute = Callable[[object, str, object], None]
+
+
+def stale_handle_not_verified(set_attribute: SetAttribute) -> None:
+    set_attribute(BlockManager, "verify", lambda self, handles: len(list(handles)))
+
+
+def trie_compares_a_hash_only(set_attribute: SetAttribute) -> None:
+    original_match, original_insert = PrefixTrie.match, PrefixTrie.insert
+
+    def hashed(token_ids: list[int], size: int) -> list[int]:
+        blocks = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
+        return [token for block in blocks for token in sorted(block)]  # a hash that does not know the order
+
+    def match(self: PrefixTrie, namespace: str, token_ids: list[int], max_tokens: int):
+        return original_match(self, namespace, hashed(token_ids, self._block_size), max_tokens)
+
+    def insert(self: PrefixTrie, namespace: str, node, depth: int, token_ids: list[int], handles, num_blocks: int):
+        return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, num_blocks)
+
+    set_attribute(PrefixTrie, "match", match)
+    set_attribute(PrefixTrie, "insert", insert)
+
+
+def namespace_ignored(set_attribute: SetAttribute) -> None:
+    match, insert = PrefixTrie.match, PrefixTrie.insert
+    set_attribute(PrefixTrie, "match", lambda self, namespace, *rest: match(self, "", *rest))
+    set_attribute(PrefixTrie, "insert", lambda self, namespace, *rest: insert(self, "", *rest))
+
+
+def eviction_not_told_to_the_trie(set_attribute: SetAttribute) -> None:
+    set_attribute(PrefixTrie, "forget", lambda self, block_id: None)
+
+
+def copy_on_write_omitted(set_attribute: SetAttribute) -> None:
+    set_attribute(KVPlan, "_must_not_write", lambda self, block_id: False)
+
+
+def copies_dropped(set_attribute: SetAttribute) -> None:
+    commit = KVCacheManager.commit
+    set_attribute(KVCacheManager, "commit", lambda self, plan: KVCommit(commit(self, plan).changes, []))
+
+
+def shared_block_released_twice(set_attribute: SetAttribute) -> None:
+    original = BlockManager.release
+
+    def release(self: BlockManager, block_id: int, keep: bool) -> None:
+        original(self, block_id, keep)
+        if self.blocks[block_id].ref_count:
+            original(self, block_id, keep)
+
+    set_attribute(BlockManager, "release", release)
+
+
+def not_released_when_cancelled_while_paused(set_attribute: SetAttribute) -> None:
+    original = EngineCore._leave
+
+    def leave(self: EngineCore, seq: Sequence) -> None:
+        release = self.kv.release
+        if seq.status is Status.PAUSED:
+            self.kv.release = lambda seq, keep: None
+        original(self, seq)
+        self.kv.release = release
+
+    set_attribute(EngineCore, "_leave", leave)
+
+
+def not_released_when_timed_out(set_attribute: SetAttribute) -> None:
+    original = EngineCore._leave
+
+    def leave(self: EngineCore, seq: Sequence) -> None:
+        release = self.kv.release
+        if seq.finish_reason is FinishReason.TIMED_OUT:
+            self.kv.release = lambda seq, keep: self.kv._release_slot(seq)
+        original(self, seq)
+        self.kv.release = release
+
+    set_attribute(EngineCore, "_leave", leave)
+
+
+def one_block_short_at_a_block_edge(set_attribute: SetAttribute) -> None:
+    set_attribute(KVCacheManager, "blocks_for", lambda self, num_cells: -(-(num_cells - 1) // self.block_size))
+
+
+def last_cell_not_extended(set_attribute: SetAttribute) -> None:
+    extend = KVPlan.extend
+    set_attribute(KVPlan, "extend", lambda self, seq, num_cells: extend(self, seq, num_cells - 1))
+
+
+def random_stream_restarts_with_a_turn(set_attribute: SetAttribute) -> None:
+    original = Sequence.end_turn
+
+    def end_turn(self: Sequence) -> None:
+        original(self)
+        self.num_sampled_before = 0
+
+    set_attribute(Sequence, "end_turn", end_turn)
+
+
+def random_stream_restarts_with_a_readmission(set_attribute: SetAttribute) -> None:
+    original = scheduler._new_row
+    set_attribute(
+        scheduler, "_new_row",
+        lambda seq, kv: msgspec.structs.replace(original(seq, kv), num_sampled_before=-seq.num_output_tokens),
+    )
+
+
+def penalty_boundary_lost_on_resume(set_attribute: SetAttribute) -> None:
+    original = scheduler._new_row
+
+    def new_row(seq: Sequence, kv: KVCacheManager):
+        row = original(seq, kv)
+        return msgspec.structs.replace(row, num_prompt_tokens=seq.num_tokens, num_sampled_before=seq.num_sampled_tokens)
+
+    set_attribute(scheduler, "_new_row", new_row)
+
+
+def final_response_twice(set_attribute: SetAttribute) -> None:
+    original = EngineCore._finish
+
+    def finish(self: EngineCore, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
+        original(self, seq, reason, keep_output_tokens)
+        self._outbox.append(self._outbox[-1])
+
+    set_attribute(EngineCore, "_finish", finish)
+
+
+def cancel_answers_nothing(set_attribute: SetAttribute) -> None:
+    original = EngineCore.cancel
+
+    def cancel(self: EngineCore, request_id: int, keep_output_tokens: int | None = None) -> None:
+        original(self, request_id, keep_output_tokens)
+        self._outbox.clear()
+
+    set_attribute(EngineCore, "cancel", cancel)
+
+
+def deadlines_ignored(set_attribute: SetAttribute) -> None:
+    set_attribute(EngineCore, "expire", lambda self: self.sessions.expire(self.clock.monotonic_ns()))
+
+
+def unlocked_head_first(set_attribute: SetAttribute) -> None:
+    def unlock(self: KVCacheManager, record, keep: bool) -> None:
+        for handle in record.handles:
+            if handle.block_id >= 0:
+                self.blocks.release(handle.block_id, keep or self.trie.holds(handle.block_id))
+        record.locked = False
+
+    set_attribute(KVCacheManager, "_unlock", unlock)
+
+
+def window_drops_a_block_too_early(set_attribute: SetAttribute) -> None:
+    original = KVCacheManager._num_outside_window
+    set_attribute(KVCacheManager, "_num_outside_window", lambda self, position: original(self, position + 1))
+
+
+def keep_flag_lost(set_attribute: SetAttribute) -> None:
+    release = KVCacheManager.release
+    set_attribute(KVCacheManager, "release", lambda self, seq, keep: release(self, seq, keep=False))
+
+
+def truncation_keeps_the_kv_counter(set_attribute: SetAttribute) -> None:
+    def truncate(self: Sequence, num_tokens: int) -> None:
+        del self.token_ids[num_tokens:]
+
+    set_attribute(Sequence, "truncate", truncate)
+
+
+def kv_trusted_after_a_failed_step(set_attribute: SetAttribute) -> None:
+    set_attribute(KVCacheManager, "lose_everything", lambda self: None)
+
+
+def undone_turn_keeps_its_random_state(set_attribute: SetAttribute) -> None:
+    set_attribute(Sequence, "undo_turn", lambda self: self.truncate(self.num_history_tokens))
+
+
+def published_tokens_forgotten(set_attribute: SetAttribute) -> None:
+    original = publish.result_response
+
+    def result_response(seq: Sequence, iteration: int):
+        before = seq.num_published_tokens
+        response = original(seq, iteration)
+        if seq.num_pauses:
+            seq.num_published_tokens = before
+        return response
+
+    set_attribute(core.publish, "result_response", result_response)
+
+
+def stop_word_matched_by_its_last_token(set_attribute: SetAttribute) -> None:
+    set_attribute(update, "_ends_with", lambda seq, word: seq.token_ids[-1] == word[-1])
+
+
+def min_tokens_ignored(set_attribute: SetAttribute) -> None:
+    original = update.finish_reason
+
+    def finish_reason(seq: Sequence) -> FinishReason:
+        if seq.num_output_tokens and seq.token_ids[-1] in seq.request.end_ids:
+            return FinishReason.END_ID
+        return original(seq)
+
+    set_attribute(core.update, "finish_reason", finish_reason)
+
+
+def paused_goes_last_in_line(set_attribute: SetAttribute) -> None:
+    def put_back(self: WaitingQueue, seq: Sequence) -> None:
+        self.append(seq)
+        self.num_paused += 1
+
+    set_attribute(WaitingQueue, "put_back", put_back)
+
+
+def the_oldest_is_paused(set_attribute: SetAttribute) -> None:
+    def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[int, int]) -> list[Sequence]:
+        return original(plan, running[::-1], num_tokens)
+
+    original = scheduler.extend_or_pause
+    set_attribute(scheduler, "extend_or_pause", extend_or_pause)
+
+
+def growth_of_others_not_promised(set_attribute: SetAttribute) -> None:
+    set_attribute(GuaranteedNoEvict, "_growth", lambda self, plan, seq: 0)
+
+
+def pending_shrink_not_reckoned_with(set_attribute: SetAttribute) -> None:
+    def gain_block(self: KVPlan) -> None:
+        self.available += 1
+
+    set_attribute(KVPlan, "_gain_block", gain_block)
+
+
+def nothing_left_to_run(set_attribute: SetAttribute) -> None:
+    match = PrefixTrie.match
+    set_attribute(PrefixTrie, "match", lambda self, space, ids, max_tokens: match(self, space, ids, max_tokens + 1))
+
+
+def one_token_over_the_budget(set_attribute: SetAttribute) -> None:
+    cut = MicroBatchScheduler.cut
+    set_attribute(MicroBatchScheduler, "cut", lambda self, wants, budget: cut(self, wants, budget + 1))
+
+
+def slot_given_out_twice(set_attribute: SetAttribute) -> None:
+    acquire = SlotManager.acquire
+
+    def acquire_low(self: SlotManager, seq_id: int) -> SlotId:
+        return SlotId(max(0, acquire(self, seq_id) - 1))
+
+    set_attribute(SlotManager, "acquire", acquire_low)
+
+
+def busy_session_takes_a_second_turn(set_attribute: SetAttribute) -> None:
+    set_attribute(SessionTable, "check_turn", lambda self, request: self._sessions.get(request.session.id))
+
+
+def retired_session_comes_back(set_attribute: SetAttribute) -> None:
+    original = EngineCore._stays
+    set_attribute(EngineCore, "_stays", lambda self, seq: seq.session_id is not None and (original(self, seq) or seq.num_pauses > 0))
+
+
+MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
+    name: value for name, value in list(globals().items()) if getattr(value, "__module__", "") == __name__ and callable(value)
+}
+
+
+def main() -> None:
+    """Print, for each mutant, the first seed that kills it."""
+    from pytest import MonkeyPatch
+
+    from tests.simulation.shrink import first_failure
+
+    logging.getLogger("everbatch.engine").setLevel(logging.CRITICAL)
+    for name, plant in MUTANTS.items():
+        with MonkeyPatch.context() as patch:
+            plant(patch.setattr)
+            seed = first_failure(range(2000))
+        print(f"{name}: {'survives 2000 seeds' if seed is None else f'killed by seed {seed}'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
