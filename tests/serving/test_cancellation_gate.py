@@ -1,0 +1,51 @@
+"""Triton 24.10 dies of a segmentation fault when a sender is asked for cancellation after, or while, its FINAL is sent."""
+
+from __future__ import annotations
+
+import threading
+
+from backend.api import FinishReason, RequestId, Response, Result
+from backend.serving.cancellation import CancellationPoller
+from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.pump import ResponsePump, Row
+from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
+
+
+class FragileSender(ResponseSender):
+    """Notes every question that Triton would not survive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = False
+        self.asking = False
+        self.deadly = 0
+
+    def send(self, response=None, flags: int = 0) -> None:
+        if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
+            self.ending = True
+            self.deadly += self.asking
+        super().send(response, flags)
+
+    def is_cancelled(self) -> bool:
+        self.asking = True
+        self.deadly += self.ending
+        threading.Event().wait(0.0002)  # a round trip to the server
+        self.deadly += self.ending
+        self.asking = False
+        return False
+
+
+def test_no_sender_is_asked_once_its_end_is_on_the_way():
+    pump = ResponsePump(4, lambda stream: None, lambda row, kept: None)
+    poller = CancellationPoller(pump.live_streams, lambda stream: None, period_s=0.0001)
+    poller.start()
+    senders = [FragileSender() for _ in range(300)]
+    for sender in senders:
+        stream = pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))])
+        result = Result([[1]], is_final=True, finish_reasons=(FinishReason.LENGTH,))
+        threading.Event().wait(0.0005)  # let the poller look at it before it ends
+        pump.deliver(stream, stream.rows[0], Response(RequestId(1), result_or_none=result))
+    pump.close()
+    poller.stop()
+    assert all(sender.ending for sender in senders)
+    assert sum(sender.deadly for sender in senders) == 0
