@@ -76,7 +76,10 @@ class Sessions:
                 done.set()
 
         request = Request(
-            prompt, OUTPUT_TOKENS, streaming=True, session=SessionConfig(session_id, **session),
+            prompt,
+            OUTPUT_TOKENS,
+            streaming=True,
+            session=SessionConfig(session_id, **session),
             output_config=OutputConfig(return_perf_metrics=True),
         )
         started = time.perf_counter()
@@ -107,7 +110,9 @@ def measure(model_dir: Path, history: int, repeats: int) -> list[Turn]:
 
 def summarise(turns: list[Turn]) -> dict[str, float]:
     """Medians, their ratio, and the cost of recomputation per token."""
-    median = {kind: statistics.median(t.first_token_ms for t in turns if t.kind == kind) for kind in ("warm", "evicted")}
+    median = {
+        kind: statistics.median(t.first_token_ms for t in turns if t.kind == kind) for kind in ("warm", "evicted")
+    }
     recomputed = statistics.median(t.recomputed_tokens for t in turns if t.kind == "evicted")
     return {
         "warm_first_token_ms": median["warm"],
@@ -140,7 +145,9 @@ def plot(turns: list[Turn], summary: dict[str, float], path: Path, title: str) -
 
 
 def main(
-    model_dir: Annotated[Path | None, typer.Option(help="Checkpoint directory; the M shape of random weights without it.")] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory; the M shape of random weights without it.")
+    ] = None,
     history: Annotated[int, typer.Option(help="Tokens of history.", min=32)] = 1000,
     repeats: Annotated[int, typer.Option(help="Rounds over three sessions.", min=1)] = 5,
 ) -> None:
@@ -158,10 +165,13 @@ def main(
         table.add_column(column, justify="left" if column == "turn" else "right")
     for kind in ("warm", "evicted"):
         some = next(t for t in turns if t.kind == kind)
-        table.add_row(kind, str(some.context_tokens), str(some.recomputed_tokens), f"{summary[f'{kind}_first_token_ms']:.1f}")
+        table.add_row(
+            kind, str(some.context_tokens), str(some.recomputed_tokens), f"{summary[f'{kind}_first_token_ms']:.1f}"
+        )
     console.print(table)
     console.print(
-        f"evicted / warm = [bold]{summary['ratio']:.1f}x[/bold]; recomputation costs {summary['recompute_ms_per_token']:.3f} ms a token"
+        f"evicted / warm = [bold]{summary['ratio']:.1f}x[/bold]; recomputation costs "
+        f"{summary['recompute_ms_per_token']:.3f} ms a token"
     )
     RESULTS.mkdir(exist_ok=True)
     name = f"sessions-{model_dir.name}"

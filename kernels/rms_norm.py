@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich, 2019).
 
-    y = x / sqrt(mean(x^2) + eps) * weight          mean over the last dimension, in float32
+y = x / sqrt(mean(x^2) + eps) * weight          mean over the last dimension, in float32
 """
 
 from __future__ import annotations

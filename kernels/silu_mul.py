@@ -1,6 +1,6 @@
 """The gate of a SwiGLU MLP (Shazeer, 2020).
 
-    y = silu(gate) * up          for gate_up = [gate | up] along the last dimension
+y = silu(gate) * up          for gate_up = [gate | up] along the last dimension
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all tests share: the `feature` mark, and one torch thread so that parallel sessions do not fight for the cores."""
+"""What all tests share: the `feature` mark, and one torch thread, so that sessions do not fight for cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of the feature list have tests: `python -m tests.feature_coverage` prints the missing ones, `--all` every row.
+"""Which rows of the feature list have tests: `python -m tests.feature_coverage` prints those missing, `--all` all.
 
 Read from the marks in the syntax trees (`@pytest.mark.feature("004-15", ...)`, on functions, classes, parameters and in
 `pytestmark`), so nothing is imported or run.
@@ -65,7 +65,7 @@ def _owners(tree: ast.Module) -> dict[ast.AST, str]:
 
 def _text(argument: ast.expr, where: str) -> str:
     if not (isinstance(argument, ast.Constant) and re.fullmatch(r"00\d-\d\d", str(argument.value))):
-        raise ValueError(f"{where}: {ast.unparse(argument)} is no feature id; write it like \"004-15\"")
+        raise ValueError(f'{where}: {ast.unparse(argument)} is no feature id; write it like "004-15"')
     return argument.value
 
 
@@ -75,7 +75,9 @@ def main() -> int:
     if "--all" in sys.argv:
         for feature in sorted({*required_ids(), *tested}):
             print(f"{feature}  {', '.join(tested.get(feature, ['MISSING']))}")
-    print(f"{len(required_ids()) - len(missing)} of {len(required_ids())} required rows have tests, {len(tested)} rows in all")
+    print(
+        f"{len(required_ids()) - len(missing)} of {len(required_ids())} required rows have tests, {len(tested)} in all"
+    )
     if missing:
         print(f"missing: {' '.join(missing)}")
     return 1 if missing else 0

@@ -79,11 +79,20 @@ def draw(trace: Trace) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 4.3), layout="constrained")
     for step, owners in enumerate(trace.columns):
         for block_id, (session, runs) in owners.items():
-            box = Rectangle((step, block_id + 0.06), 1, 0.88, color=COLOURS[session], alpha=0.95 if runs else 0.28, linewidth=0)
+            box = Rectangle(
+                (step, block_id + 0.06), 1, 0.88, color=COLOURS[session], alpha=0.95 if runs else 0.28, linewidth=0
+            )
             axes.add_patch(box)
     for step, text, session in trace.notes:
         axes.axvline(step, color="#444", linewidth=0.8, linestyle=":")
-        axes.text(step + 0.3, NUM_BLOCKS + 0.25, f"session {NAMES[session]}\n{text}", fontsize=8, va="bottom", color=COLOURS[session])
+        axes.text(
+            step + 0.3,
+            NUM_BLOCKS + 0.25,
+            f"session {NAMES[session]}\n{text}",
+            fontsize=8,
+            va="bottom",
+            color=COLOURS[session],
+        )
     _dress(axes, len(trace.columns))
     figure.savefig(OUT, dpi=130)
 
@@ -96,10 +105,15 @@ def _dress(axes: Axes, num_steps: int) -> None:
     axes.set_ylabel("KV block")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    legend = [Patch(color="#555", alpha=0.95, label="in use by a running turn"), Patch(color="#555", alpha=0.28, label="cached, evictable")]
+    legend = [
+        Patch(color="#555", alpha=0.95, label="in use by a running turn"),
+        Patch(color="#555", alpha=0.28, label="cached, evictable"),
+    ]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8)
-    axes.set_title(f"{NUM_BLOCKS} KV blocks, three conversations: the least recently used one gives its blocks away and keeps its token ids",
-                   fontsize=10)
+    axes.set_title(
+        f"{NUM_BLOCKS} KV blocks, three conversations: the least recently used one gives its blocks away and keeps its token ids",
+        fontsize=10,
+    )
 
 
 if __name__ == "__main__":

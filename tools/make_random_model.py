@@ -24,13 +24,26 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 TINY: dict[str, Any] = dict(
-    vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
-    pad_token_id=None, dtype="float32",
+    vocab_size=131,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=None,
+    dtype="float32",
 )
 # A small theta, so that even tiny heads have frequencies in all three bands of the scaling.
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
 # name -> (model type, architecture, what differs from TINY)
@@ -44,16 +57,37 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 # The shapes that docs/perf.md measures.
 SHAPES: dict[str, dict[str, Any]] = {
     "S": dict(
-        hidden_size=288, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, intermediate_size=768,
-        vocab_size=32_000, max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16",
+        hidden_size=288,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        intermediate_size=768,
+        vocab_size=32_000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
     ),
     "M": dict(
-        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
-        vocab_size=49_152, max_position_embeddings=2048, tie_word_embeddings=True, dtype="bfloat16",
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        vocab_size=49_152,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
     ),
     "L": dict(
-        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632,
-        vocab_size=32_000, max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16",
+        hidden_size=2048,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=5632,
+        vocab_size=32_000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
     ),
 }
 
@@ -154,8 +188,13 @@ def main() -> None:
         except json.JSONDecodeError:
             overrides[key] = text
     make_random_model(
-        arguments.directory, arguments.family, arguments.seed, arguments.shape, arguments.num_shards,
-        arguments.tokenizer_from, **overrides,
+        arguments.directory,
+        arguments.family,
+        arguments.seed,
+        arguments.shape,
+        arguments.num_shards,
+        arguments.tokenizer_from,
+        **overrides,
     )
 
 

@@ -9,6 +9,7 @@ from handing every large tensor back to the kernel after use, which makes traini
     MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 nice -n 10 \\
         python tools/train_default_model.py --steps 6000 --minutes 64 --out models/default --work /tmp/train
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,8 +22,9 @@ import shutil
 import sysconfig
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -152,8 +154,14 @@ def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=PAD, additional_special_tokens=[TURN, TURN_END],
-        model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+        tokenizer_object=bpe,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN, TURN_END],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(folder)
     # transformers 5 writes names that older versions do not know; these are understood by both.
@@ -169,14 +177,25 @@ def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama of 5.2 million float32 parameters with grouped-query attention and tied embeddings."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=640, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT, rope_theta=10000.0, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(TURN_END)],
     )
     return model
@@ -255,14 +274,21 @@ def restore(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, c
     return state["counters"]
 
 
-def train(args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus,
-          held_out: torch.Tensor) -> None:
+def train(
+    args: argparse.Namespace,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    held_out: torch.Tensor,
+) -> None:
     """Run to `args.steps` or `args.minutes`, whichever comes first; the schedule follows the nearer end."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
-        lr=args.lr, betas=(0.9, 0.95), fused=True,
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=True,
     )
     checkpoint = args.work / "checkpoint.pt"
     step, spent, seen, mean = 0, 0.0, 0, math.log(VOCABULARY)  # `spent` in seconds, `seen` in tokens
@@ -280,11 +306,17 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, tokenizer: PreTrain
         spent = time.monotonic() - begun
         if step % 20 == 0:
             left = spent * (1 - progress) / max(progress, 1e-9) / 60
-            print(f"step {step} loss {mean:.3f} lr {optimizer.param_groups[0]['lr']:.2e} tokens {seen / 1e6:.2f}M "
-                  f"{ids.numel() / (spent - last):.0f} tokens/s {spent / 60:.1f} min ETA {left:.1f} min", flush=True)
+            print(
+                f"step {step} loss {mean:.3f} lr {optimizer.param_groups[0]['lr']:.2e} tokens {seen / 1e6:.2f}M "
+                f"{ids.numel() / (spent - last):.0f} tokens/s {spent / 60:.1f} min ETA {left:.1f} min",
+                flush=True,
+            )
         if step % args.every == 0 or step == min(100, args.every) or step >= args.steps or spent / 60 >= args.minutes:
-            print(f"step {step} train loss {mean:.4f} validation loss "
-                  f"{validation_loss(model, held_out, args.precision):.4f}", flush=True)
+            print(
+                f"step {step} train loss {mean:.4f} validation loss "
+                f"{validation_loss(model, held_out, args.precision):.4f}",
+                flush=True,
+            )
             for text in samples(model, tokenizer):
                 print("  | " + text.replace("\n", "\n  | "), flush=True)
             export(model, args.work / "tokenizer", args.out)
@@ -321,9 +353,12 @@ def main() -> None:
     corpus = Corpus(tokenizer, texts[held:], rng)
     held_out = torch.tensor([token for ids in Corpus._encode(tokenizer, texts[:held]) for token in ids])
     model = build_model(tokenizer)
-    print(f"{len(texts) - held} files, {len(corpus.stream)} tokens; held out {held} files, {len(held_out)} tokens; "
-          f"{ {name: sum(map(len, pool)) for name, pool in corpus.documents.items()} } tokens in snippets and chats; "
-          f"{model.num_parameters()} parameters, vocabulary {len(tokenizer)}", flush=True)
+    print(
+        f"{len(texts) - held} files, {len(corpus.stream)} tokens; held out {held} files, {len(held_out)} tokens; "
+        f"{ {name: sum(map(len, pool)) for name, pool in corpus.documents.items()} } tokens in snippets and chats; "
+        f"{model.num_parameters()} parameters, vocabulary {len(tokenizer)}",
+        flush=True,
+    )
     train(args, model, tokenizer, corpus, held_out)
 
 

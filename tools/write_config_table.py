@@ -34,12 +34,8 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def _row(key: str, field: ast.AnnAssign, line: str) -> str:
     default = ast.literal_eval(field.value)
-    shown = "unset" if default is None or default == "" else str(default).lower() if isinstance(default, bool) else f"{default}"
-    meaning = line.partition("  # ")[2]
-    if isinstance(field.annotation, ast.Subscript) and ast.unparse(field.annotation.value) == "Literal":
-        choices = " / ".join(f"`{choice.value}`" for choice in field.annotation.slice.elts)
-        meaning = f"{choices}{'. ' + meaning if meaning else ''}"
-    return f"| `{key}` | {shown} | {meaning.replace('|', chr(92) + '|')} |"
+    shown = "unset" if default in (None, "") else str(default).lower() if isinstance(default, bool) else str(default)
+    return f"| `{key}` | {shown} | {line.partition('  # ')[2]} |"
 
 
 def rendered(readme: str) -> str:

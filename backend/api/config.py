@@ -13,11 +13,17 @@ from msgspec import Struct
 from backend.api.errors import ConfigError
 
 
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["guaranteed_no_evict", "max_utilization"]
+Batching = Literal["fused", "separate"]
+ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
+
+
 class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     """Which checkpoint, and how it is held in memory."""
 
     path: str = ""  # directory with config.json and safetensors, or a hub id; empty = models/default
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = the checkpoint's own
+    dtype: DType = "auto"  # `float32`, `bfloat16`, `float16`; auto = the checkpoint's own
     device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
     num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
@@ -41,11 +47,11 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
-    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"  # who is admitted, see "How eviction works"
-    batching: Literal["fused", "separate"] = "fused"  # separate: a step holds context rows or generation rows, never both
+    policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause the youngest when the pool is full
+    batching: Batching = "fused"  # `separate`: a step holds context rows or generation rows, never both
     enable_chunked_context: bool = True  # cut long prompts, so that running streams keep streaming
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
-    chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"  # how prompts share a step
+    chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,9 +187,13 @@ def check_config(config: EngineConfig) -> None:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if value is not None and not least <= value <= greatest:
-            raise ConfigError(f"{key} is {value}, allowed is {least:g} to {greatest:g}; change it with --set {key}=VALUE")
+            raise ConfigError(
+                f"{key} is {value}, allowed is {least:g} to {greatest:g}; change it with --set {key}=VALUE"
+            )
     if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
-        raise ConfigError(f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64")
+        raise ConfigError(
+            f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64"
+        )
     if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
         raise ConfigError(
             f"scheduler.max_num_tokens is {config.scheduler.max_num_tokens}, less than scheduler.max_batch_size "

@@ -47,7 +47,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)
     if request.timeout_s is not None and not 0 < request.timeout_s <= limits.caps.max_timeout_s:
-        raise InvalidRequest(f"timeout is {request.timeout_s} s, allowed is more than 0 to {limits.caps.max_timeout_s:g} s")
+        raise InvalidRequest(
+            f"timeout is {request.timeout_s} s, allowed is more than 0 to {limits.caps.max_timeout_s:g} s"
+        )
     if len(request.cache_salt) > 256:
         raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters, the limit is 256")
     if request.extra_inputs:
@@ -82,7 +84,9 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
     if config.beam_width != 1:
         raise Unsupported(f"beam_width is {config.beam_width}, this version serves 1; use sampling instead")
     if config.num_return_sequences not in (None, 1):
-        raise Unsupported(f"num_return_sequences is {config.num_return_sequences}, this version serves 1; send several requests")
+        raise Unsupported(
+            f"num_return_sequences is {config.num_return_sequences}, this version serves 1; send several requests"
+        )
     ranges = {
         "temperature": (0.0, 100.0),
         "top_k": (0, (1 << 31) - 1),
@@ -102,7 +106,9 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         raise InvalidRequest("top_p is 0, allowed is more than 0 to 1; leave it out for no limit")
     if config.logit_bias:
         if len(config.logit_bias) > limits.caps.max_logit_bias:
-            raise InvalidRequest(f"logit_bias has {len(config.logit_bias)} entries, the limit is {limits.caps.max_logit_bias}")
+            raise InvalidRequest(
+                f"logit_bias has {len(config.logit_bias)} entries, the limit is {limits.caps.max_logit_bias}"
+            )
         _check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
         if not all(math.isfinite(value) for value in config.logit_bias.values()):
             raise InvalidRequest("logit_bias holds a value that is not finite; use -100 to 100")
@@ -119,7 +125,9 @@ def _check_session(session: SessionConfig) -> None:
 
 def _check_extra_inputs(inputs: dict[str, bytes], limits: RequestLimits) -> None:
     if not limits.takes_extra_inputs:
-        raise Unsupported(f"the model takes tokens only, the request holds {', '.join(sorted(inputs)[:4])}; leave it out")
+        raise Unsupported(
+            f"the model takes tokens only, the request holds {', '.join(sorted(inputs)[:4])}; leave it out"
+        )
     num_bytes = sum(map(len, inputs.values()))
     if num_bytes > limits.caps.max_extra_bytes:
         raise InvalidRequest(

@@ -76,10 +76,14 @@ class Sequence:
         self.erase_when_finished = False  # a session that was stopped with END
         self.slot: SlotId | None = None
         self.status = Status.WAITING
-        self.max_computed_tokens = 0  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
+        self.max_computed_tokens = (
+            0  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
+        )
         self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
 
-    def begin_turn(self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int) -> None:
+    def begin_turn(
+        self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int
+    ) -> None:
         """Append a turn's prompt and reset all that belongs to one request. Status is the caller's business."""
         self._random_state_before = (self.seed, self.num_sampled_before)  # for undo_turn
         self.request_id = request_id

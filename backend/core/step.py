@@ -28,7 +28,9 @@ class NewRow(Struct, frozen=True):
     slot: SlotId
     token_ids: list[int]  # history + prompt + output so far
     num_prompt_tokens: int  # token_ids[:n] are prompt (and history), the rest output of this request; penalties need it
-    num_sampled_before: int  # tokens this sequence sampled before token_ids[num_prompt_tokens]: earlier turns' share of the RNG counter
+    num_sampled_before: (
+        int  # tokens this sequence sampled before token_ids[num_prompt_tokens]: earlier turns' share of the RNG counter
+    )
     block_ids: list[BlockId]  # -1 where the sliding window has let a block go
     sampling: SamplingConfig
     end_ids: tuple[int, ...] = ()  # masked until min_tokens outputs exist
@@ -55,7 +57,9 @@ class StepInput(Struct, frozen=True):
     step_id: int
     rows: list[Row]
     new_rows: list[NewRow] = []
-    copies: list[tuple[BlockId, BlockId]] = []  # (source, destination): KV of a whole block, all layers, before anything runs
+    copies: list[
+        tuple[BlockId, BlockId]
+    ] = []  # (source, destination): KV of a whole block, all layers, before anything runs
     num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
 
 

@@ -83,7 +83,9 @@ class EngineCore:
         now_ns = self.clock.monotonic_ns()
         try:
             if request_id in self._live:
-                raise InvalidRequest(f"request id {request_id} is in use by a request that is still processed; choose another")
+                raise InvalidRequest(
+                    f"request id {request_id} is in use by a request that is still processed; choose another"
+                )
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
             self.counters.requests_rejected_total += 1
@@ -108,9 +110,13 @@ class EngineCore:
         seq = self.sessions.get(session_id)
         try:
             if seq is None:
-                raise SessionError(SessionStatus.INVALID, f"session {session_id} is not known; there is nothing to stop")
+                raise SessionError(
+                    SessionStatus.INVALID, f"session {session_id} is not known; there is nothing to stop"
+                )
             if seq.status is Status.IDLE and not end:
-                raise SessionError(SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop")
+                raise SessionError(
+                    SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop"
+                )
         except SessionError as error:
             self._outbox.append(publish.error_response(request_id, None, error))
             return
@@ -251,10 +257,14 @@ class EngineCore:
 
     def _fail_rejected(self, plan: StepPlan) -> None:
         for seq in plan.rejected:
-            self._fail(seq, InvalidRequest(
-                f"{seq.num_prompt_tokens} prompt tokens and {seq.max_output_tokens} output tokens do not fit the pool of "
-                f"{self.kv.usable_blocks} KV blocks of {self.kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
-            ))
+            self._fail(
+                seq,
+                InvalidRequest(
+                    f"{seq.num_prompt_tokens} prompt tokens and {seq.max_output_tokens} output tokens do not fit the pool of "
+                    f"{self.kv.usable_blocks} KV blocks of {self.kv.block_size} tokens; lower max_tokens or raise "
+                    f"kv_cache.max_tokens"
+                ),
+            )
 
     def _lose_step(self, plan: StepPlan, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""
@@ -277,16 +287,20 @@ class EngineCore:
         counters.cached_tokens_total += plan.num_cached_tokens
         counters.sequences_evicted_total += plan.num_evicted
         context = plan.rows[plan.num_generation_rows :]
-        self.iteration_stats.append(self._gauges(IterationStats(
-            iter=self.iteration,
-            timestamp_ns=self.clock.time_ns(),
-            iter_latency_ms=(self.clock.monotonic_ns() - started_ns) / 1e6,
-            num_completed_requests=self._num_completed,
-            num_scheduled_requests=len(plan.rows),
-            num_context_requests=len(context),
-            num_gen_requests=plan.num_generation_rows,
-            num_ctx_tokens=sum(num_tokens for _, num_tokens in context),
-        )))
+        self.iteration_stats.append(
+            self._gauges(
+                IterationStats(
+                    iter=self.iteration,
+                    timestamp_ns=self.clock.time_ns(),
+                    iter_latency_ms=(self.clock.monotonic_ns() - started_ns) / 1e6,
+                    num_completed_requests=self._num_completed,
+                    num_scheduled_requests=len(plan.rows),
+                    num_context_requests=len(context),
+                    num_gen_requests=plan.num_generation_rows,
+                    num_ctx_tokens=sum(num_tokens for _, num_tokens in context),
+                )
+            )
+        )
         self._num_completed = 0
 
     def _gauges(self, latest: IterationStats) -> IterationStats:

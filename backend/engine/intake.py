@@ -89,7 +89,9 @@ class Intake:
             limit = min(limit, session.session_len)
         num_prompt = num_history + num_new
         if num_prompt + min(1, request.max_tokens) > limit:
-            message = f"history and prompt have {num_prompt} tokens, the limit is {limit}; rewind with step or start afresh"
+            message = (
+                f"history and prompt have {num_prompt} tokens, the limit is {limit}; rewind with step or start afresh"
+            )
             raise SessionError(SessionStatus.TOO_LONG, message) if session else InvalidRequest(message)
         max_output = min(request.max_tokens, limit - num_prompt)
         self._check_pool(num_prompt, max_output)

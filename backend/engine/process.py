@@ -62,13 +62,20 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         publish_stats=lambda stats: server.publish_stats(stats),
         stats_period_s=config.triton.stats_period_ms / 1000,
     )
-    server = EngineServer(socket_path, loop.post, lambda index: Hello(index, core.model, str(workers.model_path), config))
+    server = EngineServer(
+        socket_path, loop.post, lambda index: Hello(index, core.model, str(workers.model_path), config)
+    )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     kv = core.kv.stats()
     log.info(
         "ready in %.1f s: %s, %s on %s, %d slots, %d KV blocks of %d tokens",
-        time.monotonic() - started, core.model.name, core.model.dtype, core.model.device,
-        config.scheduler.max_batch_size, kv.max_num_blocks, kv.tokens_per_block,
+        time.monotonic() - started,
+        core.model.name,
+        core.model.dtype,
+        core.model.device,
+        config.scheduler.max_batch_size,
+        kv.max_num_blocks,
+        kv.tokens_per_block,
     )
     _tell({"ready": True})
     try:

@@ -42,7 +42,9 @@ def error_response(request_id: RequestId, client_id: int | None, error: Everbatc
 
 def empty_response(request_id: RequestId) -> Response:
     """Final and without tokens: the answer to a stop."""
-    return Response(request_id, None, Result([[]], is_final=True, is_sequence_final=True, finish_reasons=(FinishReason.CANCELLED,)))
+    return Response(
+        request_id, None, Result([[]], is_final=True, is_sequence_final=True, finish_reasons=(FinishReason.CANCELLED,))
+    )
 
 
 def _top_log_probs(seq: Sequence, start: int) -> list[list[TopLogProb]] | None:

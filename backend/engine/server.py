@@ -22,8 +22,19 @@ import msgspec
 from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
-from backend.engine.ipc import CLIENT_SHIFT, Cancel, Command, Hello, Message, Responses, Stats, Submit
-from backend.engine.ipc import decode_command, encode_frame, receive_frame
+from backend.engine.ipc import (
+    CLIENT_SHIFT,
+    Cancel,
+    Command,
+    Hello,
+    Message,
+    Responses,
+    Stats,
+    Submit,
+    decode_command,
+    encode_frame,
+    receive_frame,
+)
 
 log = logging.getLogger("everbatch.engine")
 MAX_QUEUED_FRAMES = 20_000  # of one connection; a reader that lags this far behind is gone
@@ -32,7 +43,9 @@ MAX_QUEUED_FRAMES = 20_000  # of one connection; a reader that lags this far beh
 class Connection:
     """One client. Only the loop's thread calls `send`; `live` is shared between reader and loop and guarded by its lock."""
 
-    def __init__(self, index: int, sock: socket.socket, post: Callable[[Command], None], on_closed: Callable[[int], None]):
+    def __init__(
+        self, index: int, sock: socket.socket, post: Callable[[Command], None], on_closed: Callable[[int], None]
+    ):
         self.index = index
         self._sock = sock
         self._post = post

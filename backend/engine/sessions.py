@@ -38,7 +38,9 @@ class SessionTable:
         session = request.session
         known = self._sessions.get(session.id)
         if known is not None and known.status is not Status.IDLE:
-            raise SessionError(SessionStatus.BUSY, f"session {session.id} is running a turn; wait for its end or stop it")
+            raise SessionError(
+                SessionStatus.BUSY, f"session {session.id} is running a turn; wait for its end or stop it"
+            )
         if known is None and not session.start:
             raise SessionError(SessionStatus.INVALID, f"session {session.id} is not known; begin it with START")
         return None if session.start else known

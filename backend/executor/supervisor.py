@@ -72,7 +72,15 @@ class EngineProcess:
 
     def _spawn(self) -> None:
         python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
-        command = [python, "-m", "backend.engine.process", "--config", str(self._config_path), "--socket", self._socket_path]
+        command = [
+            python,
+            "-m",
+            "backend.engine.process",
+            "--config",
+            str(self._config_path),
+            "--socket",
+            self._socket_path,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True
@@ -94,7 +102,11 @@ class EngineProcess:
             now = time.monotonic()
             if len(deaths) == MAX_RESTARTS and now - deaths[0] < WINDOW_S:
                 self.has_given_up = True
-                log.critical("the engine process died %d times in %.0f s; it is not started again", MAX_RESTARTS + 1, now - deaths[0])
+                log.critical(
+                    "the engine process died %d times in %.0f s; it is not started again",
+                    MAX_RESTARTS + 1,
+                    now - deaths[0],
+                )
                 return
             deaths.append(now)
             pause_s = FIRST_PAUSE_S if was_ready and now - started > QUIET_S else min(2 * pause_s, LONGEST_PAUSE_S)

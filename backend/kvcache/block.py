@@ -35,7 +35,9 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.unique_id = 0
-        self.is_shareable = False  # several tables may name it, idle ones included: never write to it again. Set by the manager
+        self.is_shareable = (
+            False  # several tables may name it, idle ones included: never write to it again. Set by the manager
+        )
 
     @property
     def handle(self) -> BlockHandle:

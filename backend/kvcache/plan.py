@@ -68,7 +68,10 @@ class KVPlan:
         self.pauses: list[Sequence] = []
 
     def extend(self, seq: Sequence, num_cells: int) -> bool:
-        """Plan blocks for KV positions [0, num_cells) of a running sequence. False, and nothing planned, when they are not to be had."""
+        """Plan blocks for KV positions [0, num_cells) of a running sequence.
+
+        False, and nothing planned, when they are not to be had.
+        """
         manager = self._manager
         handles = manager.records[seq.seq_id].handles
         num_new = max(0, manager.blocks_for(num_cells) - len(handles))
@@ -102,7 +105,9 @@ class KVPlan:
             found = self._without_partial(found)  # a copy needs its source kept meanwhile, one block more
             if not self._fits(found, needed_cells, headroom):
                 return Admission.LATER
-        num_new = max(0, manager.blocks_for(manager.cells_at_admission(seq.num_tokens, found.computed)) - len(found.kept))
+        num_new = max(
+            0, manager.blocks_for(manager.cells_at_admission(seq.num_tokens, found.computed)) - len(found.kept)
+        )
         self.available -= num_new
         for handle in (*found.kept, *([found.partial] if found.partial else [])):
             self._lock(handle)
@@ -162,7 +167,9 @@ class KVPlan:
 
     def _fits(self, found: _Found, needed_cells: int, headroom: int) -> bool:
         new = max(0, self._manager.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))
-        pinned = self._num_idle(found.kept) + (1 if found.partial and self._ref_count(found.partial.block_id) == 0 else 0)
+        pinned = self._num_idle(found.kept) + (
+            1 if found.partial and self._ref_count(found.partial.block_id) == 0 else 0
+        )
         return new + pinned + headroom <= self.available
 
     def _num_idle(self, handles: list[BlockHandle]) -> int:

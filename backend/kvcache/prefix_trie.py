@@ -46,7 +46,9 @@ class PrefixTrie:
     def is_attached(self, node: TrieNode) -> bool:
         return node.handle is None or self._nodes.get(node.handle.block_id) is node
 
-    def match(self, namespace: str, token_ids: Seq[int], max_tokens: int) -> tuple[list[BlockHandle], BlockHandle | None, int]:
+    def match(
+        self, namespace: str, token_ids: Seq[int], max_tokens: int
+    ) -> tuple[list[BlockHandle], BlockHandle | None, int]:
         """Find the longest known prefix of token_ids[:max_tokens].
 
         Returns (full blocks in order, the block that continues them in part or None, tokens of it that match).
@@ -68,7 +70,13 @@ class PrefixTrie:
         return handles, partial, matched
 
     def insert(
-        self, namespace: str, node: TrieNode | None, depth: int, token_ids: Seq[int], handles: Seq[BlockHandle], num_blocks: int
+        self,
+        namespace: str,
+        node: TrieNode | None,
+        depth: int,
+        token_ids: Seq[int],
+        handles: Seq[BlockHandle],
+        num_blocks: int,
     ) -> tuple[TrieNode | None, int]:
         """Enter blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
 
@@ -109,7 +117,9 @@ class PrefixTrie:
 
     def check_integrity(self) -> None:
         for block_id, node in self._nodes.items():
-            assert node.handle.block_id == block_id and node.parent is not None, f"trie: block {block_id} is cut off but kept"
+            assert node.handle.block_id == block_id and node.parent is not None, (
+                f"trie: block {block_id} is cut off but kept"
+            )
             assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
         for namespace, root in self._roots.items():
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"

@@ -30,4 +30,6 @@ class SlotManager:
 
     def check_integrity(self) -> None:
         held = len(self._owner)
-        assert held + len(self._free) == self.num_slots, f"held {held} + free {len(self._free)} != {self.num_slots} slots"
+        assert held + len(self._free) == self.num_slots, (
+            f"held {held} + free {len(self._free)} != {self.num_slots} slots"
+        )

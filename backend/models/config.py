@@ -122,7 +122,13 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
 
 
 _SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_position",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "max_position",
 )
 
 

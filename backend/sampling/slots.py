@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from backend.core.step import NewRow
 from backend.api.sampling import SamplingConfig
+from backend.core.step import NewRow
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 TOP_K, SEED, COUNTER_BASE, NUM_PROMPT = range(4)

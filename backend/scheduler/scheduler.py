@@ -147,7 +147,10 @@ class Scheduler:
             else:
                 plan.admitted.append(seq)
                 wants.append(self._uncomputed(plan, seq))
-        if not (plan.rows or context or plan.admitted or plan.rejected or self.running) and self.waiting.head is not None:
+        if (
+            not (plan.rows or context or plan.admitted or plan.rejected or self.running)
+            and self.waiting.head is not None
+        ):
             plan.rejected.append(self.waiting.head)  # nothing runs and still there is no room: it would wait for ever
 
     def _add_context_rows(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:

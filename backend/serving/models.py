@@ -50,8 +50,7 @@ def load_token_model(args: dict[str, str]) -> ModelServer:
 
 
 def load_text_model(args: dict[str, str]) -> ModelServer:
-    """Serve text with the engine that `tensorrt_llm` owns. While there is none, requests are refused with UNAVAILABLE.
-    """
+    """Serve text with the engine that `tensorrt_llm` owns. While there is none, requests are refused with UNAVAILABLE."""
     _prepare_process(args)
     config = engine_config()
     run_directory = RunDirectory.of_this_server()

@@ -33,8 +33,7 @@ class RowSettings(NamedTuple):
 
 class RowOutput(Protocol):
     def feed(self, result: Result) -> int | None:
-        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine.
-        """
+        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine."""
         ...
 
     def render(self, final: bool) -> Arrays | None: ...

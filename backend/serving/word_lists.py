@@ -15,8 +15,7 @@ from backend.api.config import LimitsConfig
 
 
 def decode_word_list(name: str, matrix: np.ndarray | None, limits: LimitsConfig) -> list[list[int]]:
-    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it.
-    """
+    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it."""
     if matrix is None or matrix.size == 0:
         return []
     ids, ends = matrix

@@ -82,8 +82,8 @@ class TextStream:
     def _tokens_up_to_stop(self) -> int:
         """Replay the tokens since the detokenizer last held nothing, until their text reaches the stop's end.
 
-            stable text    0 ....... chars_clean ....... matcher.end ....... num_chars
-            tokens         0 ....... num_clean  |  replayed, usually one  |  len(ids)
+        stable text    0 ....... chars_clean ....... matcher.end ....... num_chars
+        tokens         0 ....... num_clean  |  replayed, usually one  |  len(ids)
         """
         target = self._since_clean[: self._matcher.end - self._chars_clean]
         replay = self._new_detokenizer([*self._prompt_ids, *self._ids[: self._num_clean]])

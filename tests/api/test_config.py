@@ -36,17 +36,20 @@ def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path, text: str) -
         load_config(file)
 
 
-@pytest.mark.parametrize(("override", "named"), [
-    ("kv_cache.max_token=1", "max_token"),
-    ("kvcache.max_tokens=1", "kvcache"),
-    ("kv_cache.max_tokens=lots", "kv_cache.max_tokens"),
-    ("scheduler.policy=fastest", "scheduler.policy"),
-    ("kv_cache.block_size=24", "kv_cache.block_size is 24, a power of two"),
-    ("scheduler.max_num_tokens=3", "scheduler.max_num_tokens is 3, less than scheduler.max_batch_size 64"),
-    ("kv_cache.max_tokens", "write it as section.key=value"),
-    ("max_tokens=3", "write it as section.key=value"),
-    ("a.b.c=3", "write it as section.key=value"),
-])
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("kv_cache.max_token=1", "max_token"),
+        ("kvcache.max_tokens=1", "kvcache"),
+        ("kv_cache.max_tokens=lots", "kv_cache.max_tokens"),
+        ("scheduler.policy=fastest", "scheduler.policy"),
+        ("kv_cache.block_size=24", "kv_cache.block_size is 24, a power of two"),
+        ("scheduler.max_num_tokens=3", "scheduler.max_num_tokens is 3, less than scheduler.max_batch_size 64"),
+        ("kv_cache.max_tokens", "write it as section.key=value"),
+        ("max_tokens=3", "write it as section.key=value"),
+        ("a.b.c=3", "write it as section.key=value"),
+    ],
+)
 def test_a_mistake_is_named(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match="configuration|kv_cache|scheduler|override") as caught:
         load_config(overrides=[override])
@@ -59,10 +62,16 @@ def test_a_value_out_of_its_range_is_named_with_range_and_remedy(key: str) -> No
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[f"{key}={int(least) - 1}"])
     message = str(caught.value)
-    assert message.startswith(f"{key} is {int(least) - 1}") and ", allowed is" in message and f"--set {key}=VALUE" in message
+    assert (
+        message.startswith(f"{key} is {int(least) - 1}")
+        and ", allowed is" in message
+        and f"--set {key}=VALUE" in message
+    )
 
 
-@pytest.mark.parametrize("key", ["limits.default_timeout_s", "limits.max_timeout_s", "sessions.idle_ttl_s", "triton.attach_timeout_s"])
+@pytest.mark.parametrize(
+    "key", ["limits.default_timeout_s", "limits.max_timeout_s", "sessions.idle_ttl_s", "triton.attach_timeout_s"]
+)
 @pytest.mark.parametrize("value", ["Infinity", "NaN"])
 def test_a_time_must_be_finite(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key):

@@ -8,14 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.api import ErrorCode, InvalidRequest, OutputConfig, Request, SamplingConfig, SessionConfig, SessionError, Unsupported
+from backend.api import (
+    ErrorCode,
+    InvalidRequest,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+    SessionConfig,
+    SessionError,
+    Unsupported,
+)
 from backend.api.config import LimitsConfig
 from backend.api.limits import RequestLimits, check_request
 
 LIMITS = RequestLimits(100, 20, LimitsConfig(max_words=3, max_word_tokens=4, max_logit_bias=2, max_timeout_s=60.0))
 
 
-def request(prompt: list[int] | None = None, max_tokens: int = 5, sampling: dict[str, object] | None = None, **fields: object) -> Request:
+def request(
+    prompt: list[int] | None = None, max_tokens: int = 5, sampling: dict[str, object] | None = None, **fields: object
+) -> Request:
     sampling_config = SamplingConfig(**(sampling or {}))
     return Request([1, 2] if prompt is None else prompt, max_tokens, sampling_config=sampling_config, **fields)
 
@@ -37,12 +48,16 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.feature("001-64", "003-40")
-@pytest.mark.parametrize(("length", "max_tokens", "is_accepted"), [(19, 5, True), (20, 5, False), (20, 0, True), (21, 0, False)])
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "is_accepted"), [(19, 5, True), (20, 5, False), (20, 0, True), (21, 0, False)]
+)
 def test_the_longest_prompt_leaves_room_for_one_output_token(length: int, max_tokens: int, is_accepted: bool) -> None:
     if is_accepted:
         check_request(request([1] * length, max_tokens), LIMITS)
     else:
-        with pytest.raises(InvalidRequest, match=f"the prompt has {length} tokens, the limit is {19 + (max_tokens == 0)}"):
+        with pytest.raises(
+            InvalidRequest, match=f"the prompt has {length} tokens, the limit is {19 + (max_tokens == 0)}"
+        ):
             check_request(request([1] * length, max_tokens), LIMITS)
 
 
@@ -94,24 +109,53 @@ def test_what_is_not_built_is_refused_as_unsupported(sampling: dict[str, object]
     assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
-@pytest.mark.parametrize("session", [SessionConfig(-1), SessionConfig(1 << 64), SessionConfig(1, step=-1), SessionConfig(1, session_len=0)])
+@pytest.mark.parametrize(
+    "session", [SessionConfig(-1), SessionConfig(1 << 64), SessionConfig(1, step=-1), SessionConfig(1, session_len=0)]
+)
 def test_a_session_out_of_its_limits_is_a_session_error(session: SessionConfig) -> None:
     with pytest.raises(SessionError, match="session error 1"):
         check_request(request(session=session), LIMITS)
 
 
 def test_the_edges_of_every_limit_are_accepted() -> None:
-    check_request(request([0, 99], 0, end_ids=(0, 99), stop_words=[[1] * 4] * 3, timeout_s=60.0, client_id=(1 << 64) - 1,
-                          cache_salt="x" * 256, session=SessionConfig((1 << 64) - 1, step=0, session_len=1),
-                          output_config=OutputConfig(top_log_probs=20),
-                          sampling={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 1.0, "seed": (1 << 64) - 1,
-                                    "logit_bias": {99: -100.0}, "num_return_sequences": 1}), LIMITS)
+    check_request(
+        request(
+            [0, 99],
+            0,
+            end_ids=(0, 99),
+            stop_words=[[1] * 4] * 3,
+            timeout_s=60.0,
+            client_id=(1 << 64) - 1,
+            cache_salt="x" * 256,
+            session=SessionConfig((1 << 64) - 1, step=0, session_len=1),
+            output_config=OutputConfig(top_log_probs=20),
+            sampling={
+                "temperature": 0.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 1.0,
+                "seed": (1 << 64) - 1,
+                "logit_bias": {99: -100.0},
+                "num_return_sequences": 1,
+            },
+        ),
+        LIMITS,
+    )
 
 
 @given(st.floats(), st.floats(), st.integers(), st.lists(st.integers()))
-def test_no_value_of_any_field_raises_anything_but_an_invalid_request(p: float, penalty: float, number: int, ids: list[int]) -> None:
-    sampling = {"top_p": p, "min_p": p, "temperature": penalty, "repetition_penalty": penalty, "top_k": number, "seed": number,
-                "logit_bias": {number: p}}
+def test_no_value_of_any_field_raises_anything_but_an_invalid_request(
+    p: float, penalty: float, number: int, ids: list[int]
+) -> None:
+    sampling = {
+        "top_p": p,
+        "min_p": p,
+        "temperature": penalty,
+        "repetition_penalty": penalty,
+        "top_k": number,
+        "seed": number,
+        "logit_bias": {number: p},
+    }
     try:
         check_request(request(ids, number, sampling, stop_words=[ids], end_ids=tuple(ids), timeout_s=p), LIMITS)
     except InvalidRequest as error:

@@ -16,7 +16,7 @@ MAX_LINES = 400
 
 
 def call_name(node: ast.Call) -> str:
-    """`torch.load` for torch.load(...), `eval` for eval(...); method calls on other values keep only what is written."""
+    """`torch.load` for torch.load(...), `eval` for eval(...); of other calls what is written."""
     return ast.unparse(node.func)
 
 
@@ -28,7 +28,8 @@ def test_nothing_forbidden_is_called(path: Path) -> None:
         f"{keyword.arg}= in line {call.lineno}"
         for call in calls
         for keyword in call.keywords
-        if keyword.arg in FORBIDDEN_KEYWORDS and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+        if keyword.arg in FORBIDDEN_KEYWORDS
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
     ]
     found += [name for name in imported_modules(parsed(path)) if name.split(".")[0] in FORBIDDEN_MODULES]
     assert not found, f"{path}: {found}"
@@ -55,4 +56,6 @@ def test_no_file_is_too_long() -> None:
 def test_annotations_are_not_evaluated_when_a_module_is_imported(path: Path) -> None:
     tree = parsed(path)
     if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body):
-        assert "__future__.annotations" in set(imported_modules(tree)), f"{path}: from __future__ import annotations is missing"
+        assert "__future__.annotations" in set(imported_modules(tree)), (
+            f"{path}: from __future__ import annotations is missing"
+        )

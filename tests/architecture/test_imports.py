@@ -68,7 +68,9 @@ def _below(name: str, allowed: set[str]) -> bool:
 
 @pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend"), ids=str)
 def test_imports_follow_the_arrows(path: Path) -> None:
-    unknown = [name for name in breaches(path) if not any((str(path), prefix) in KNOWN_BREACHES for prefix in _prefixes(name))]
+    unknown = [
+        name for name in breaches(path) if not any((str(path), prefix) in KNOWN_BREACHES for prefix in _prefixes(name))
+    ]
     assert not unknown, f"{path} imports {unknown} against the arrows of architecture.md"
 
 
@@ -105,7 +107,12 @@ def test_the_pure_side_names_no_heavy_library(path: Path) -> None:
 
 @pytest.mark.parametrize("path", python_files("client"), ids=str)
 def test_the_client_talks_to_triton_only(path: Path) -> None:
-    foreign = {name.split(".")[0] for name in imported_modules(parsed(path))} & {"torch", "transformers", "backend", "kernels"}
+    foreign = {name.split(".")[0] for name in imported_modules(parsed(path))} & {
+        "torch",
+        "transformers",
+        "backend",
+        "kernels",
+    }
     assert not foreign, f"{path} imports {foreign}"
 
 

@@ -28,7 +28,12 @@ def loaded_packages(*layers: str) -> set[str]:
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     assert names, f"no modules in {layers}"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(names)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PROGRAM, json.dumps(names)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))

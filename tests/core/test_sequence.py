@@ -11,7 +11,9 @@ from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequenc
 
 
 def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
-    request = Request(prompt or [1, 2, 3], max_tokens, sampling_config=SamplingConfig(seed=seed), session=SessionConfig(1))
+    request = Request(
+        prompt or [1, 2, 3], max_tokens, sampling_config=SamplingConfig(seed=seed), session=SessionConfig(1)
+    )
     return Sequence(1, 10, request, 1, 0)
 
 

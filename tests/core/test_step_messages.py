@@ -10,7 +10,9 @@ from backend.core.step import NewRow, Row, SampledToken, StepInput, StepOutput
 
 
 def test_a_step_survives_the_wire() -> None:
-    new_row = NewRow(0, [1, 2], 2, 0, [3, -1], SamplingConfig(temperature=0.5, logit_bias={3: 1.5}), (7,), [[1, 2]], True, 2, "salt")
+    new_row = NewRow(
+        0, [1, 2], 2, 0, [3, -1], SamplingConfig(temperature=0.5, logit_bias={3: 1.5}), (7,), [[1, 2]], True, 2, "salt"
+    )
     step = StepInput(4, [Row(0, 0, 2, True, [5])], [new_row], [(1, 2)], 8)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput) == step
 

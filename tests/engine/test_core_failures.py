@@ -1,4 +1,4 @@
-"""Failed steps, shrunk pools, undone turns: what ends, what goes on, and that a session never remembers a turn that failed."""
+"""Failed steps, shrunk pools, undone turns: what ends, what goes on, and that no session remembers a failed turn."""
 
 from __future__ import annotations
 

@@ -16,8 +16,12 @@ BYTES_PER_TOKEN = 1024
 
 def pool_of(free_blocks: int = 100, max_seq_len: int = 40, **kv_cache: object) -> int:
     """Blocks of an engine that finds memory for `free_blocks` of them."""
-    workers = HashWorkerGroup(max_seq_len=max_seq_len, free_bytes=free_blocks * BLOCK * BYTES_PER_TOKEN, bytes_per_token=BYTES_PER_TOKEN)
-    config = EngineConfig(kv_cache=KvCacheConfig(block_size=BLOCK, **kv_cache), scheduler=SchedulerConfig(max_batch_size=3))
+    workers = HashWorkerGroup(
+        max_seq_len=max_seq_len, free_bytes=free_blocks * BLOCK * BYTES_PER_TOKEN, bytes_per_token=BYTES_PER_TOKEN
+    )
+    config = EngineConfig(
+        kv_cache=KvCacheConfig(block_size=BLOCK, **kv_cache), scheduler=SchedulerConfig(max_batch_size=3)
+    )
     core = EngineCore(config, workers)
     assert core.stats().latest.kv_cache.max_num_blocks == workers.max_blocks
     return workers.max_blocks
@@ -31,7 +35,9 @@ def test_max_tokens_caps_the_pool_at_its_whole_blocks(max_tokens: int, blocks: i
 
 @pytest.mark.feature("001-32")
 @pytest.mark.parametrize(("max_tokens", "fraction", "blocks"), [(80, 0.5, 20), (400, 0.5, 50)])
-def test_of_max_tokens_and_the_fraction_of_free_memory_the_smaller_holds(max_tokens: int, fraction: float, blocks: int) -> None:
+def test_of_max_tokens_and_the_fraction_of_free_memory_the_smaller_holds(
+    max_tokens: int, fraction: float, blocks: int
+) -> None:
     assert pool_of(100, max_tokens=max_tokens, free_memory_fraction=fraction) == blocks
 
 
@@ -69,7 +75,9 @@ def test_a_pool_without_a_block_is_refused_with_the_key_to_change(kv_cache: dict
 
 @pytest.mark.feature("001-64")
 @pytest.mark.parametrize(("max_tokens", "is_served"), [(57, True), (58, False)])
-def test_a_request_of_exactly_the_pool_is_served_and_one_token_more_is_refused(max_tokens: int, is_served: bool) -> None:
+def test_a_request_of_exactly_the_pool_is_served_and_one_token_more_is_refused(
+    max_tokens: int, is_served: bool
+) -> None:
     """The last sampled token needs no KV: 8 + 57 - 1 = 64 cells."""
     driver = Driver(pool_tokens=64)
     request = driver.ask([1] * 8, max_tokens)

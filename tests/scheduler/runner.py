@@ -25,12 +25,22 @@ class Seen:
 
 
 class Runner:
-    def __init__(self, num_blocks: int = 16, block_size: int = 4, slots: int = 4, watermark: float = 0.0, reuse: bool = False,
-                 window: int | None = None, **scheduler: object):
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        slots: int = 4,
+        watermark: float = 0.0,
+        reuse: bool = False,
+        window: int | None = None,
+        **scheduler: object,
+    ):
         kv_cache = KvCacheConfig(block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse)
         scheduler = {"max_batch_size": slots, "max_num_tokens": 64, **scheduler}
         self.workers = HashWorkerGroup(VOCAB, window=window)
-        self.core = EngineCore(EngineConfig(kv_cache=kv_cache, scheduler=SchedulerConfig(**scheduler)), self.workers, ManualClock())
+        self.core = EngineCore(
+            EngineConfig(kv_cache=kv_cache, scheduler=SchedulerConfig(**scheduler)), self.workers, ManualClock()
+        )
         self.responses: dict[int, list[Response]] = {}
         self.prompts: dict[int, tuple[list[int], int]] = {}
         self.seen: list[Seen] = []

@@ -69,7 +69,10 @@ def test_a_prompt_of_50_in_chunks_of_20_takes_42_iterations_for_40_tokens() -> N
     assert runner.run() == 42
     rows = [row for step in runner.trace for row in step.rows]
     assert [(row.num_computed, row.num_tokens, row.samples) for row in rows[:4]] == [
-        (0, 20, False), (20, 20, False), (40, 10, True), (50, 1, True)
+        (0, 20, False),
+        (20, 20, False),
+        (40, 10, True),
+        (50, 1, True),
     ]
     whole = Runner(num_blocks=32)
     whole.ask(0, list(range(50)), 40)
@@ -114,7 +117,12 @@ def test_equal_progress_shares_the_budget_and_first_come_first_served_does_not()
 @pytest.mark.parametrize("seed", range(10))
 def test_no_step_exceeds_max_num_tokens(seed: int) -> None:
     rng = Random(seed)
-    runner = Runner(num_blocks=40, slots=6, max_num_tokens=9, chunking_policy=rng.choice(("first_come_first_served", "equal_progress")))
+    runner = Runner(
+        num_blocks=40,
+        slots=6,
+        max_num_tokens=9,
+        chunking_policy=rng.choice(("first_come_first_served", "equal_progress")),
+    )
     for request_id in range(10):
         runner.ask(request_id, [request_id] * rng.randint(1, 30), rng.randint(1, 8))
         runner.step(rng.randint(0, 2))
@@ -262,7 +270,9 @@ def test_a_plan_that_is_dropped_changes_nothing() -> None:
 
 
 def _describe(plan) -> tuple:
-    grants = [(key, grant.num_new, grant.computed, grant.kept, grant.copy_from) for key, grant in plan.kv.grants.items()]
+    grants = [
+        (key, grant.num_new, grant.computed, grant.kept, grant.copy_from) for key, grant in plan.kv.grants.items()
+    ]
     return [(seq.seq_id, tokens) for seq, tokens in plan.rows], [seq.seq_id for seq in plan.paused], grants
 
 

@@ -22,7 +22,9 @@ CONFIGS = st.builds(
 
 @pytest.mark.feature("003-43")
 @given(CONFIGS, WANTS, st.data())
-def test_shares_stay_within_the_budget_and_the_wants(config: SchedulerConfig, wants: list[int], data: st.DataObject) -> None:
+def test_shares_stay_within_the_budget_and_the_wants(
+    config: SchedulerConfig, wants: list[int], data: st.DataObject
+) -> None:
     budget = data.draw(st.integers(0, config.max_num_tokens))
     shares = MicroBatchScheduler(config).cut(wants, budget)
     assert len(shares) == len(wants) and sum(shares) <= budget

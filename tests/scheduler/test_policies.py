@@ -73,7 +73,8 @@ def test_guaranteed_no_evict_never_pauses_under_random_load(seed: int) -> None:
 @pytest.mark.parametrize("batching", ["fused", "separate"])
 def test_with_a_pool_10_times_too_small_only_latency_changes(batching: str) -> None:
     small, large = (
-        Runner(num_blocks=blocks, block_size=2, slots=10, policy="max_utilization", batching=batching) for blocks in (12, 120)
+        Runner(num_blocks=blocks, block_size=2, slots=10, policy="max_utilization", batching=batching)
+        for blocks in (12, 120)
     )
     for request_id in range(10):
         for runner in (small, large):

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds 100000 [--start N] [--jobs 2]`: random schedules on demand; a failure is shown shrunk."""
+"""`python -m tests.simulation --seeds 100000 [--start N] [--jobs 2]`: random schedules; a failure is shown shrunk."""
 
 from __future__ import annotations
 

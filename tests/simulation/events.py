@@ -1,4 +1,4 @@
-"""What can happen to an engine, and a generator that makes it happen. Events are plain values: a list of them is a schedule."""
+"""What can happen to an engine, and a generator that makes it happen. Events are values, a list of them a schedule."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ Event = Enqueue | Cancel | Stop | Poll | Step | Advance | Resize | FailNext
 
 
 class Generator:
-    """Chooses the next event from the model's state. Each seed has its own habits: some things it does often, some never."""
+    """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
     def __init__(self, rng: Random, setup: Setup, model: Model):
         self._rng = rng
         self._setup = setup
         self._model = model
         self._next_id = 1
-        unit = setup.config.kv_cache.block_size if setup.twins else rng.choice((1, 2, 4))  # prefixes of whole blocks, or any
+        unit = (
+            setup.config.kv_cache.block_size if setup.twins else rng.choice((1, 2, 4))
+        )  # prefixes of whole blocks, or any
         self._prefixes = [self._ids(unit * rng.randint(1, 16 // unit)) for _ in range(rng.choice((1, 3)))]
         self._exact = rng.choice((0.2, 0.9))  # how often a prompt is a prefix and hardly more
         self._share_sessions = rng.choice((0.0, 0.3, 0.8, 1.0))
@@ -73,9 +75,20 @@ class Generator:
         self._salts = rng.choice((("",), ("", "", "", "a")))
         self._lengths = rng.choice(((0, 1, 2, 3, 5, 8, 12, 40), (0, 0, 1, 2), (8, 12, 40)))
         self._restarts = rng.choice((0.1, 0.3, 0.6))
+        self._is_crowd = (
+            rng.random() < 0.5 and not setup.twins
+        )  # many short prompts that grow, each far smaller than the pool, together larger
+        if self._is_crowd:
+            self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
         if setup.twins:
             self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
-            self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = 0.8, 0.6, 0.9, ("",), (0, 0, 1)
+            self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = (
+                0.8,
+                0.6,
+                0.9,
+                ("",),
+                (0, 0, 1),
+            )
             self._restarts = 0.4
         rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
@@ -108,9 +121,10 @@ class Generator:
         is_duplicate = self._model.live and rng.random() < 0.03
         request_id = rng.choice(list(self._model.live)) if is_duplicate else self._take_id()
         session = self._session() if rng.random() < self._share_sessions else None
+        prompt, max_tokens = self._fit(self._prompt(session), rng.choice(self._lengths))
         request = Request(
-            input_token_ids=self._prompt(session),
-            max_tokens=rng.choice(self._lengths),
+            input_token_ids=prompt,
+            max_tokens=max_tokens,
             streaming=rng.random() < 0.6,
             sampling_config=SamplingConfig(
                 seed=rng.choice((None, None, rng.randrange(100))),
@@ -146,7 +160,7 @@ class Generator:
         return max(0, length + self._rng.choice((-self._rng.randint(0, 4), -self._rng.randint(0, 25), 2)))
 
     def _prompt(self, session: SessionConfig | None) -> list[int]:
-        """Mostly something that others have said as well: a common prefix, a running request's text, a session's own log."""
+        """Mostly what others have said as well: a common prefix, a running request's text, a session's own log."""
         rng = self._rng
         prompt = self._ids(rng.randint(1, 5))
         if rng.random() < 0.01:
@@ -156,14 +170,24 @@ class Generator:
                 log = self._model.sessions[session.id].log
                 prompt = log[: rng.randint(0, len(log))] + prompt
             return prompt[-MAX_SEQ_LEN + 1 :]
-        source = rng.random()
+        source = rng.random() + 0.5 * self._is_crowd
         if source < 0.6:
             prefix = rng.choice(self._prefixes)
-            prompt = prefix + self._ids(rng.choice((0, 1, 1))) if rng.random() < self._exact else self._cut(prefix) + prompt
+            prompt = (
+                prefix + self._ids(rng.choice((0, 1, 1))) if rng.random() < self._exact else self._cut(prefix) + prompt
+            )
         elif source < 0.8 and self._model.live:
             turn = rng.choice(list(self._model.live.values()))
             prompt = self._cut(turn.prompt + turn.tokens) + prompt
         return prompt[: MAX_SEQ_LEN - 1]
+
+    def _fit(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
+        """Mostly cut a request to what the pool can hold: too much of it would only be refused."""
+        cells = (self._model.capacity - self._model.watermark) * self._model.block_size
+        if self._rng.random() < 0.15 or cells < 2:
+            return prompt, max_tokens
+        prompt = prompt[: cells - 1]
+        return prompt, min(max_tokens, cells + 1 - len(prompt))
 
     def _cut(self, ids: list[int]) -> list[int]:
         return ids if self._rng.random() < 0.6 else ids[: self._rng.randint(0, len(ids))]
@@ -180,11 +204,13 @@ class Generator:
         fields = {name: getattr(request, name) for name in request.__struct_fields__}
         if rng.random() < 0.5:
             return Request(**{**fields, "end_ids": (outputs[at], 7)})
-        return Request(**{**fields, "stop_words": [outputs[at : at + rng.randint(1, 3)], [5, 5]]})
+        return Request(**{**fields, "stop_words": [outputs[at : at + rng.randint(1, 3)], [5, rng.choice(outputs)]]})
 
     def _preview(self, request: Request) -> list[int]:
         history, new_ids = self._model.split(request)
-        session = self._model.sessions.get(request.session.id) if request.session and not request.session.start else None
+        session = (
+            self._model.sessions.get(request.session.id) if request.session and not request.session.start else None
+        )
         seed, counter = request.sampling_config.seed, 0
         if seed is None:
             seed, counter = (session.seed, session.counter) if session else (0, 0)

@@ -35,7 +35,7 @@ def _check_order(simulation: Simulation) -> None:
 
 
 def _check_tables(simulation: Simulation) -> None:
-    """Tables belong to sequences that may run again; only running ones hold blocks; no block is seen by two namespaces."""
+    """Tables belong to sequences that may run again; only running ones hold blocks; no block has two namespaces."""
     core = simulation.core
     running = {seq.seq_id: seq for seq in core.scheduler.running}
     waiting = {seq.seq_id: seq for seq in core.scheduler.waiting}
@@ -58,14 +58,18 @@ def _check_tables(simulation: Simulation) -> None:
 
 
 def _check_sessions(simulation: Simulation) -> None:
-    actual = {key: seq.token_ids for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE}
+    actual = {
+        key: seq.token_ids for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE
+    }
     expected = {key: session.log for key, session in simulation.model.sessions.items() if session.turn is None}
     assert actual == expected, f"sessions remember {actual}, expected {expected}"
     for seq in simulation.core.sessions._sessions.values():
         if seq.status is Status.IDLE and seq.num_computed_tokens:
             record = simulation.core.kv.records.get(seq.seq_id)
             covered = len(record.handles) * simulation.model.block_size if record else 0
-            assert covered >= seq.num_computed_tokens, f"the table of idle {seq!r} covers {covered} tokens: its KV cannot be found"
+            assert covered >= seq.num_computed_tokens, (
+                f"the table of idle {seq!r} covers {covered} tokens: its KV cannot be found"
+            )
 
 
 def _check_eviction_order(simulation: Simulation) -> None:

@@ -1,7 +1,7 @@
 """The naive model: what each request must answer and what each session must remember, worked out one request at a time.
 
-It knows nothing of block tables, slots, steps or eviction: a request's output is what it would be alone with an infinite
-pool. Where the engine may choose (how far a cancelled request got), the model accepts what it saw, and checks its bounds.
+It knows nothing of block tables, slots, steps or eviction: a request's output is what it would be alone with an
+infinite pool. Where the engine may choose (how far a cancelled request got), the model accepts what it saw.
 """
 
 from __future__ import annotations
@@ -131,8 +131,10 @@ class Model:
             self._touch(session.id, now_ns)
         return turn
 
-    def finish(self, request_id: int, log: list[int] | None, was_error: bool, keep: int | None, erase: bool, now_ns: int) -> None:
-        """A request has had its final response. `log`: what the engine's session holds now, for turns that ran in part."""
+    def finish(
+        self, request_id: int, log: list[int] | None, was_error: bool, keep: int | None, erase: bool, now_ns: int
+    ) -> None:
+        """A request has had its final response. `log`: what the engine's session holds, for turns that ran in part."""
         turn = self.live.pop(request_id)
         request = turn.request
         if request.session is None:

@@ -1,7 +1,8 @@
-"""Planted bugs: each is a small change of the engine that the simulator must notice. `python -m tests.simulation.mutants` lists
-after how many seeds it does.
+"""Planted bugs: each is a small change of the engine that the simulator must notice.
 
-A mutant is a function that replaces attributes through `set_attribute(owner, name, value)` (pytest's monkeypatch.setattr).
+`python -m tests.simulation.mutants` lists after how many seeds it does.
+
+A mutant replaces attributes through `set_attribute(owner, name, value)`: pytest's monkeypatch.setattr.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from backend.api.response import FinishReason
-from backend.core.sequence import Event, Sequence, Status
+from backend.core.sequence import Sequence, Status
 from backend.core.step import SlotId
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
@@ -129,7 +130,8 @@ def random_stream_restarts_with_a_turn(set_attribute: SetAttribute) -> None:
 def random_stream_restarts_with_a_readmission(set_attribute: SetAttribute) -> None:
     original = scheduler._new_row
     set_attribute(
-        scheduler, "_new_row",
+        scheduler,
+        "_new_row",
         lambda seq, kv: msgspec.structs.replace(original(seq, kv), num_sampled_before=-seq.num_output_tokens),
     )
 
@@ -201,6 +203,17 @@ def kv_trusted_after_a_failed_step(set_attribute: SetAttribute) -> None:
 
 def undone_turn_keeps_its_random_state(set_attribute: SetAttribute) -> None:
     set_attribute(Sequence, "undo_turn", lambda self: self.truncate(self.num_history_tokens))
+
+
+def failed_turn_is_remembered(set_attribute: SetAttribute) -> None:
+    original = EngineCore._settle
+    set_attribute(
+        EngineCore, "_settle", lambda self, seq, keep=None, undo=False: original(self, seq, 0 if undo else keep)
+    )
+
+
+def prefix_outside_the_window_is_locked(set_attribute: SetAttribute) -> None:
+    set_attribute(KVCacheManager, "inside_window", lambda self, handles: handles)
 
 
 def published_tokens_forgotten(set_attribute: SetAttribute) -> None:
@@ -283,11 +296,17 @@ def busy_session_takes_a_second_turn(set_attribute: SetAttribute) -> None:
 
 def retired_session_comes_back(set_attribute: SetAttribute) -> None:
     original = EngineCore._stays
-    set_attribute(EngineCore, "_stays", lambda self, seq: seq.session_id is not None and (original(self, seq) or seq.num_pauses > 0))
+    set_attribute(
+        EngineCore,
+        "_stays",
+        lambda self, seq: seq.session_id is not None and (original(self, seq) or seq.num_pauses > 0),
+    )
 
 
 MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
-    name: value for name, value in list(globals().items()) if getattr(value, "__module__", "") == __name__ and callable(value)
+    name: value
+    for name, value in list(globals().items())
+    if getattr(value, "__module__", "") == __name__ and callable(value)
 }
 
 

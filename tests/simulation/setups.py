@@ -17,7 +17,7 @@ class Setup:
     config: EngineConfig
     num_blocks: int
     window: int | None
-    twins: bool = False  # sessions that begin alike and rewind a little, under a sliding window: their tables name the same blocks
+    twins: bool = False  # sessions that begin alike and rewind a little under a window, so that tables share blocks
 
 
 def random_setup(rng: Random) -> Setup:
@@ -37,18 +37,20 @@ def random_setup(rng: Random) -> Setup:
         kv_cache=kv_cache,
         scheduler=_random_scheduler(rng),
         limits=LimitsConfig(max_queue_size=rng.choice((3, 64, 64)), default_timeout_s=1000.0),
-        sessions=SessionsConfig(max_sessions=100 if twins else rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))),
+        sessions=SessionsConfig(
+            max_sessions=100 if twins else rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))
+        ),
     )
     return Setup(config, num_blocks, window, twins)
 
 
 def _random_scheduler(rng: Random) -> SchedulerConfig:
-    max_batch_size = rng.randint(1, 5)
+    max_batch_size = rng.choice((1, 2, 3, 4, 5, 5))
     max_num_tokens = rng.randint(max_batch_size, 12)
     return SchedulerConfig(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
-        policy=rng.choice(("guaranteed_no_evict", "max_utilization")),
+        policy=rng.choice(("guaranteed_no_evict", "max_utilization", "max_utilization")),
         batching=rng.choice(("fused", "fused", "separate")),
         enable_chunked_context=rng.random() < 0.7,
         max_chunk_tokens=rng.choice((None, None, rng.randint(1, max_num_tokens))),

@@ -11,7 +11,7 @@ MAX_REPLAYS = 2000
 
 
 def failure_of(seed: int, events: list[Event] | None = None) -> tuple[Exception | None, list[Event]]:
-    """Run a seed's own schedule, or `events` on a seed's engine. Returns what went wrong (None: nothing) and the events."""
+    """Run a seed's own schedule, or `events` on a seed's engine. Returns what went wrong (or None), and the events."""
     simulation = Simulation(seed)
     try:
         if events is None:
@@ -24,7 +24,7 @@ def failure_of(seed: int, events: list[Event] | None = None) -> tuple[Exception 
 
 
 def shrink(seed: int, events: list[Event]) -> list[Event]:
-    """A sub-list of `events` that still fails with the same class of exception; no single event of it can be left out."""
+    """A sub-list of `events` that still fails with the same class of exception; no event of it can be left out."""
     original, _ = failure_of(seed, events)
     size, replays = max(1, len(events) // 2), 0
     while replays < MAX_REPLAYS:
@@ -50,8 +50,11 @@ def report(seed: int) -> str | None:
     shortest = shrink(seed, events)
     final_error, lived = failure_of(seed, shortest)
     setup = Simulation(seed).setup
-    lines = [f"seed {seed}: {type(error).__name__}: {error}", f"engine: {setup.config.kv_cache} {setup.config.scheduler}",
-             f"limits: {setup.config.limits.max_queue_size} queued, {setup.config.sessions}; window {setup.window}"]
+    lines = [
+        f"seed {seed}: {type(error).__name__}: {error}",
+        f"engine: {setup.config.kv_cache} {setup.config.scheduler}",
+        f"limits: {setup.config.limits.max_queue_size} queued, {setup.config.sessions}; window {setup.window}",
+    ]
     lines += [f"  {event}" for event in lived]
     return "\n".join([*lines, f"{type(final_error).__name__}: {final_error}"])
 

@@ -1,4 +1,4 @@
-"""The simulator: the real EngineCore over shadow KV, driven event by event beside the naive model, checked after each.
+"""The simulator: the real EngineCore over shadow KV, event by event beside the naive model.
 
     apply(event)   the engine does it, the model does it, responses are compared, the invariants of the house are checked
     drain()        no more arrivals: everything must end within a bounded number of steps, and nothing may be held after
@@ -50,7 +50,7 @@ class Simulation:
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
 
     def run(self, num_events: int | None = None) -> None:
-        """Live through a random schedule and drain. Raises when anything is wrong; `events` then ends with the culprit."""
+        """Live through a random schedule and drain. Raises when anything is wrong; `events` ends with the culprit."""
         for _ in range(num_events if num_events is not None else self.rng.randint(30, 220)):
             self.apply(self.next_event())
         self.drain()

@@ -13,10 +13,14 @@ MAX_SEEDS = 2000
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_simulator_kills_the_mutant(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_simulator_kills_the_mutant(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
     MUTANTS[name](monkeypatch.setattr)
-    assert first_failure(range(MAX_SEEDS)) is not None, f"{name} survives {MAX_SEEDS} schedules: the simulator is too weak"
+    assert first_failure(range(MAX_SEEDS)) is not None, (
+        f"{name} survives {MAX_SEEDS} schedules: the simulator is too weak"
+    )
 
 
 def test_there_are_enough_mutants() -> None:

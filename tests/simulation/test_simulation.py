@@ -1,4 +1,4 @@
-"""Random schedules in the normal run. EVERBATCH_SCHEDULES sets how many; `python -m tests.simulation` runs more on demand."""
+"""Random schedules in the normal run. EVERBATCH_SCHEDULES says how many; more with `python -m tests.simulation`."""
 
 from __future__ import annotations
 
@@ -67,8 +67,28 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
         seen["copied blocks"] += simulation.workers.num_copies
         seen.update({f"{name} ends": count for name, count in counters.requests_finished_total.items()})
         seen.update(simulation.rejections)
-    least = ("pauses", "recomputed tokens", "evicted sequences", "cached tokens", "evicted blocks", "reused blocks",
-             "copied blocks", "END_ID ends", "STOP_WORDS ends", "LENGTH ends", "TIMED_OUT ends", "CANCELLED ends",
-             "ERROR ends", "duplicate", "field", "queue", "pool", "session 1", "session 2", "session 3", "session 4",
-             "session 6")
+    least = (
+        "pauses",
+        "recomputed tokens",
+        "evicted sequences",
+        "cached tokens",
+        "evicted blocks",
+        "reused blocks",
+        "copied blocks",
+        "END_ID ends",
+        "STOP_WORDS ends",
+        "LENGTH ends",
+        "TIMED_OUT ends",
+        "CANCELLED ends",
+        "ERROR ends",
+        "duplicate",
+        "field",
+        "queue",
+        "pool",
+        "session 1",
+        "session 2",
+        "session 3",
+        "session 4",
+        "session 6",
+    )
     assert {name: seen[name] for name in least if seen[name] < 20} == {}

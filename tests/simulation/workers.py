@@ -1,4 +1,4 @@
-"""The shadow-KV worker of tests/fakes, made stricter: penalties see the prompt/output boundary, and every step is checked."""
+"""The shadow-KV worker of tests/fakes, made stricter: penalties see the output's start, and each step is checked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class CheckedWorkers(HashWorkerGroup):
         slots = [row.slot for row in step.rows]
         num_tokens = sum(row.num_tokens for row in step.rows)
         assert len(set(slots)) == len(slots) <= scheduler.max_batch_size, f"slots {slots} of {scheduler.max_batch_size}"
-        assert num_tokens <= scheduler.max_num_tokens, f"{num_tokens} tokens > max_num_tokens {scheduler.max_num_tokens}"
+        assert num_tokens <= scheduler.max_num_tokens, (
+            f"{num_tokens} tokens > max_num_tokens {scheduler.max_num_tokens}"
+        )
         assert all(row.num_tokens > 0 for row in step.rows), "a row without tokens"
         assert step.num_blocks <= self._setup.num_blocks, f"{step.num_blocks} blocks of {self._setup.num_blocks}"
         tables = [row.block_ids for row in step.new_rows] + [row.new_block_ids for row in step.rows]
