@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from backend.api.errors import ConfigError
 
-
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 Batching = Literal["fused", "separate"]
