@@ -27,6 +27,8 @@ class Block:
     free    ref_count 0, unique_id 0    holds nothing
     cached  ref_count 0, unique_id > 0  holds KV that an idle sequence or a shared prefix may want again; evictable
     active  ref_count > 0               held by that many running sequences
+
+    `is_shareable`: several tables may name it, idle ones included, so it is never written to again (it is copied first).
     """
 
     __slots__ = ("block_id", "is_shareable", "ref_count", "unique_id")
@@ -35,9 +37,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.unique_id = 0
-        self.is_shareable = (
-            False  # several tables may name it, idle ones included: never write to it again. Set by the manager
-        )
+        self.is_shareable = False
 
     @property
     def handle(self) -> BlockHandle:

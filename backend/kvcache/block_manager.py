@@ -176,6 +176,7 @@ class BlockManager:
 
     def _clear(self, block: Block) -> None:
         block.unique_id = 0
+        block.is_shareable = False
         self._free.append(block.block_id)
         self._on_evict(block.block_id)
 

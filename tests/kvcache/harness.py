@@ -1,4 +1,4 @@
-"""A KVCacheManager driven by hand, with the hash worker behind it: what a sequence answers depends on the cells in its blocks.
+"""A KVCacheManager driven by hand, with the hash worker behind it: answers depend on the cells in its blocks.
 
     cache = Cache(num_blocks=8)
     seq = cache.start(make_sequence(1, [1, 2, 3]))     # admit
@@ -20,7 +20,9 @@ from tests.fakes.hash_worker import HashWorkerGroup, cell_of, oracle, seed_of
 VOCAB = 1000
 
 
-def make_sequence(seq_id: int, token_ids: list[int], max_tokens: int = 16, namespace: str = "", seed: int = 0) -> Sequence:
+def make_sequence(
+    seq_id: int, token_ids: list[int], max_tokens: int = 16, namespace: str = "", seed: int = 0
+) -> Sequence:
     request = Request(list(token_ids), max_tokens, sampling_config=SamplingConfig(seed=seed), cache_salt=namespace)
     return Sequence(seq_id, seq_id, request, seq_id, 0)
 
@@ -32,9 +34,8 @@ def answer(prompt: list[int], num_outputs: int, **options: object) -> list[int]:
 class Cache:
     def __init__(self, num_blocks: int = 8, block_size: int = 4, slots: int = 4, window: int | None = None,
                  max_chunk_tokens: int = 64, watermark: float = 0.0, vocab_size: int = VOCAB, **config: object):
-        self.kv = KVCacheManager(
-            KvCacheConfig(block_size=block_size, watermark=watermark, **config), num_blocks, slots, window, max_chunk_tokens
-        )
+        config = KvCacheConfig(block_size=block_size, watermark=watermark, **config)
+        self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.blocks.num_backed)
         self.copies: list[tuple[int, int]] = []  # of the last step
@@ -63,7 +64,7 @@ class Cache:
         return self.kv.plan().extend(seq, seq.num_computed_tokens + num_tokens)
 
     def run(self, seq: Sequence, num_tokens: int | None = None) -> KVCommit:
-        """Compute `num_tokens` known tokens (default: all); behind the last known one, append the token that is sampled."""
+        """Compute `num_tokens` known tokens (default: all); behind the last one, append the token that is sampled."""
         num_tokens = seq.num_uncomputed_tokens if num_tokens is None else num_tokens
         plan = self.kv.plan()
         assert plan.extend(seq, seq.num_computed_tokens + num_tokens)
@@ -131,5 +132,8 @@ class Cache:
         return self.workers.execute(StepInput(self._step_id, rows, new_rows, copies, self.kv.blocks.num_backed))
 
     def _new_row(self, seq: Sequence) -> NewRow:
-        return NewRow(seq.slot, list(seq.token_ids), seq.num_prompt_tokens, 0, self.blocks(seq), seq.request.sampling_config,
-                      cache_namespace=seq.namespace)
+        sampling = seq.request.sampling_config
+        table = self.blocks(seq)
+        return NewRow(
+            seq.slot, list(seq.token_ids), seq.num_prompt_tokens, 0, table, sampling, cache_namespace=seq.namespace
+        )

@@ -139,3 +139,17 @@ def test_workers_are_asked_for_memory_once_for_each_chunk(chunk, grown, backed):
     assert (cache.workers.num_grown, cache.workers.num_backed) == (grown, backed)
     assert cache.kv.stats().allocated_num_blocks == backed
     cache.assert_content(seq)
+
+
+def test_a_block_that_was_shared_once_is_private_again_for_new_content():
+    """Otherwise whoever rests in the middle of it pays for a copy, and a block more, at each return."""
+    cache = Cache(num_blocks=2)
+    first = cache.start(make_sequence(1, [1, 2, 3, 4]))
+    cache.run(first)  # its block is full: others may find it
+    cache.release(first)
+    seq = cache.start(make_sequence(2, [5, 6, 7, 8, 9]))  # takes both blocks
+    cache.run(seq)
+    cache.release(seq, keep=True)
+    cache.start(seq)
+    assert seq.num_computed_tokens == 5 and cache.copies == []
+    assert cache.generate(seq, 2) == answer([5, 6, 7, 8, 9], 3)[1:]

@@ -58,7 +58,7 @@ def test_of_a_prompt_that_is_known_in_full_one_token_is_left_to_run():
     cache, table = after_one(PREFIX)
     seq = cache.start(make_sequence(2, PREFIX))
     assert seq.num_computed_tokens == 7
-    assert cache.copies == [(table[1], cache.blocks(seq)[1])]  # position 7 is written again, but not in the shared block
+    assert cache.copies == [(table[1], cache.blocks(seq)[1])]  # position 7 is written again, but not there
     assert cache.generate(seq, 4) == answer(PREFIX, 4)
 
 

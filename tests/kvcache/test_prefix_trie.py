@@ -20,7 +20,9 @@ def trie_of(tokens: list[int], *block_ids: int, size: int = 2, namespace: str = 
     return trie
 
 
-def found(trie: PrefixTrie, tokens: list[int], namespace: str = "", limit: int | None = None) -> tuple[list[int], int | None, int]:
+def found(
+    trie: PrefixTrie, tokens: list[int], namespace: str = "", limit: int | None = None
+) -> tuple[list[int], int | None, int]:
     blocks, partial, matched = trie.match(namespace, tokens, len(tokens) if limit is None else limit)
     return [handle.block_id for handle in blocks], partial.block_id if partial else None, matched
 

@@ -149,7 +149,7 @@ class Generator:
             start=start,
             end=rng.random() < 0.1,
             step=self._rewind(session_id) if rng.random() < self._rewinds else None,
-            session_len=rng.randint(4, 40) if rng.random() < 0.15 else None,
+            session_len=rng.randint(3, 30) if rng.random() < 0.2 else None,
             full_history=rng.random() < self._rewinds / 2,
         )
 

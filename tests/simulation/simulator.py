@@ -1,6 +1,6 @@
 """The simulator: the real EngineCore over shadow KV, event by event beside the naive model.
 
-    apply(event)   the engine does it, the model does it, responses are compared, the invariants of the house are checked
+    apply(event)   the engine does it, the model does it, responses are compared, the invariants are checked
     drain()        no more arrivals: everything must end within a bounded number of steps, and nothing may be held after
 
 A Violation (any AssertionError, in fact any exception out of the engine) is a bug of the engine, or of the model.
@@ -29,7 +29,9 @@ PROBE_ID = 1_000_000  # request ids of the turns that ask every session at the e
 
 
 class Simulation:
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, drops_plans: bool = False):
+        """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
+        self._drops_plans = drops_plans
         self.rng = Random(seed)
         self.setup = random_setup(self.rng)
         self.clock = ManualClock()
@@ -160,6 +162,8 @@ class Simulation:
     def _step(self) -> None:
         now_ns = self.clock.monotonic_ns()
         late = {key for key, turn in self.model.live.items() if turn.deadline_ns <= now_ns}
+        if self._drops_plans:
+            self.core.scheduler.schedule()
         responses = self._take(self.core.step())
         failed, self.workers.has_failed = self.workers.has_failed, False
         for response in responses[: len(late)]:

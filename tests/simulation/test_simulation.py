@@ -41,6 +41,14 @@ def test_the_same_seed_gives_the_same_trace() -> None:
         assert first.events == second.events, f"seed {seed}"
 
 
+def test_a_plan_that_is_dropped_changes_nothing() -> None:
+    for seed in range(100):
+        plain, dropping = Simulation(seed), Simulation(seed, drops_plans=True)
+        plain.run()
+        dropping.run()
+        assert plain.trace_hash == dropping.trace_hash, f"seed {seed}"
+
+
 def test_replaying_the_events_of_a_schedule_gives_the_same_answers() -> None:
     for seed in range(20):
         simulation, replayed = Simulation(seed), Simulation(seed)
