@@ -267,7 +267,7 @@ def save(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corp
 
 def restore(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corpus: Corpus) -> tuple:
     """Load what `save` wrote and return its counters."""
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     corpus.rng.setstate(state["rng"])

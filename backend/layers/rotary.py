@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-from backend.models.config import RopeConfig
+
+class RopeConfig(Struct, frozen=True):
+    """`kind` is transformers' rope_type: default, linear (uses factor) or llama3 (uses all)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

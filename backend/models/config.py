@@ -10,18 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.layers.rotary import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "llama3")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-class RopeConfig(Struct, frozen=True):
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
 
 
 class ModelConfig(Struct, frozen=True):

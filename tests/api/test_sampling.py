@@ -7,37 +7,46 @@ import pytest
 from backend.api import SamplingConfig
 
 
-@pytest.mark.parametrize("fields", [
-    {},
-    {"seed": 7},
-    {"min_tokens": 3, "repetition_penalty": 1.2, "logit_bias": {1: 2.0}},
-    {"temperature": 0.0},
-    {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "min_p": 0.1},
-    {"top_k": 1},
-    {"top_k": 1, "temperature": 2.0},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"seed": 7},
+        {"min_tokens": 3, "repetition_penalty": 1.2, "logit_bias": {1: 2.0}},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "min_p": 0.1},
+        {"top_k": 1},
+        {"top_k": 1, "temperature": 2.0},
+    ],
+)
 def test_decoding_is_greedy_unless_sampling_is_asked_for(fields: dict[str, object]) -> None:
     assert SamplingConfig(**fields).is_greedy
 
 
-@pytest.mark.parametrize("fields", [
-    {"temperature": 1.0},
-    {"temperature": 0.01},
-    {"top_k": 0},
-    {"top_k": 2},
-    {"top_p": 1.0},
-    {"top_p": 0.5},
-    {"min_p": 0.0},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.01},
+        {"top_k": 0},
+        {"top_k": 2},
+        {"top_p": 1.0},
+        {"top_p": 0.5},
+        {"min_p": 0.0},
+    ],
+)
 def test_any_one_of_temperature_top_k_top_p_and_min_p_asks_for_sampling(fields: dict[str, float]) -> None:
     assert not SamplingConfig(**fields).is_greedy
 
 
-@pytest.mark.parametrize("name, neutral", [
-    ("repetition_penalty", 1.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-])
+@pytest.mark.parametrize(
+    "name, neutral",
+    [
+        ("repetition_penalty", 1.0),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+    ],
+)
 def test_a_neutral_penalty_is_none(name: str, neutral: float) -> None:
     assert not SamplingConfig().has_penalties
     assert not SamplingConfig(**{name: neutral}).has_penalties

@@ -30,7 +30,12 @@ def server(tmp_path_factory) -> Iterator[TritonServer]:
 @pytest.fixture(scope="session")
 def small_pool_config() -> EngineConfig:
     """A pool that holds the KV of four sessions of 96 tokens."""
-    overrides = ["kv_cache.block_size=16", "kv_cache.max_tokens=384", "scheduler.max_batch_size=4", "kv_cache.watermark=0"]
+    overrides = [
+        "kv_cache.block_size=16",
+        "kv_cache.max_tokens=384",
+        "scheduler.max_batch_size=4",
+        "kv_cache.watermark=0",
+    ]
     return load_config(overrides=[*EXACT, *overrides])
 
 
@@ -55,7 +60,9 @@ def nothing_stays_in_use(request) -> Iterator[None]:
         if name in request.fixturenames:
             server = request.getfixturevalue(name)
             if server.running():
-                assert eventually(lambda: _in_use(server) == (0, 0), 10), f"{name}: (blocks, requests) in use {_in_use(server)}"
+                assert eventually(lambda: _in_use(server) == (0, 0), 10), (
+                    f"{name}: (blocks, requests) in use {_in_use(server)}"
+                )
 
 
 def _in_use(server: TritonServer) -> tuple[float, float]:

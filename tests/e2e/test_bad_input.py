@@ -25,11 +25,15 @@ BAD = {
     "a length beyond the tensor": ({"input_lengths": column(9)}, "9"),
     "a negative output length": ({"request_output_len": column(-3)}, "-3"),
     "NaN as temperature": ({"temperature": column(float("nan"), dtype=np.float32)}, "not a finite"),
-    "a stop list with falling offsets": ({"stop_words_list": np.array([[[1, 2, 3], [2, 1, -1]]], I32)}, "stop_words_list"),
-    "10,000 stop words": (
-        {"stop_words_list": np.array([[[5] * 10_000, list(range(1, 10_001))]], I32)}, "10000"),
+    "a stop list with falling offsets": (
+        {"stop_words_list": np.array([[[1, 2, 3], [2, 1, -1]]], I32)},
+        "stop_words_list",
+    ),
+    "10,000 stop words": ({"stop_words_list": np.array([[[5] * 10_000, list(range(1, 10_001))]], I32)}, "10000"),
     "an embedding bias of the wrong length": (
-        {"embedding_bias": np.zeros((1, 7), np.float32)}, "embedding bias shape is not as expected"),
+        {"embedding_bias": np.zeros((1, 7), np.float32)},
+        "embedding bias shape is not as expected",
+    ),
     "beams": ({"beam_width": column(4)}, "beam_width"),
     "an end id out of range": ({"end_id": column(99_999)}, "99999"),
 }

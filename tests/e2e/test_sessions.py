@@ -41,7 +41,9 @@ def replies_without_sessions(config: EngineConfig) -> list[list[list[int]]]:
             replies.append([])
             for prompt in prompts_of(session):
                 history += prompt
-                request = Request(list(history), OUTPUT_TOKENS, output_config=OutputConfig(exclude_input_from_output=True))
+                request = Request(
+                    list(history), OUTPUT_TOKENS, output_config=OutputConfig(exclude_input_from_output=True)
+                )
                 (response,) = executor.await_responses(executor.enqueue_request(request), 60.0)
                 replies[-1].append(response.result.output_token_ids[0])
                 history += replies[-1][-1]
@@ -69,7 +71,9 @@ def test_100_sessions_on_a_pool_for_4_get_the_replies_of_unlimited_memory(small_
 def test_a_warm_turn_computes_only_its_new_tokens(tokens):
     tokens.generate(list(range(10, 110)), 8, CORRID=501, START=1)
     (result,) = list(tokens.start([5, 6, 7], 8, CORRID=501, END=1, return_perf_metrics=True))
-    assert result.as_numpy("num_context_tokens").item() == 3 + 1  # and the last token of turn 1, whose KV no step had needed
+    assert (
+        result.as_numpy("num_context_tokens").item() == 3 + 1
+    )  # and the last token of turn 1, whose KV no step had needed
     assert result.as_numpy("num_cached_tokens").item() == 100 + 8 - 1
     assert result.as_numpy("num_recomputed_tokens").item() == 0
 

@@ -88,10 +88,14 @@ def test_a_batch_of_rows_becomes_independent_requests(server):
     with TokenClient(server.grpc_url) as client:
         rows = np.array([[10, 20, 30, 0], [40, 50, 60, 70]], dtype=np.int32)
         column = lambda *values, dtype=np.int32: np.array(values, dtype=dtype).reshape(-1, 1)  # noqa: E731
-        stream = client.send({
-            "input_ids": rows, "input_lengths": column(3, 4), "request_output_len": column(6, 9),
-            "streaming": column(True, True, dtype=bool),
-        })
+        stream = client.send(
+            {
+                "input_ids": rows,
+                "input_lengths": column(3, 4),
+                "request_output_len": column(6, 9),
+                "streaming": column(True, True, dtype=bool),
+            }
+        )
         by_row: dict[int, list[int]] = {0: [], 1: []}
         for result in stream:
             by_row[int(result.as_numpy("batch_index").reshape(-1)[0])] += ids_of(result)

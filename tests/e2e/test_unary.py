@@ -49,10 +49,12 @@ def test_streaming_is_refused(unary_server):
 
 
 def test_http_infer_serves_text(unary_server):
-    body = {"inputs": [
-        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["import os"]},
-        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [8]},
-    ]}
+    body = {
+        "inputs": [
+            {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["import os"]},
+            {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [8]},
+        ]
+    }
     status, text = post(f"{unary_server.http_url}/v2/models/ensemble/infer", body)
     outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
     assert status == 200 and outputs["text_output"][0].startswith("import os")

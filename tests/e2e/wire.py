@@ -18,11 +18,30 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 TYPES = {
-    "input_ids": np.int32, "input_lengths": np.int32, "request_output_len": np.int32, "streaming": bool, "stop": bool,
-    "end_id": np.int32, "runtime_top_k": np.int32, "runtime_top_p": np.float32, "temperature": np.float32, "seed": np.uint64,
-    "START": np.int32, "END": np.int32, "STOP": np.int32, "CORRID": np.uint64, "step": np.int32, "session_len": np.int32,
-    "stop_words_list": np.int32, "bad_words_list": np.int32, "exclude_input_in_output": bool, "return_log_probs": bool,
-    "return_perf_metrics": bool, "repetition_penalty": np.float32, "min_tokens": np.int32, "embedding_bias": np.float32,
+    "input_ids": np.int32,
+    "input_lengths": np.int32,
+    "request_output_len": np.int32,
+    "streaming": bool,
+    "stop": bool,
+    "end_id": np.int32,
+    "runtime_top_k": np.int32,
+    "runtime_top_p": np.float32,
+    "temperature": np.float32,
+    "seed": np.uint64,
+    "START": np.int32,
+    "END": np.int32,
+    "STOP": np.int32,
+    "CORRID": np.uint64,
+    "step": np.int32,
+    "session_len": np.int32,
+    "stop_words_list": np.int32,
+    "bad_words_list": np.int32,
+    "exclude_input_in_output": bool,
+    "return_log_probs": bool,
+    "return_perf_metrics": bool,
+    "repetition_penalty": np.float32,
+    "min_tokens": np.int32,
+    "embedding_bias": np.float32,
 }
 
 
@@ -74,15 +93,22 @@ class TokenClient:
         if "CORRID" in inputs:  # what is left out of a turn means a session of one turn (START=1, END=1)
             inputs = {"START": 0, "END": 0, **inputs}
         values = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": max_tokens, **inputs}
-        return self.send({name: np.array(value, dtype=TYPES[name]).reshape(1, *np.shape(value) or (1,)) for name, value in values.items()},
-                         request_id)
+        return self.send(
+            {
+                name: np.array(value, dtype=TYPES[name]).reshape(1, *np.shape(value) or (1,))
+                for name, value in values.items()
+            },
+            request_id,
+        )
 
     def send(self, arrays: dict[str, np.ndarray], request_id: str = "") -> Stream:
         """Send tensors as they are."""
         stream = Stream(grpcclient.InferenceServerClient(self._url))
         self._streams.append(stream)
         stream.client.start_stream(lambda result, error: stream.responses.put((result, error)))
-        stream.client.async_stream_infer(self._model, [to_input(*item) for item in arrays.items()], request_id=request_id)
+        stream.client.async_stream_infer(
+            self._model, [to_input(*item) for item in arrays.items()], request_id=request_id
+        )
         return stream
 
     def generate(self, prompt: list[int], max_tokens: int, **inputs: Any) -> list[int]:
@@ -104,7 +130,9 @@ class TokenClient:
     def __enter__(self) -> TokenClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for stream in self._streams:
             stream.close()
 

@@ -26,7 +26,9 @@ class Driver:
         **worker: object,
     ):
         config = EngineConfig(
-            kv_cache=KvCacheConfig(block_size=block_size, max_tokens=pool_tokens, enable_block_reuse=reuse, watermark=0.0),
+            kv_cache=KvCacheConfig(
+                block_size=block_size, max_tokens=pool_tokens, enable_block_reuse=reuse, watermark=0.0
+            ),
             scheduler=SchedulerConfig(max_batch_size=slots, max_num_tokens=max_num_tokens, policy=policy),
             sessions=SessionsConfig(max_sessions=max_sessions, idle_ttl_s=100.0),
         )

@@ -11,7 +11,8 @@ from backend.executor import Executor
 from tests.fakes.hash_worker import HashWorkerGroup
 
 CONFIG = EngineConfig(
-    kv_cache=KvCacheConfig(block_size=4, max_tokens=4 * 64), scheduler=SchedulerConfig(max_batch_size=4, max_num_tokens=64)
+    kv_cache=KvCacheConfig(block_size=4, max_tokens=4 * 64),
+    scheduler=SchedulerConfig(max_batch_size=4, max_num_tokens=64),
 )
 
 

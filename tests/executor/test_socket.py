@@ -24,7 +24,9 @@ def engine(socket_path: Path):
     """An engine that listens, in this process: (core, loop)."""
     core = make_core()
     server: EngineServer | None = None
-    loop = EngineLoop(core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01)
+    loop = EngineLoop(
+        core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01
+    )
     server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -41,7 +43,11 @@ def streaming(prompt: list[int], max_tokens: int) -> Request:
 
 
 def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path):
-    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as one, Executor.attach(str(tmp_path / "s"), 5) as two:
+    with (
+        engine(tmp_path / "s"),
+        Executor.attach(str(tmp_path / "s"), 5) as one,
+        Executor.attach(str(tmp_path / "s"), 5) as two,
+    ):
         ids = {one: one.enqueue_request(streaming([1], 20)), two: two.enqueue_request(streaming([2], 20))}
         assert len(set(ids.values())) == 2
         for executor, first in ((one, 1), (two, 2)):
@@ -78,7 +84,9 @@ def test_a_lost_engine_answers_every_live_request_with_unavailable_and_a_new_one
 def test_statistics_arrive_by_themselves(tmp_path):
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         drain(client, [client.enqueue_request(streaming([1], 5))])
-        assert wait_until(lambda: client.latest_stats() and client.latest_stats().counters.generated_tokens_total == 5, 5)
+        assert wait_until(
+            lambda: client.latest_stats() and client.latest_stats().counters.generated_tokens_total == 5, 5
+        )
 
 
 def test_garbage_on_the_socket_harms_nobody(tmp_path):

@@ -35,8 +35,15 @@ def cell_of(before: int, token_id: int, position: int, namespace: int) -> int:
     return mix(before, token_id, position, namespace)
 
 
-def oracle(token_ids: list[int], num_outputs: int, vocab_size: int, namespace: str = "", seed: int = 0, counter: int = 0,
-           window: int | None = None) -> list[int]:
+def oracle(
+    token_ids: list[int],
+    num_outputs: int,
+    vocab_size: int,
+    namespace: str = "",
+    seed: int = 0,
+    counter: int = 0,
+    window: int | None = None,
+) -> list[int]:
     """The outputs that follow `token_ids` when nothing is ever evicted."""
     cells, before, outputs = [], 0, []
     ids = list(token_ids)
@@ -53,10 +60,19 @@ def oracle(token_ids: list[int], num_outputs: int, vocab_size: int, namespace: s
 class HashWorkerGroup:
     """Implements WorkerGroup. `trace` keeps every StepInput for tests that look at the schedule."""
 
-    def __init__(self, vocab_size: int = 1000, max_seq_len: int = 1 << 20, window: int | None = None,
-                 free_bytes: int = 1 << 30, bytes_per_token: int = 1024, keep_trace: bool = True,
-                 takes_extra_inputs: bool = False):
-        self.info = ModelInfo("hash", vocab_size, max_seq_len, window, bytes_per_token, takes_extra_inputs=takes_extra_inputs)
+    def __init__(
+        self,
+        vocab_size: int = 1000,
+        max_seq_len: int = 1 << 20,
+        window: int | None = None,
+        free_bytes: int = 1 << 30,
+        bytes_per_token: int = 1024,
+        keep_trace: bool = True,
+        takes_extra_inputs: bool = False,
+    ):
+        self.info = ModelInfo(
+            "hash", vocab_size, max_seq_len, window, bytes_per_token, takes_extra_inputs=takes_extra_inputs
+        )
         self.free_bytes = free_bytes
         self.trace: list[StepInput] = []
         self.fail_next: Exception | None = None

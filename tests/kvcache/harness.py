@@ -1,9 +1,9 @@
 """A KVCacheManager driven by hand, with the hash worker behind it: answers depend on the cells in its blocks.
 
-    cache = Cache(num_blocks=8)
-    seq = cache.start(make_sequence(1, [1, 2, 3]))     # admit
-    cache.run(seq)                                      # compute what is known, append one sampled token
-    cache.assert_content(seq)                           # every KV cell that counts as computed is the right one
+cache = Cache(num_blocks=8)
+seq = cache.start(make_sequence(1, [1, 2, 3]))     # admit
+cache.run(seq)                                      # compute what is known, append one sampled token
+cache.assert_content(seq)                           # every KV cell that counts as computed is the right one
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ def answer(prompt: list[int], num_outputs: int, **options: object) -> list[int]:
 
 
 class Cache:
-    def __init__(self, num_blocks: int = 8, block_size: int = 4, slots: int = 4, window: int | None = None,
-                 max_chunk_tokens: int = 64, watermark: float = 0.0, vocab_size: int = VOCAB, **config: object):
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        block_size: int = 4,
+        slots: int = 4,
+        window: int | None = None,
+        max_chunk_tokens: int = 64,
+        watermark: float = 0.0,
+        vocab_size: int = VOCAB,
+        **config: object,
+    ):
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **config)
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)

@@ -123,12 +123,15 @@ def test_a_cached_block_that_nobody_can_ask_for_is_discarded_and_others_are_left
 
 
 @pytest.mark.feature("004-09")
-@pytest.mark.parametrize("chunk, backed", [
-    (-1, [10] * 10),
-    (1, list(range(1, 11))),
-    (3, [3, 3, 3, 6, 6, 6, 9, 9, 9, 10]),
-    (0, [3, 3, 3, 6, 6, 6, 9, 9, 9, 10]),
-])
+@pytest.mark.parametrize(
+    "chunk, backed",
+    [
+        (-1, [10] * 10),
+        (1, list(range(1, 11))),
+        (3, [3, 3, 3, 6, 6, 6, 9, 9, 9, 10]),
+        (0, [3, 3, 3, 6, 6, 6, 9, 9, 9, 10]),
+    ],
+)
 def test_memory_is_obtained_in_chunks_as_blocks_are_taken(chunk, backed):
     pool = BlockManager(10, chunk)
     seen = []

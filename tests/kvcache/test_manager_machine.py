@@ -23,19 +23,37 @@ def state_of(kv: KVCacheManager, sequences: list[Sequence]) -> object:
     """All that a plan could spoil, the order of use included."""
     return (
         [(block.ref_count, block.unique_id) for block in kv.blocks.blocks],
-        list(kv.blocks._cached), list(kv.blocks._free), sorted(kv.trie._nodes), kv.stats(),
+        list(kv.blocks._cached),
+        list(kv.blocks._free),
+        sorted(kv.trie._nodes),
+        kv.stats(),
         {seq_id: (list(record.handles), record.locked, record.depth) for seq_id, record in kv.records.items()},
-        kv.slots.num_free, [(seq.slot, seq.status, seq.num_computed_tokens, list(seq.token_ids)) for seq in sequences],
+        kv.slots.num_free,
+        [(seq.slot, seq.status, seq.num_computed_tokens, list(seq.token_ids)) for seq in sequences],
     )
 
 
 class Manager(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(5, 10), block_size=st.sampled_from([1, 2, 4]),
-                chunk=st.sampled_from([-1, 0, 1, 3]),
-                window=st.sampled_from([None, None, 3, 6]), reuse=st.booleans(), partial=st.booleans())
+    @initialize(
+        num_blocks=st.integers(5, 10),
+        block_size=st.sampled_from([1, 2, 4]),
+        chunk=st.sampled_from([-1, 0, 1, 3]),
+        window=st.sampled_from([None, None, 3, 6]),
+        reuse=st.booleans(),
+        partial=st.booleans(),
+    )
     def build(self, num_blocks, block_size, chunk, window, reuse, partial):
-        self.cache = Cache(num_blocks, block_size, 4, window, max_chunk_tokens=6, vocab_size=2, chunk_blocks=chunk,
-                           enable_block_reuse=reuse, enable_partial_reuse=partial)
+        self.cache = Cache(
+            num_blocks,
+            block_size,
+            4,
+            window,
+            max_chunk_tokens=6,
+            vocab_size=2,
+            chunk_blocks=chunk,
+            enable_block_reuse=reuse,
+            enable_partial_reuse=partial,
+        )
         self.kv = self.cache.kv
         self.target = num_blocks
         self.live: list[Sequence] = []

@@ -16,11 +16,20 @@ from tools.make_random_model import make_random_model
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": dict(family="llama"),
     "llama2_biases_odd_heads": dict(
-        family="llama", hidden_size=60, num_attention_heads=5, num_key_value_heads=1, head_dim=20, attention_bias=True,
+        family="llama",
+        hidden_size=60,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=20,
+        attention_bias=True,
         mlp_bias=True,
     ),
     "llama_linear_rope_no_groups": dict(
-        family="llama", num_attention_heads=3, num_key_value_heads=3, head_dim=6, tie_word_embeddings=True,
+        family="llama",
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=6,
+        tie_word_embeddings=True,
         rope_parameters=dict(rope_type="linear", rope_theta=10_000.0, factor=3.0),
     ),
     "llama3_tied_sharded": dict(family="llama3", num_shards=3),

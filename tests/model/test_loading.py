@@ -124,8 +124,13 @@ def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory
 
 def test_the_older_spelling_of_rope_is_read():
     raw = dict(
-        architectures=["LlamaForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=64,
+        architectures=["LlamaForCausalLM"],
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
     )
     scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
     old = raw | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
@@ -141,7 +146,11 @@ def test_the_older_spelling_of_rope_is_read():
     "architecture, changes, windows",
     [
         ("Qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1), (None, 4, 4)),
-        ("Qwen3", dict(use_sliding_window=True, sliding_window=4), (None, None, None)),  # 28 layers are without, by default
+        (
+            "Qwen3",
+            dict(use_sliding_window=True, sliding_window=4),
+            (None, None, None),
+        ),  # 28 layers are without, by default
         ("Qwen2", dict(use_sliding_window=False, sliding_window=4, max_window_layers=1), (None, None, None)),
         ("Qwen2", dict(sliding_window=4, max_window_layers=0), (None, None, None)),
         ("Mistral", dict(sliding_window=4), (4, 4, 4)),
@@ -151,8 +160,13 @@ def test_the_older_spelling_of_rope_is_read():
 )
 def test_windows_of_configs_without_layer_types(architecture, changes, windows):
     raw = dict(
-        architectures=[f"{architecture}ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8,
-        num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=64,
+        architectures=[f"{architecture}ForCausalLM"],
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=64,
     )
     assert parse_model_config(json.dumps(raw | changes)).windows == windows
 

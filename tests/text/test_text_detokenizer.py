@@ -62,9 +62,7 @@ def test_the_chunks_add_up_to_the_full_decode(tokenizer: Tokenizer, family: str)
 
 @pytest.mark.feature("003-11")
 @pytest.mark.parametrize("text", ["👩‍👩‍👧‍👦 and 🏳️‍🌈!", "日本語のテキスト、漢字。", "ไทยไม่เว้นวรรค", "Ω≈ç√ naïve é ü"])
-def test_real_text_streams_without_a_replacement_character(
-    family_tokenizers: dict[str, Tokenizer], text: str
-) -> None:
+def test_real_text_streams_without_a_replacement_character(family_tokenizers: dict[str, Tokenizer], text: str) -> None:
     for name in ("byte_level_bpe", "sentencepiece_bpe", "unigram"):
         tokenizer = family_tokenizers[name]
         ids = tokenizer.encode(text, add_special_tokens=False)
