@@ -43,6 +43,8 @@ from deploy.processes import (
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
 KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
 FOLLOWERS_S = 2.0
+UNLOAD_S = 4.0  # once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then
+# never unloads (seen with 24.10, about every third time): no use in waiting out the exit timeout
 _POLL_S = 0.1
 
 
@@ -288,8 +290,11 @@ class TritonServer:
                     send_signal(stub, signal.SIGUSR1)
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
+        unloading = False
         while self.running() and time.monotonic() < deadline and not cancelled():
             time.sleep(_POLL_S / 2)
+            if not unloading and server_log.is_unloading(server_log.tail(self.log_path)):
+                unloading, deadline = True, min(deadline, time.monotonic() + UNLOAD_S)
         followers = min(
             deadline, time.monotonic() + FOLLOWERS_S
         )  # stubs and engine notice by themselves that it is gone

@@ -14,6 +14,7 @@ _NOISE = (  # normal on a machine without a GPU, and Triton's tables and progres
     ),
     re.compile(r"^Error: Failed to initialize NVML|everbatch: Python environment"),
 )
+_UNLOADING = "All models are stopped, unloading models"
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
 
 
@@ -30,6 +31,11 @@ def telling_lines(lines: list[str], limit: int = 30) -> list[str]:
     """The last `limit` lines that are no noise; escaped line breaks of Triton's messages are cut off."""
     kept = [line for line in lines if line.strip() and not any(pattern.search(line) for pattern in _NOISE)]
     return [line.split("\\n\\nAt:")[0][:400] for line in kept][-limit:]
+
+
+def is_unloading(lines: list[str]) -> bool:
+    """Whether the server has said that all its requests are over and it only unloads its models now."""
+    return any(_UNLOADING in line for line in lines)
 
 
 def engine_phase(lines: list[str]) -> str | None:
