@@ -19,7 +19,7 @@ MaxTokens = Annotated[int, typer.Option(min=0, help="Most tokens of a reply.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text (exactly so in float32).")]
 Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 

@@ -10,17 +10,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.config import EngineConfig
+from deploy import ROOT
 from deploy.server import TritonServer
+
+DEFAULT_MODEL = ROOT / "models" / "default"
 
 
 def differences(config: EngineConfig) -> list[str]:
-    """The settings that are not the default, as the `--set` arguments that would make them."""
+    """The settings that are not the default, as the `--set` arguments that would make them. Serving the default model is none."""
     default, actual = msgspec.to_builtins(EngineConfig()), msgspec.to_builtins(config)
     return [
         f"{section}.{key}={_plain(value)}"
         for section, values in actual.items()
         for key, value in values.items()
-        if value != default[section][key]
+        if value != default[section][key] and value != str(DEFAULT_MODEL)
     ]
 
 

@@ -43,7 +43,9 @@ from deploy.processes import (
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
 KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
 FOLLOWERS_S = 2.0
-UNLOAD_S = 4.0  # once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then
+UNLOAD_S = (
+    4.0  # once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then
+)
 # never unloads (seen with 24.10, about every third time): no use in waiting out the exit timeout
 _POLL_S = 0.1
 
@@ -263,6 +265,8 @@ class TritonServer:
         if cancelled():
             raise StartCancelled
         if not self.running():
+            if reason := server_log.reason(server_log.tail(self.log_path)):
+                raise ServerFailed(reason)
             raise ServerFailed(
                 f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}",
                 self.log_tail(),

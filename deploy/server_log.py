@@ -14,6 +14,7 @@ _NOISE = (  # normal on a machine without a GPU, and Triton's tables and progres
     ),
     re.compile(r"^Error: Failed to initialize NVML|everbatch: Python environment"),
 )
+_REASON = re.compile(r"(?:ConfigError|EngineUnavailable): (.+)$")
 _UNLOADING = "All models are stopped, unloading models"
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
 
@@ -36,6 +37,12 @@ def telling_lines(lines: list[str], limit: int = 30) -> list[str]:
 def is_unloading(lines: list[str]) -> bool:
     """Whether the server has said that all its requests are over and it only unloads its models now."""
     return any(_UNLOADING in line for line in lines)
+
+
+def reason(lines: list[str]) -> str | None:
+    """The one sentence with which the engine refused to start, if it did."""
+    found = (match.group(1).strip() for line in lines if (match := _REASON.search(line.split("\\n\\nAt:")[0])))
+    return next(found, None)
 
 
 def engine_phase(lines: list[str]) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -109,12 +110,41 @@ def load_config(file: str | Path | None = None, overrides: list[str] | tuple[str
         tree = _read_tree(Path(file))
     for override in overrides:
         _apply_override(tree, override)
+    _check_keys(tree)
     try:
         config = msgspec.convert(tree, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
+        raise ConfigError(_in_our_words(str(error))) from None
     check_config(config)
     return config
+
+
+def _check_keys(tree: dict[str, Any]) -> None:
+    """Raise ConfigError for the first key that does not exist, with the nearest one that does."""
+    sections = get_type_hints(EngineConfig)
+    known = [f"{name}.{key}" for name, section in sections.items() for key in section.__struct_fields__]
+    for name, values in tree.items():
+        if name not in sections:
+            raise _unknown_key(name, list(sections))
+        for key in values if isinstance(values, dict) else ():
+            if f"{name}.{key}" not in known:
+                raise _unknown_key(f"{name}.{key}", known)
+
+
+def _unknown_key(key: str, known: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "README.md lists the keys"
+    return ConfigError(f"configuration: {key} is no known key; {hint}")
+
+
+def _in_our_words(message: str) -> str:
+    """msgspec's message with the key in front, and with the choices where there are some."""
+    problem, _, path = message.partition(" - at `$.")
+    key = path.rstrip("`")
+    section, _, name = key.partition(".")
+    hint = get_type_hints(get_type_hints(EngineConfig)[section]).get(name) if section and name else None
+    choices = f"; allowed are {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
+    return f"configuration: {key or 'the file'}: {problem}{choices}"
 
 
 def _read_tree(path: Path) -> dict[str, Any]:

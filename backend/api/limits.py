@@ -34,8 +34,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         raise InvalidRequest("the prompt is empty; give at least 1 token")
     if len(prompt) >= limits.max_seq_len + (request.max_tokens == 0):
         raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, the limit is {limits.max_seq_len - (request.max_tokens > 0)}: shorten it, or "
-            f"serve with a larger model.max_seq_len"
+            f"the prompt has {len(prompt)} tokens, the limit is {limits.max_seq_len - (request.max_tokens > 0)} "
+            f"(the model's own, or model.max_seq_len); shorten it"
         )
     _check_ids("input token", prompt, limits.vocab_size)
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)

@@ -77,7 +77,9 @@ def effective_dtype(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: s
 def _build(
     config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device
 ) -> Llama:
-    limit = min(max_seq_len or config.max_position, config.max_position)
+    limit = max_seq_len or config.max_position
+    if limit > config.max_position:
+        raise ConfigError(f"model.max_seq_len is {limit}, the model's own limit is {config.max_position}; lower it")
     with torch.inference_mode():
         return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, tensors, dtype), device)
 

@@ -64,8 +64,9 @@ def test_a_directory_is_loaded_and_described(checkpoint):
     assert (info.dtype, info.device) == ("bfloat16", "cpu")
 
 
-def test_the_model_s_own_limit_holds_when_more_is_asked_for(checkpoint):
-    assert load(checkpoint("llama2"), max_seq_len=100_000).max_seq_len == 512
+def test_more_positions_than_the_model_has_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="max_seq_len is 100000, the model's own limit is 512"):
+        load(checkpoint("llama2"), max_seq_len=100_000)
 
 
 @pytest.mark.parametrize("name, window", [("mistral", 24), ("qwen2_window_from_second_layer", None), ("qwen2", None)])
