@@ -7,7 +7,7 @@ interrupted goes on from its checkpoint when it is started again with the same a
 from handing every large tensor back to the kernel after use, which makes training slower.
 
     MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 nice -n 10 \\
-        python tools/train_default_model.py --steps 6000 --minutes 64 --out models/default --work /tmp/train
+        python tools/train_default_model.py --steps 6000 --minutes 64 --out models/default --work .run/train
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("models/default"), help="where the model goes")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/train"), help="where checkpoint and tokenizer go")
+    parser.add_argument("--work", type=Path, default=Path(".run/train"), help="where checkpoint and tokenizer go")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="wall-clock budget of training")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
