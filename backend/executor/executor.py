@@ -48,6 +48,7 @@ class Executor:
         self._lock = threading.Lock()
         self._counter = itertools.count(1)
         self._shut_down = False
+        self._connected = False
         transport.start(self._on_message, self._on_lost)
 
     @classmethod
@@ -175,8 +176,6 @@ class Executor:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
-
-    _connected = False
 
     def _submit(self, request: Request, on_response: OnResponse, mailbox: bool = False) -> RequestId:
         request_id = self._register(on_response, mailbox)

@@ -42,9 +42,7 @@ class CancellationPoller:
         try:
             with stream.gate:
                 return not stream.closed and stream.sender.is_cancelled()
-        except (
-            Exception
-        ) as error:  # Triton's own type; the next sweep asks again, and a stream that ended is not live any more
+        except Exception as error:  # Triton's own type; the next sweep asks again
             log.warning("asking for the cancellation of request %r failed: %s", stream.client_request_id, error)
             return False
 

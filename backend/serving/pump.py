@@ -157,9 +157,7 @@ class ResponsePump:
         while (stream := lane.get()) is not None:
             try:
                 self._serve(stream)
-            except (
-                Exception
-            ):  # the last line of defence: a stream without an end hangs its client and blocks the shutdown
+            except Exception:  # the last line of defence: a stream without an end hangs its client and the shutdown
                 log.exception("answering request %r failed", stream.client_request_id)
                 self._end_badly(
                     stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log")

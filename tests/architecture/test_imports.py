@@ -36,8 +36,6 @@ ROOT_ARROWS = {
     "deploy": {"backend.api", "client"},
     "model_repository": {"backend.serving"},
 }
-# (file, module): known breaches, each to be mended by its owner; an entry that is mended must go
-KNOWN_BREACHES: set[tuple[str, str]] = set()
 
 
 def breaches(path: Path) -> list[str]:
@@ -68,20 +66,8 @@ def _below(name: str, allowed: set[str]) -> bool:
 
 @pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend"), ids=str)
 def test_imports_follow_the_arrows(path: Path) -> None:
-    unknown = [
-        name for name in breaches(path) if not any((str(path), prefix) in KNOWN_BREACHES for prefix in _prefixes(name))
-    ]
-    assert not unknown, f"{path} imports {unknown} against the arrows of architecture.md"
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
-@pytest.mark.parametrize(("path", "module"), sorted(KNOWN_BREACHES))
-def test_a_known_breach_that_is_mended_leaves_the_list(path: str, module: str) -> None:
-    assert module in breaches(Path(path)), f"{path} no longer imports {module}: remove the entry from KNOWN_BREACHES"
+    against = breaches(path)
+    assert not against, f"{path} imports {against} against the arrows of architecture.md"
 
 
 def test_every_layer_of_backend_has_its_arrows() -> None:

@@ -45,7 +45,7 @@ def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
     inputs, said = BAD[name]
     message = tokens.error_of(tokens.send({**GOOD, **inputs}))
     assert said.lower() in message.lower()
-    assert "Traceback" not in message and "/" not in message.split("http")[0].replace("and/or", "")
+    assert "Traceback" not in message and "/" not in message
     assert len(tokens.generate([1, 2, 3], 4)) == 4
 
 
