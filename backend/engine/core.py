@@ -23,7 +23,7 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import StepInput, StepOutput, WorkerGroup
 from backend.engine import publish, update
-from backend.engine.intake import Intake
+from backend.engine.intake import Intake, never_fits
 from backend.engine.pool import num_pool_blocks
 from backend.engine.sessions import SessionTable
 from backend.kvcache.manager import KVCacheManager
@@ -257,14 +257,7 @@ class EngineCore:
 
     def _fail_rejected(self, plan: StepPlan) -> None:
         for seq in plan.rejected:
-            self._fail(
-                seq,
-                InvalidRequest(
-                    f"{seq.num_prompt_tokens} prompt tokens and {seq.max_output_tokens} output tokens do not fit the pool of "
-                    f"{self.kv.usable_blocks} KV blocks of {self.kv.block_size} tokens; lower max_tokens or raise "
-                    f"kv_cache.max_tokens"
-                ),
-            )
+            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
 
     def _lose_step(self, plan: StepPlan, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""

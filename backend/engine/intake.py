@@ -98,12 +98,17 @@ class Intake:
         return max_output
 
     def _check_pool(self, num_prompt: int, max_output: int) -> None:
-        needed = self._kv.blocks_needed(num_prompt + max(0, max_output - 1))
-        if needed > self._kv.usable_blocks:
-            raise InvalidRequest(
-                f"{num_prompt} prompt tokens and {max_output} output tokens need {needed} KV blocks, the pool has "
-                f"{self._kv.usable_blocks} of {self._kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
-            )
+        if self._kv.blocks_needed(num_prompt + max(0, max_output - 1)) > self._kv.usable_blocks:
+            raise never_fits(self._kv, num_prompt, max_output)
+
+
+def never_fits(kv: KVCacheManager, num_prompt: int, max_output: int) -> InvalidRequest:
+    """The answer to a sequence that the pool cannot hold at its longest."""
+    needed = kv.blocks_needed(num_prompt + max(0, max_output - 1))
+    return InvalidRequest(
+        f"{num_prompt} prompt tokens and {max_output} output tokens need {needed} KV blocks, the pool has "
+        f"{kv.usable_blocks} of {kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
+    )
 
 
 def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[int]]:

@@ -111,7 +111,7 @@ def test_a_sequence_alone_in_a_pool_that_was_shrunk_under_it_pauses_itself() -> 
     runner.core.kv.resize(2)
     runner.run()
     assert runner.core.counters.pauses_total == 1
-    assert "do not fit the pool of 2 KV blocks" in runner.responses[0][0].error_msg
+    assert "need 6 KV blocks, the pool has 2 of 2 tokens" in runner.responses[0][0].error_msg
 
 
 @pytest.mark.feature("003-35")
@@ -148,7 +148,7 @@ def test_what_can_never_fit_is_answered_and_the_next_is_considered_in_the_same_s
     runner.ask(1, [2, 2], 3)
     runner.core.kv.resize(4)
     runner.step()
-    assert "do not fit the pool of 4 KV blocks" in runner.responses[0][0].error_msg
+    assert "need 7 KV blocks, the pool has 4 of 2 tokens" in runner.responses[0][0].error_msg
     assert runner.seen[0].running == [1]
     runner.run()
     assert runner.tokens(1) == runner.expected(1)
