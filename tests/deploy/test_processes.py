@@ -69,6 +69,8 @@ def test_a_stub_is_known_by_its_program_and_its_parent(tmp_path: Path) -> None:
     child = subprocess.Popen([str(stub), "600"], executable=str(stub))
     other = subprocess.Popen(["/bin/sleep", "600"])
     try:
+        while not Path(f"/proc/{child.pid}/cmdline").read_bytes():  # Popen returns a moment before exec has set it
+            pass
         assert [process.pid for process in processes.stubs_of(os.getpid())] == [child.pid]
         assert processes.stubs_of(child.pid) == []
     finally:
