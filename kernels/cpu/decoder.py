@@ -1,0 +1,153 @@
+"""NativeDecoder: a Llama-shaped model whose whole step is one native call (native/step.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import CDLL, byref, c_int32, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, ModelStruct
+
+MAX_HEAD_DIM = 1024
+UNIT = 32  # tokens of a panel of the KV pool: block sizes are multiples of it
+
+
+class UnknownCell(IndexError):
+    """A row names a token or a block that its slot does not have. `row` is its index in the step."""
+
+    def __init__(self, row: int):
+        super().__init__(f"row {row} of the step names a token or a block that its slot does not have")
+        self.row = row
+
+
+@dataclass(slots=True)
+class NativeLayer:
+    """Norm weights float32."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    out: PackedLinear
+    post_norm: Tensor  # [hidden]
+    gate_up: PackedLinear  # [2 * intermediate, hidden]: gate, then up
+    down: PackedLinear
+    window: int | None  # tokens
+
+
+@dataclass(slots=True)
+class NativeShape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    block_size: int  # tokens, a multiple of UNIT
+    int8_kv: bool
+
+
+class NativeDecoder:
+    """Not thread-safe: a step uses the object's scratch memory."""
+
+    def __init__(
+        self,
+        library: CDLL,
+        shape: NativeShape,
+        embedding: Tensor,  # [vocab, hidden] float32 or bfloat16: the type that is computed in
+        cos: Tensor,  # [max_seq_len, head_dim / 2] float32
+        sin: Tensor,
+        layers: Sequence[NativeLayer],
+        norm: Tensor,  # [hidden] float32
+        lm_head: PackedLinear,
+    ):
+        if shape.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {shape.head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
+        if shape.block_size % UNIT:
+            raise ValueError(f"block_size is {shape.block_size}, the native kernels need a multiple of {UNIT}")
+        self._library = library
+        self._held = (embedding, cos, sin, list(layers), norm, lm_head)
+        self.vocab_size = embedding.shape[0]
+        self.layout = KVLayout(
+            shape.block_size, shape.kv_heads, shape.head_dim, shape.int8_kv, embedding.dtype.itemsize
+        )
+        self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        self._model = ModelStruct(
+            embedding.shape[1],
+            shape.intermediate,
+            len(layers),
+            shape.heads,
+            self.vocab_size,
+            cos.shape[0],
+            self.layout,
+            shape.norm_eps,
+            embedding.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            norm.data_ptr(),
+            lm_head.struct,
+            self._layers,
+        )
+        self._workspace = library.everbatch_new_workspace()
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of one layer."""
+        return self._library.everbatch_kv_block_bytes(byref(self.layout))
+
+    def step(
+        self,
+        rows: NDArray[np.int32],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits
+        token_ids: Tensor,  # [slots, max_seq_len] int64
+        block_tables: NDArray[np.int32],  # [slots, max_blocks]
+        pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
+        wants_logits: bool,
+    ) -> tuple[NDArray[np.int64], Tensor | None]:
+        """Run rows one after the other as one flat batch; writes their KV to `pools`.
+
+        Returns the most likely next token, and the logits [those tokens, vocab] float32 if wanted, where `rows` asks.
+        Raises UnknownCell before anything is written.
+        """
+        num_logits = int(rows[:, 3].sum())
+        greedy = np.empty(num_logits, dtype=np.int64)
+        logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
+        batch = BatchStruct(
+            rows.ctypes.data,
+            len(rows),
+            token_ids.data_ptr(),
+            block_tables.ctypes.data,
+            block_tables.shape[1],
+            pools[0].shape[0],
+            (c_void_p * len(pools))(*(pool.data_ptr() for pool in pools)),
+            None if logits is None else logits.data_ptr(),
+            greedy.ctypes.data,
+            c_int32(torch.get_num_threads()),
+        )
+        bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
+        if bad >= 0:
+            raise UnknownCell(bad)
+        return greedy, logits
+
+    def __del__(self) -> None:
+        if getattr(self, "_workspace", None):
+            self._library.everbatch_free_workspace(self._workspace)
+            self._workspace = None
+
+
+def _layer_struct(layer: NativeLayer) -> LayerStruct:
+    return LayerStruct(
+        layer.qkv.struct,
+        layer.out.struct,
+        layer.gate_up.struct,
+        layer.down.struct,
+        layer.input_norm.data_ptr(),
+        layer.post_norm.data_ptr(),
+        None if layer.q_norm is None else layer.q_norm.data_ptr(),
+        None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        layer.window or 0,
+    )

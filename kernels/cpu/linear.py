@@ -1,0 +1,97 @@
+"""PackedLinear: a linear layer whose weights lie as panels (native/tiles.h), for the native tier."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.memory import Arena
+from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, PANEL, W8A8, LinearStruct
+
+_FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
+
+class PackedLinear:
+    """Callable: x [tokens, k] -> [tokens, n] in x's dtype. The reference is torch's F.linear of the same values."""
+
+    def __init__(self, library: CDLL, packed: Tensor, scales: Tensor | None, bias: Tensor | None, struct: LinearStruct):
+        self._library = library
+        self._held = (packed, scales, bias)  # what `struct` points to
+        self.struct = struct
+
+    @classmethod
+    def of_floats(cls, library: CDLL, arena: Arena, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards."""
+        return cls._pack(library, arena, weight, _FLOAT_FORMATS[weight.dtype], 0, None, bias)
+
+    @classmethod
+    def of_int8(
+        cls,
+        library: CDLL,
+        arena: Arena,
+        weight: Tensor,
+        scales: Tensor,
+        group: int,
+        bias: Tensor | None,
+        quantize_activations: bool,
+    ) -> PackedLinear:
+        """weight [n, k] int8, scales [n, ceil(k / group)] that bfloat16 holds exactly; group 32 or a multiple of 64."""
+        if group != 32 and group % 64:
+            raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
+        kind = W8A8 if quantize_activations else INT8
+        return cls._pack(library, arena, weight, kind, group, scales, bias)
+
+    @classmethod
+    def _pack(
+        cls,
+        library: CDLL,
+        arena: Arena,
+        weight: Tensor,
+        kind: int,
+        group: int,
+        scales: Tensor | None,
+        bias: Tensor | None,
+    ) -> PackedLinear:
+        n, k = weight.shape
+        weight = weight.contiguous()
+        packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
+        threads = torch.get_num_threads()
+        library.everbatch_pack(weight.data_ptr(), n, k, kind, group, packed.data_ptr(), threads)
+        panels = -(-n // PANEL)
+        if bias is not None:
+            bias = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(n), bias.float())
+        if scales is not None:
+            groups = packed.numel() // (panels * PANEL) // group
+            padded = torch.zeros(panels * PANEL, groups, dtype=torch.bfloat16)
+            padded[:n, : scales.shape[1]] = scales
+            scales = arena.empty(padded.nbytes).view(torch.bfloat16).view(panels, groups, PANEL)
+            scales.copy_(padded.view(panels, PANEL, groups).transpose(1, 2))
+        struct = LinearStruct(packed.data_ptr(), _pointer(scales), _pointer(bias), n, k, kind, group)
+        return cls(library, packed, scales, bias, struct)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.struct.n, self.struct.k
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._held if tensor is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+        out = torch.empty(rows.shape[0], self.struct.n)
+        self._library.everbatch_linear(
+            byref(self.struct),
+            rows.data_ptr(),
+            rows.shape[0],
+            x.dtype.itemsize,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out.to(x.dtype).view(*x.shape[:-1], self.struct.n)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

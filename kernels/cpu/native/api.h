@@ -1,0 +1,42 @@
+// The C interface. Every structure is mirrored field by field in kernels/cpu/library.py.
+#pragma once
+#include "attention.h"
+
+extern "C" {
+
+struct everbatch_layer {
+    everbatch::Linear qkv, out, gate_up, down;
+    const float *input_norm, *post_norm;  // [hidden]
+    const float *q_norm, *k_norm;         // [head_dim]; null without
+    int64_t window;                       // tokens; 0 = all
+};
+
+struct everbatch_model {
+    int64_t hidden, intermediate, num_layers, heads, vocab, max_seq_len;
+    everbatch::KVLayout kv;  // its element_bytes is the type computed in: 4 float32, 2 bfloat16
+    float eps;
+    const void* embedding;   // [vocab][hidden] in that type
+    const float *cos, *sin;  // [max_seq_len][head_dim / 2]
+    const float* norm;       // [hidden]
+    everbatch::Linear lm_head;
+    const everbatch_layer* layers;
+};
+
+struct everbatch_row {
+    int32_t slot, num_computed, num_tokens;
+    int32_t num_logits;  // of its last tokens
+};
+
+struct everbatch_batch {
+    const everbatch_row* rows;
+    int64_t num_rows;
+    const int64_t* token_ids;     // [slots][max_seq_len]
+    const int32_t* block_tables;  // [slots][max_blocks]
+    int64_t max_blocks, num_blocks;
+    char* const* pools;  // one for each layer, of num_blocks blocks
+    float* logits;       // [sum of num_logits][vocab]; null: not wanted
+    int64_t* greedy;     // [sum of num_logits]: arg-max, the lowest id among equals
+    int32_t threads;
+};
+
+}  // extern "C"

@@ -1,0 +1,157 @@
+// A linear layer over packed weights, for any number of rows: out[row][n] = sum over k of a[row][k] * w[n][k] + bias[n].
+//
+// A thread takes a few panels at a time. For many rows a panel is cut along k, so that the piece stays in the innermost cache
+// while all rows pass it; the sums wait in a scratch of the thread. Weights are read from memory once.
+#pragma once
+#include "team.h"
+#include "tiles.h"
+
+namespace everbatch {
+
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
+
+struct Linear {
+    const void* data;    // [ceil(n / 32)] panels of depth(k) rows
+    const bf16* scales;  // [ceil(n / 32)][groups][32]; null for float formats
+    const float* bias;   // [ceil(n / 32) * 32]; null without
+    int64_t n, k;
+    int32_t format, group;  // group: columns of the input that share a scale: 32 or a multiple of 64; 0 for float formats
+
+    int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+    int64_t depth() const { return padded_depth(k, group); }
+    int64_t groups() const { return group ? depth() / group : 0; }
+
+    static int64_t padded_depth(int64_t k, int64_t group) {
+        const int64_t unit = std::max<int64_t>(64, group);
+        return (k + unit - 1) / unit * unit;
+    }
+};
+
+// Rows as a linear layer reads them: bfloat16 or float32 [rows][ld], or int8 with scales. Columns k .. depth are zero.
+struct Operand {
+    const void* data = nullptr;
+    size_t ld = 0;  // elements
+    const float* scales = nullptr;
+    const int32_t* sums = nullptr;
+    size_t groups = 0;
+
+    template <class T>
+    const T* row(int64_t r) const {
+        return static_cast<const T*>(data) + r * ld;
+    }
+    Int8Rows int8(int64_t r, int64_t first_column, int64_t first_group) const {
+        return {row<int8_t>(r) + first_column, ld, scales + r * groups + first_group, sums + r * groups + first_group, groups};
+    }
+};
+
+constexpr int PIECE = 256;  // rows of a panel that are used on all rows of the batch before the next ones: 16 KB of bfloat16
+constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
+
+// int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
+template <class T>
+void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, int64_t count, T* out) {
+    for (int64_t i = first; i < first + count; i += 4) {
+        const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
+        const bf16* scale = scales + i / group * PANEL;
+        for (int j = 0; j < COLUMN_VECS; j++) {
+            IVec q = load<IVec>(at + column_offset<4, 1024>(j));
+            if (WEIGHT_BIAS) q ^= int32_t(0x80808080);
+            Vec s = load_bf16(scale + j * LANES), v[4];
+#pragma GCC unroll 4
+            for (int b = 0; b < 4; b++) v[b] = __builtin_convertvector((q << (24 - 8 * b)) >> 24, Vec) * s;
+            const int64_t row = i - first;
+            if constexpr (sizeof(T) == 4) {
+                for (int b = 0; b < 4; b++) store(out + (row + b) * PANEL + j * LANES, v[b]);
+            } else {
+                for (int b = 0; b < 4; b += 2) {
+                    T* to = out + row / 32 * 1024 + (row % 32 + b) / 2 * 32 + column_offset<2, 512>(j);
+#if defined(__AVX512BF16__)
+                    alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+                    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[b + 1], (__m512)v[b]);
+                    store(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+#else
+                    for (int l = 0; l < LANES; l++) to[2 * l] = to_bf16(v[b][l]), to[2 * l + 1] = to_bf16(v[b + 1][l]);
+#endif
+                }
+            }
+        }
+    }
+}
+
+// c [rows][PANEL] (+)= rows of `a` times rows first .. first + count of panel `p`. T: what the format computes in.
+template <class T>
+void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t p, int64_t first, int64_t count, float* c,
+                 const char* next) {
+    const int64_t depth = l.depth();
+    const int most = l.format == W8A8 ? INT8_ROWS : rows_at_once<T>();
+    const int tiles = (rows + most - 1) / most;
+    alignas(64) T unpacked[PIECE * PANEL];
+    const T* w = static_cast<const T*>(l.data) + (p * depth + first) * PANEL;
+    const int8_t* q = static_cast<const int8_t*>(l.data) + p * depth * PANEL;
+    const bf16* scales = l.scales + p * l.groups() * PANEL;
+    const int64_t bytes = count * PANEL * (l.format >= INT8 ? 1 : sizeof(T));
+    const int64_t blocks = count / (l.format == W8A8 ? 64 : 32);
+    if (l.format == INT8) {
+        unpack_int8(q, scales, l.group, first, count, unpacked);
+        w = unpacked;
+    }
+    for (int t = 0; t < tiles; t++) {
+        const int64_t from = int64_t(rows) * t / tiles, to = int64_t(rows) * (t + 1) / tiles;
+        Prefetch ahead;  // each tile of rows fetches its share of the next piece
+        if (next) {
+            ahead.at = next + bytes * t / tiles;
+            ahead.lines = int((bytes / tiles + blocks * 64 - 1) / (blocks * 64));
+        }
+        float* to_c = c + from * PANEL;
+        const int n = int(to - from);
+        if (l.format == W8A8)
+            product_int8(a.int8(row0 + from, first, first / l.group), q + first * PANEL, scales + first / l.group * PANEL, l.group,
+                         int(count / l.group), to_c, PANEL, first == 0, n, ahead);
+        else
+            product(a.row<T>(row0 + from) + first, a.ld, w, int(count), to_c, PANEL, first == 0, n, ahead);
+    }
+}
+
+// put(row, column, sums): hands over 32 sums of one row, bias added; columns from l.n on are padding.
+// T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
+template <class T, class Put>
+void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+    static thread_local std::vector<float> scratch;
+    const int64_t depth = l.depth(), panels = l.panels();
+    for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
+        const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
+        const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
+        const int64_t together = m <= 32 ? 1 : 4;  // panels that share a pass over the activations
+        int64_t piece = few && l.format != INT8 ? depth : PIECE;
+        if (l.format == W8A8 && l.group > piece) piece = l.group;
+        if (l.format == W8A8 && piece % l.group) piece = piece / l.group * l.group;
+        scratch.resize(size_t(together) * m * PANEL);
+        const int64_t items = (panels + together - 1) / together;
+        team.for_each(items, std::max<int64_t>(1, items / (team.size * 8)), [&](int64_t item) {
+            const int64_t p0 = item * together, p1 = std::min(panels, p0 + together);
+            const int64_t row_bytes = PANEL * (l.format >= INT8 ? 1 : sizeof(T));
+            for (int64_t first = 0; first < depth; first += piece) {
+                const int64_t count = std::min(piece, depth - first);
+                for (int64_t p = p0; p < p1; p++) {
+                    const bool last = first + piece >= depth;
+                    const int64_t ahead = p + 1 < p1 ? (p + 1) * depth + first : last ? p1 * depth : p0 * depth + first + piece;
+                    const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
+                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + 4096;
+                    panel_piece<T>(l, a, row0, m, p, first, count, scratch.data() + (p - p0) * m * PANEL, next);
+                }
+            }
+            for (int64_t p = p0; p < p1; p++) {
+                float* c = scratch.data() + (p - p0) * m * PANEL;
+                for (int r = 0; r < m; r++, c += PANEL) {
+                    if (l.bias)
+                        for (int j = 0; j < PANEL; j += LANES) store(c + j, load<Vec>(c + j) + load<Vec>(l.bias + p * PANEL + j));
+                    put(row0 + r, p * PANEL, c);
+                }
+            }
+        });
+    }
+}
+
+}  // namespace everbatch

@@ -1,0 +1,109 @@
+// Packing, and single kernels for tests and measurements: the step (step.cpp) is made of the same functions.
+#include "api.h"
+
+using namespace everbatch;
+
+extern "C" {
+
+int64_t everbatch_lanes() { return LANES; }
+
+// Bytes of the packed form of a weight [n][k], without scales.
+int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t group) {
+    const int64_t cells = (n + PANEL - 1) / PANEL * PANEL * Linear::padded_depth(k, group);
+    return cells * (format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1);
+}
+
+// weight [n][k] float32, bfloat16 or int8 (as `format` says) -> packed panels; what is beyond n and k becomes zero.
+void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, int64_t group, void* packed, int32_t threads) {
+    const int64_t depth = Linear::padded_depth(k, group);
+    run_team(threads, [&](Team& team) {
+        team.for_each((n + PANEL - 1) / PANEL, 1, [&](int64_t p) {
+            const int64_t columns = std::min<int64_t>(PANEL, n - p * PANEL);
+            if (format == FLOAT32) {
+                float* out = static_cast<float*>(packed) + p * depth * PANEL;
+                memset(out, 0, size_t(depth) * PANEL * 4);
+                for (int64_t c = 0; c < columns; c++) {
+                    const float* w = static_cast<const float*>(weight) + (p * PANEL + c) * k;
+                    for (int64_t i = 0; i < k; i++) out[i * PANEL + c] = w[i];
+                }
+            } else if (format == BFLOAT16) {
+                bf16* out = static_cast<bf16*>(packed) + p * depth * PANEL;
+                memset(out, 0, size_t(depth) * PANEL * 2);
+                for (int64_t c = 0; c < columns; c++) {
+                    const bf16* w = static_cast<const bf16*>(weight) + (p * PANEL + c) * k;
+                    bf16* to = out + c / 16 * 512 + c % 16 * 2;
+                    for (int64_t i = 0; i < k; i++) to[i / 32 * 1024 + i % 32 / 2 * 32 + i % 2] = w[i];
+                }
+            } else {
+                int8_t* out = static_cast<int8_t*>(packed) + p * depth * PANEL;
+                memset(out, WEIGHT_BIAS, size_t(depth) * PANEL);
+                for (int64_t c = 0; c < columns; c++) {
+                    const int8_t* w = static_cast<const int8_t*>(weight) + (p * PANEL + c) * k;
+                    int8_t* to = out + c / 16 * 1024 + c % 16 * 4;
+                    for (int64_t i = 0; i < k; i++) to[i / 64 * 2048 + i % 64 / 4 * 64 + i % 4] = int8_t(uint8_t(w[i]) + WEIGHT_BIAS);
+                }
+            }
+        });
+    });
+}
+
+// out [rows][n] = x [rows][k] times the layer; computes in float32 or, with element_bytes 2, in bfloat16.
+void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t element_bytes, float* out, int32_t threads) {
+    OperandBuffer operand;
+    operand.shape(*l, rows, size_t(element_bytes));
+    run_team(threads, [&](Team& team) {
+        begin_thread();
+        std::vector<float> row(size_t(l->depth()));
+        team.for_each(rows, 1, [&](int64_t r) {
+            memcpy(row.data(), x + r * l->k, size_t(l->k) * sizeof(float));
+            operand.put(r, row.data());
+        });
+        auto put = [&](int64_t r, int64_t column, const float* sums) {
+            memcpy(out + r * l->n + column, sums, size_t(std::min<int64_t>(PANEL, l->n - column)) * sizeof(float));
+        };
+        if (element_bytes == 4)
+            linear<float>(team, *l, operand.view(), rows, put);
+        else
+            linear<bf16>(team, *l, operand.view(), rows, put);
+    });
+}
+
+// The largest rate at which the machine hands over memory: `passes` times over `bytes`, on all threads. Returns a number that
+// depends on all of it, so that nothing is left out.
+int64_t everbatch_read(const void* memory, int64_t bytes, int32_t passes, int32_t threads) {
+    int64_t total = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+    {
+        const int64_t id = omp_get_thread_num(), size = omp_get_num_threads(), lines = bytes / 512;
+        const char* p = static_cast<const char*>(memory);
+        IVec sum[512 / sizeof(IVec)] = {};
+        for (int pass = 0; pass < passes; pass++)
+            for (int64_t i = lines * id / size * 512, end = lines * (id + 1) / size * 512; i < end; i += 512) {
+                for (int j = 0; j < 512; j += 64) __builtin_prefetch(p + i + j + 4096);
+#pragma GCC unroll 32
+                for (size_t j = 0; j < 512 / sizeof(IVec); j++) sum[j] += load<IVec>(p + i + j * sizeof(IVec));
+            }
+        for (IVec& s : sum)
+            for (int l = 0; l < LANES; l++) total += s[l];
+    }
+    return total;
+}
+
+void everbatch_rms_norm(const float* x, const float* weight, int64_t rows, int64_t n, float eps, float* out) {
+    for (int64_t r = 0; r < rows; r++) rms_norm(x + r * n, weight, n, eps, out + r * n);
+}
+
+// gate_up [rows][2 * n] -> out [rows][n]
+void everbatch_silu_mul(const float* gate_up, int64_t rows, int64_t n, float* out) {
+    for (int64_t r = 0; r < rows; r++) silu_mul(gate_up + r * 2 * n, gate_up + r * 2 * n + n, n, out + r * n);
+}
+
+// x [n] -> q int8 and one scale a group; n a multiple of group, group one of 16.
+void everbatch_quantize(const float* x, int64_t n, int64_t group, int8_t* q, float* scales) {
+    int32_t sum;
+    for (int64_t i = 0; i < n; i += group) quantize_group(x + i, group, q + i, scales + i / group, &sum);
+}
+
+int64_t everbatch_kv_block_bytes(const KVLayout* layout) { return int64_t(layout->block_bytes()); }
+
+}  // extern "C"

@@ -1,0 +1,96 @@
+// What happens to single rows between the products: norms, the activation function, and putting rows into the form that a
+// linear layer reads.
+#pragma once
+#include "linear.h"
+
+namespace everbatch {
+
+// sum of x^2, and the largest |x| of a group; the tail that is no whole vector goes one by one.
+inline float sum_of_squares(const float* x, int64_t n) {
+    Vec sum{};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) sum = fma(load<Vec>(x + i), load<Vec>(x + i), sum);
+    float total = reduce_add(sum);
+    for (; i < n; i++) total += x[i] * x[i];
+    return total;
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight. `out` may be x.
+inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+    const float scale = 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, load<Vec>(x + i) * scale * load<Vec>(weight + i));
+    for (; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// out = silu(gate) * up
+inline void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, silu(load<Vec>(gate + i)) * load<Vec>(up + i));
+    for (; i < n; i++) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+}
+
+// int8 with one scale for each group: scale = max|x| / 127, q = round(x / scale). n is a multiple of LANES.
+inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum) {
+    Vec most{};
+    for (int64_t i = 0; i < n; i += LANES) most = vmax(most, vabs(load<Vec>(x + i)));
+    const float largest = reduce_max(most);
+    *scale = largest / 127.0f;
+    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+    IVec total{};
+    for (int64_t i = 0; i < n; i += LANES) {
+        IVec v = bits(load<Vec>(x + i) * inverse + magic) - bits(magic);
+        total += v;
+        store(q + i, __builtin_convertvector(v, Quarter));
+    }
+    int32_t whole = 0;
+    for (int l = 0; l < LANES; l++) whole += total[l];
+    *sum = -WEIGHT_BIAS * whole;
+}
+
+// Room for `rows` rows as some linear layers read them, reused from layer to layer.
+class OperandBuffer {
+public:
+    // The form that layers of this format and width read. Columns beyond k must be zero: they are written once, here.
+    void shape(const Linear& l, int64_t rows, size_t element_bytes) {
+        const int64_t depth = l.depth();
+        k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
+        bytes_ = l.format == W8A8 ? 1 : element_bytes;
+        const size_t ld = size_t(depth) + 64 / bytes_;  // rows start in different sets of the cache
+        if (data_.size() < size_t(rows) * ld * bytes_ || view_.ld != ld) data_.assign(size_t(rows) * ld * bytes_, 0);
+        view_ = {data_.data(), ld, nullptr, nullptr, 0};
+        if (group_) {
+            const size_t groups = size_t(l.groups());
+            scales_.resize(size_t(rows) * groups), sums_.resize(size_t(rows) * groups);
+            view_ = {data_.data(), ld, scales_.data(), sums_.data(), groups};
+        }
+    }
+
+    // Row r = x[0 .. k). x must have room up to the padded depth: it is filled with zeros there.
+    void put(int64_t r, float* x) {
+        for (int64_t i = k_; i < depth_; i++) x[i] = 0;
+        char* to = data_.data() + size_t(r) * view_.ld * bytes_;
+        if (bytes_ == 4) {
+            memcpy(to, x, size_t(depth_) * 4);
+        } else if (bytes_ == 2) {
+            for (int64_t i = 0; i < depth_; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
+        } else {
+            for (size_t g = 0; g < view_.groups; g++)
+                quantize_group(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, &scales_[r * view_.groups + g],
+                               &sums_[r * view_.groups + g]);
+        }
+    }
+
+    const Operand& view() const { return view_; }
+
+private:
+    std::vector<char> data_;
+    std::vector<float> scales_;
+    std::vector<int32_t> sums_;
+    Operand view_;
+    int64_t k_ = 0, depth_ = 0, group_ = 0;
+    size_t bytes_ = 0;
+};
+
+}  // namespace everbatch

@@ -1,0 +1,309 @@
+// The probability distribution of one row, in weights that are whole numbers, and where a need is met on the way down from the
+// heaviest token. The formula is that of kernels/sampling.py.
+//
+// Weights reach 2^40 (1 + 2^-20), as float32 (floor of a float32 is one), and sums of them stay below 2^53: added up in double
+// they are exact, in any order. Up to the weights every operation is a single IEEE one on sixteen lanes in a fixed order, so a row
+// gets the same bits from any instruction set.
+//
+// Nothing is sorted. Tokens fall by (weight, then lower id first), so a place in that order is a weight, what lies above it, and a
+// number among its equals. The weight is found by halving an interval of weights; a pass reads only the blocks of tokens whose
+// heaviest is heavy enough, and ends as soon as the interval holds few of them.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "simd.h"
+
+namespace everbatch {
+
+constexpr int BLOCK = 128;    // tokens that are looked at, or passed over, together
+constexpr int FEW = 48;       // weights that are sorted rather than split further
+constexpr int WIDTH = 16;     // lanes of a sum, whatever LANES is
+constexpr float NOTHING = -30.0f;  // 2^22 tokens with e^-30 add up to less than float32 resolves beside the greatest with e^0
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+typedef float Narrow __attribute__((vector_size(LANES * 2), aligned(4)));
+typedef double Wide __attribute__((vector_size(LANES * 4), aligned(8)));
+typedef int64_t Count __attribute__((vector_size(LANES * 4), aligned(8)));
+constexpr int WIDE_LANES = LANES / 2;
+
+ALWAYS_INLINE Wide widen(const float* p) { return __builtin_convertvector(load<Narrow>(p), Wide); }
+
+// A product that is rounded before anything is added to it, though the compiler may have a fused instruction.
+template <class T>
+ALWAYS_INLINE T product(T a, T b) {
+    T p = a * b;
+#if defined(__x86_64__)
+    asm("" : "+v"(p));
+#elif defined(__aarch64__)
+    asm("" : "+w"(p));
+#else
+    asm("" : "+m"(p));
+#endif
+    return p;
+}
+
+// e^x for x <= 0, within two units in the last place; 0 below -87. Cephes' expf without fused operations.
+ALWAYS_INLINE Vec exponential(Vec x) {
+    const Vec least = splat(-87.0f);
+    const IVec is_zero = x < least;
+    x = x > least ? x : least;  // a NaN becomes `least`
+    const IVec n = __builtin_convertvector(product(x, splat(1.44269504088896341f)) - 0.5f, IVec);
+    const Vec f = __builtin_convertvector(n, Vec);
+    Vec r = x - product(f, splat(0.693359375f));  // exact: the constant has nine bits
+    r = r - product(f, splat(-2.12194440e-4f));
+    Vec p = splat(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = product(p, r) + splat(c);
+    p = product(product(p, r), r) + r + 1.0f;
+    return is_zero ? Vec{} : p * floats((n + 127) << 23);
+}
+
+template <class V>
+ALWAYS_INLINE auto sum_of(V v) -> typename std::remove_reference<decltype(v[0])>::type {
+    auto sum = v[0];
+    for (size_t i = 1; i < sizeof(V) / sizeof sum; i++) sum += v[i];
+    return sum;
+}
+
+inline uint32_t to_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+inline float from_bits(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- logits
+
+// One row of logits. What the last block lacks counts as -infinity.
+struct LogitRow {
+    const float* x;
+    int64_t vocab;
+
+    int64_t blocks() const { return (vocab + BLOCK - 1) / BLOCK; }
+
+    const float* block(int64_t b, float* padded) const {
+        const int64_t left = vocab - b * BLOCK;
+        if (left >= BLOCK) return x + b * BLOCK;
+        std::copy(x + b * BLOCK, x + vocab, padded);
+        std::fill(padded + left, padded + BLOCK, -INFINITE);
+        return padded;
+    }
+
+    // The greatest logit of each block, and of the row. A NaN is never the greatest.
+    float maxima(std::vector<float>& most) const {
+        most.resize(size_t(blocks()));
+        float greatest = -INFINITE, padded[BLOCK];
+        for (int64_t b = 0; b < blocks(); b++) {
+            const float* at = block(b, padded);
+            Vec m = splat(-INFINITE);
+            for (int i = 0; i < BLOCK; i += LANES) m = vmax(load<Vec>(at + i), m);
+            most[size_t(b)] = reduce_max(m);
+            greatest = std::max(greatest, most[size_t(b)]);
+        }
+        return greatest;
+    }
+
+    // The lowest id of those with the greatest logit.
+    int64_t first_of(float greatest, const std::vector<float>& most) const {
+        const int64_t b = std::find(most.begin(), most.end(), greatest) - most.begin();
+        const float *begin = x + std::min(b * BLOCK, vocab), *end = x + std::min((b + 1) * BLOCK, vocab);
+        const float* found = std::find(begin, end, greatest);
+        return found == end ? 0 : found - x;
+    }
+};
+
+// out (if wanted) = e^((x - greatest) / temperature) for every token; returns what they add up to. `most` from `maxima`.
+template <bool STORE>
+double exponentials(const LogitRow& row, float greatest, float temperature, const std::vector<float>& most, float* out) {
+    constexpr int VECS = WIDTH / LANES;
+    float padded[BLOCK];
+    Wide sums[2 * VECS] = {};
+    for (int64_t b = 0; b < row.blocks(); b++) {
+        if ((most[size_t(b)] - greatest) / temperature < NOTHING) {
+            if (STORE) std::fill(out + b * BLOCK, out + (b + 1) * BLOCK, 0.0f);
+            continue;
+        }
+        const float* at = row.block(b, padded);
+        Vec part[VECS] = {};
+        for (int i = 0; i < BLOCK; i += WIDTH)
+            for (int j = 0; j < VECS; j++) {
+                const Vec e = exponential((load<Vec>(at + i + j * LANES) - greatest) / temperature);
+                if (STORE) store(out + b * BLOCK + i + j * LANES, e);
+                part[j] += e;
+            }
+        float lanes[WIDTH];
+        for (int j = 0; j < VECS; j++) store(lanes + j * LANES, part[j]);
+        for (int j = 0; j < 2 * VECS; j++) sums[j] += widen(lanes + j * WIDE_LANES);
+    }
+    double total = 0;
+    for (const Wide& lanes : sums)
+        for (int i = 0; i < WIDE_LANES; i++) total += lanes[i];
+    return total;
+}
+
+// --------------------------------------------------------------------------------------------------------------- weights
+
+// The integer weights of one row. Vectors are kept from row to row, so that nothing is allocated.
+class Weights {
+public:
+    std::vector<float> values;   // [blocks * BLOCK]
+    std::vector<float> most;     // [blocks] the heaviest of each block
+    std::vector<double> totals;  // [blocks]
+    double total = 0;
+    float heaviest = 0;
+
+    // False, and a total of 0, when no logit is finite. `logit_maxima` are those of the row, `greatest` the greatest of them.
+    bool fill(const LogitRow& row, float greatest, float temperature, const std::vector<float>& logit_maxima) {
+        total = 0;
+        if (!(greatest > -INFINITE && greatest < INFINITE)) return false;
+        const size_t blocks = size_t(row.blocks());
+        values.resize(blocks * BLOCK);
+        most.resize(blocks);
+        totals.resize(blocks);
+        const double sum = exponentials<true>(row, greatest, temperature, logit_maxima, values.data());
+        const Vec scale = splat(float(std::ldexp(1.0, 40) / sum)), whole = splat(16777216.0f);  // from 2^24 on all are whole
+        heaviest = 0;
+        for (size_t b = 0; b < blocks; b++) {
+            float* at = values.data() + b * BLOCK;
+            Vec m{};
+            Wide s{};
+            for (int i = 0; i < BLOCK; i += LANES) {
+                const Vec w = load<Vec>(at + i) * scale;
+                const Vec floored = __builtin_convertvector(__builtin_convertvector(vmin(w, whole), IVec), Vec);
+                const Vec value = w < whole ? floored : w;
+                store(at + i, value);
+                m = vmax(value, m);
+                s += widen(at + i) + widen(at + i + WIDE_LANES);
+            }
+            most[b] = reduce_max(m);
+            totals[b] = sum_of(s);
+            total += totals[b];
+            heaviest = std::max(heaviest, most[b]);
+        }
+        return true;
+    }
+
+    // The first token whose running sum in token order exceeds `target` < total.
+    int64_t at_running_sum(double target) const {
+        double before = 0;
+        size_t b = 0;
+        while (before + totals[b] <= target) before += totals[b++];
+        size_t i = b * BLOCK;
+        while ((before += double(values[i])) <= target) i++;
+        return int64_t(i);
+    }
+
+    struct Prefix {
+        double mass = 0;
+        int64_t count = 0;
+    };
+
+    // The tokens of at least this weight, which is more than 0.
+    Prefix at_least(float weight) const {
+        Wide mass{};
+        Count count{};
+        const Wide least = Wide{} + double(weight);
+        for (size_t b = 0; b < most.size(); b++) {
+            if (most[b] < weight) continue;
+            const float* at = values.data() + b * BLOCK;
+            for (int i = 0; i < BLOCK; i += WIDE_LANES) {
+                const Wide w = widen(at + i);
+                const Count in = w >= least;
+                mass += (Wide)((Count)w & in);
+                count -= in;
+            }
+        }
+        return {sum_of(mass), int64_t(sum_of(count))};
+    }
+
+    // A weight, and the tokens that are heavier.
+    struct Place {
+        float weight;
+        Prefix above;
+    };
+
+    // The greatest weight for which `enough(at_least(weight))` holds; weight 0 when it does not hold for all that have one.
+    // `enough` holds for every longer prefix of the falling order if it holds for one.
+    template <class Enough>
+    Place find(Enough enough) {
+        uint32_t high = to_bits(heaviest) + 1, low = high;
+        Prefix above, inside;
+        for (float weight = heaviest; low == high;) {
+            if (weight == 1.0f) return {0.0f, above};
+            weight = std::max(weight / 16.0f, 1.0f);
+            const Prefix prefix = at_least(weight);
+            if (enough(prefix)) {
+                low = to_bits(weight), inside = prefix;
+            } else {
+                low = high = to_bits(weight), above = prefix;
+            }
+        }
+        while (high - low > 1 && inside.count - above.count > FEW) {
+            const uint32_t middle = low + (high - low) / 2;
+            const Prefix prefix = at_least(from_bits(middle));
+            if (enough(prefix)) {
+                low = middle, inside = prefix;
+            } else {
+                high = middle, above = prefix;
+            }
+        }
+        if (high - low == 1) return {from_bits(low), above};
+        collect(from_bits(low), from_bits(high), inside.count - above.count);
+        for (size_t i = 0; i < few_.size(); i++) {
+            Prefix next = above;
+            const float weight = few_[i];
+            for (; i < few_.size() && few_[i] == weight; i++) next.mass += double(weight), next.count++;
+            i--;
+            if (enough(next)) return {weight, above};
+            above = next;
+        }
+        return {0.0f, above};
+    }
+
+    // The token that is number `index` (from 0, in token order) of those with this weight.
+    int64_t nth_equal(float weight, int64_t index) const {
+        for (size_t b = 0; b < most.size(); b++) {
+            if (most[b] < weight) continue;
+            const float* at = values.data() + b * BLOCK;
+            IVec equal{};
+            for (int i = 0; i < BLOCK; i += LANES) equal -= load<Vec>(at + i) == splat(weight);
+            const int64_t count = sum_of(equal);
+            if (index >= count) {
+                index -= count;
+                continue;
+            }
+            for (int i = 0;; i++)
+                if (at[i] == weight && index-- == 0) return int64_t(b) * BLOCK + i;
+        }
+        return 0;
+    }
+
+private:
+    std::vector<float> few_;
+
+    // The `count` weights in [low, high), falling.
+    void collect(float low, float high, int64_t count) {
+        few_.clear();
+        for (size_t b = 0; b < most.size() && int64_t(few_.size()) < count; b++) {
+            if (most[b] < low) continue;
+            const float* at = values.data() + b * BLOCK;
+            for (int i = 0; i < BLOCK; i += WIDTH) {
+                IVec in{};
+                for (int j = 0; j < WIDTH; j += LANES) in -= load<Vec>(at + i + j) >= splat(low);
+                if (sum_of(in) == 0) continue;
+                for (int j = i; j < i + WIDTH; j++)
+                    if (at[j] >= low && at[j] < high) few_.push_back(at[j]);
+            }
+        }
+        std::sort(few_.begin(), few_.end(), [](float a, float b) { return a > b; });
+    }
+};
+
+}  // namespace everbatch

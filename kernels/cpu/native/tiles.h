@@ -1,0 +1,265 @@
+// The one product everything is made of: a few rows of activations times one panel of 32 columns.
+//
+//     c[row][column] (+)= sum over k of a[row][k] * panel[k][column]            c float32
+//
+// Linear layers use it with panels of weights, attention with panels of 32 keys and of 32 values: the KV pool is kept as
+// panels. How a panel of k rows lies in memory ("packed"), 32 columns as two halves of 16:
+//
+//     float32     [k][32]
+//     bfloat16    [k / 32][half][16 pairs of k][16 columns][2]       a half is one AMX tile, a pair of k one dword of VNNI's
+//     int8        [k / 64][half][16 quads of k][16 columns][4]
+//
+// The sum of a row is formed in the order of k, whatever rows are beside it: a row's result does not depend on the batch.
+#pragma once
+#include "amx.h"
+#include "simd.h"
+
+namespace everbatch {
+
+constexpr int PANEL = 32;                // columns
+constexpr int COLUMN_VECS = PANEL / LANES;  // vectors that hold one row of sums
+
+// What to fetch meanwhile: `lines` cache lines of 64 bytes for every 32 rows of a panel (64 of int8), from `at` on.
+struct Prefetch {
+    const char* at = nullptr;
+    int lines = 0;
+
+    ALWAYS_INLINE void next() {
+        for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at);
+    }
+};
+
+// Rows that fit into the registers beside one row of a panel: their sums take rows * COLUMN_VECS of them.
+#if defined(EVERBATCH_AMX)
+constexpr int TILE_ROWS = 32;
+#elif defined(__AVX512F__)
+constexpr int TILE_ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 2;
+#else
+constexpr int TILE_ROWS = 1;
+#endif
+#if defined(__AVX512F__)
+constexpr int VECTOR_ROWS = 12, W8A8_ROWS = 6;
+#elif defined(__AVX2__)
+constexpr int VECTOR_ROWS = 2, W8A8_ROWS = 1;
+#else
+constexpr int VECTOR_ROWS = 1, W8A8_ROWS = 1;
+#endif
+
+template <int ROWS>
+struct Sums {
+    Vec v[ROWS][COLUMN_VECS];
+
+    ALWAYS_INLINE Sums(const float* c, size_t ldc, bool first) {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) v[r][j] = first ? Vec{} : load<Vec>(c + r * ldc + j * LANES);
+    }
+    ALWAYS_INLINE void put(float* c, size_t ldc) const {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) store(c + r * ldc + j * LANES, v[r][j]);
+    }
+};
+
+// Offset, in elements of `per` bytes each, of vector j of a packed row: half, then lanes within it.
+template <int PER_LANE, int HALF>
+constexpr int column_offset(int j) {
+    return j * LANES / 16 * HALF + j * LANES % 16 * PER_LANE;
+}
+
+template <int ROWS>
+void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, Prefetch ahead) {
+    Sums<ROWS> sums(c, ldc, first);
+    for (int i = 0; i < k; i++, w += PANEL) {
+        if (i % 32 == 0) ahead.next();
+        Vec wv[COLUMN_VECS];
+#pragma GCC unroll 8
+        for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<Vec>(w + j * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            Vec x = splat(a[r * lda + i]);
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = fma(wv[j], x, sums.v[r][j]);
+        }
+    }
+    sums.put(c, ldc);
+}
+
+template <int ROWS>
+void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, Prefetch ahead) {
+    Sums<ROWS> sums(c, ldc, first);
+    for (int i = 0; i < k; i += 32, w += 1024) {
+        ahead.next();
+        for (int pair = 0; pair < 16; pair++) {
+            IVec wv[COLUMN_VECS];
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + pair * 32 + column_offset<2, 512>(j));
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMN_VECS; j++)
+                    sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i + 2 * pair);
+        }
+    }
+    sums.put(c, ldc);
+}
+
+// Calls f<rows>() for 1 <= rows <= MOST.
+template <int MOST, class F>
+ALWAYS_INLINE void with_rows(int rows, F f) {
+    if constexpr (MOST == 1) {
+        f(std::integral_constant<int, 1>());
+    } else {
+        if (rows == MOST)
+            f(std::integral_constant<int, MOST>());
+        else
+            with_rows<MOST - 1>(rows, f);
+    }
+}
+
+#if defined(EVERBATCH_AMX)
+inline void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead) {
+    amx::configure(rows, 64);
+    const bool two = rows > 16;
+    if (first) {
+        amx::zero<0>(), amx::zero<1>();
+        if (two) amx::zero<2>(), amx::zero<3>();
+    } else {
+        amx::load<0>(c, ldc * 4), amx::load<1>(c + 16, ldc * 4);
+        if (two) amx::load<2>(c + 16 * ldc, ldc * 4), amx::load<3>(c + 16 * ldc + 16, ldc * 4);
+    }
+    for (int i = 0; i < k; i += 32, w += 1024) {
+        ahead.next();
+        amx::load<4>(a + i, lda * 2);
+        amx::load<6>(w, 64), amx::load<7>(w + 512, 64);
+        amx::dot_bf16<0, 4, 6>(), amx::dot_bf16<1, 4, 7>();
+        if (two) {
+            amx::load<5>(a + 16 * lda + i, lda * 2);
+            amx::dot_bf16<2, 5, 6>(), amx::dot_bf16<3, 5, 7>();
+        }
+    }
+    amx::store<0>(c, ldc * 4), amx::store<1>(c + 16, ldc * 4);
+    if (two) amx::store<2>(c + 16 * ldc, ldc * 4), amx::store<3>(c + 16 * ldc + 16, ldc * 4);
+}
+#endif
+
+// rows <= TILE_ROWS (VECTOR_ROWS of float32); k a multiple of 32; `first`: c is overwritten instead of added to.
+inline void product(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead = {}) {
+#if defined(EVERBATCH_AMX)
+    product_amx(a, lda, w, k, c, ldc, first, rows, ahead);
+#else
+    with_rows<TILE_ROWS>(rows, [&](auto n) { product_rows<n()>(a, lda, w, k, c, ldc, first, ahead); });
+#endif
+}
+inline void product(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead = {}) {
+    with_rows<VECTOR_ROWS>(rows, [&](auto n) { product_rows<n()>(a, lda, w, k, c, ldc, first, ahead); });
+}
+template <class T>
+constexpr int rows_at_once() {
+    return sizeof(T) == 4 ? VECTOR_ROWS : TILE_ROWS;
+}
+
+// ------------------------------------------------------------------------------------------------------- int8 x int8
+
+// Rows of int8 activations: value = data * scale of its group. `sums` = -WEIGHT_BIAS * the sum of a group's data.
+struct Int8Rows {
+    const int8_t* data;
+    size_t ld;
+    const float* scales;  // [rows][groups]
+    const int32_t* sums;  // [rows][groups]
+    size_t groups;        // of a row
+};
+
+// c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
+template <int ROWS>
+void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+                       Prefetch ahead) {
+    Sums<ROWS> sums(c, ldc, first);
+    for (int g = 0, i = 0; g < num_groups; g++) {
+        IVec whole[ROWS][COLUMN_VECS];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = WEIGHT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
+        for (const int end = i + group; i < end; i += 4) {
+            if (i % 64 == 0) ahead.next();
+            const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
+            IVec wv[COLUMN_VECS];
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(at + column_offset<4, 1024>(j));
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = dot_quads(whole[r][j], wv[j], a.data + r * a.ld + i);
+        }
+        Vec ws[COLUMN_VECS];
+#pragma GCC unroll 8
+        for (int j = 0; j < COLUMN_VECS; j++) ws[j] = load_bf16(scales + g * PANEL + j * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            Vec rs = splat(a.scales[r * a.groups + g]);
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++)
+                sums.v[r][j] = fma(__builtin_convertvector(whole[r][j], Vec), ws[j] * rs, sums.v[r][j]);
+        }
+    }
+    sums.put(c, ldc);
+}
+
+#if defined(EVERBATCH_AMX)
+inline void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+                             int rows, Prefetch ahead) {
+    const bool two = rows > 16;
+    const int depth = group % 64 ? 32 : 64;
+    alignas(64) int32_t whole[32][PANEL];
+    amx::configure(rows, depth);
+    for (int g = 0, i = 0; g < num_groups; g++) {
+        amx::zero<0>(), amx::zero<1>();
+        if (two) amx::zero<2>(), amx::zero<3>();
+        for (const int end = i + group; i < end; i += depth) {
+            if (i % 64 == 0) ahead.next();
+            const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
+            amx::load<4>(a.data + i, a.ld);
+            amx::load<6>(at, 64), amx::load<7>(at + 1024, 64);
+            amx::dot_int8<0, 4, 6>(), amx::dot_int8<1, 4, 7>();
+            if (two) {
+                amx::load<5>(a.data + 16 * a.ld + i, a.ld);
+                amx::dot_int8<2, 5, 6>(), amx::dot_int8<3, 5, 7>();
+            }
+        }
+        amx::store<0>(whole[0], PANEL * 4), amx::store<1>(whole[0] + 16, PANEL * 4);
+        if (two) amx::store<2>(whole[16], PANEL * 4), amx::store<3>(whole[16] + 16, PANEL * 4);
+        Vec ws[COLUMN_VECS];
+        for (int j = 0; j < COLUMN_VECS; j++) ws[j] = load_bf16(scales + g * PANEL + j * LANES);
+        for (int r = 0; r < rows; r++) {
+            Vec rs = splat(a.scales[r * a.groups + g]);
+            for (int j = 0; j < COLUMN_VECS; j++) {
+                float* at = c + r * ldc + j * LANES;
+                Vec before = first && g == 0 ? Vec{} : load<Vec>(at);
+                store(at, fma(__builtin_convertvector(load<IVec>(whole[r] + j * LANES), Vec), ws[j] * rs, before));
+            }
+        }
+    }
+}
+#endif
+
+// rows <= INT8_ROWS; group a multiple of 32.
+inline void product_int8(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+                         int rows, Prefetch ahead = {}) {
+#if defined(EVERBATCH_AMX)
+    product_int8_amx(a, w, scales, group, num_groups, c, ldc, first, rows, ahead);
+#else
+    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
+#endif
+}
+#if defined(EVERBATCH_AMX)
+constexpr int INT8_ROWS = 32;
+#else
+constexpr int INT8_ROWS = W8A8_ROWS;
+#endif
+
+}  // namespace everbatch

@@ -1,0 +1,149 @@
+"""Binding of native/sampling.cpp: one call chooses the tokens of all rows of a step. The reference is kernels/sampling.py.
+
+What is guaranteed, for float32 logits without NaN:
+
+- The greedy choice, the changes to logits (sparse additions, penalties), the random number, and everything that follows from
+  the integer weights (top-k, top-p, min-p, the draw, the order among equal weights) equal the reference, bit for bit.
+- The weights themselves are w = floor(2^40 softmax), as in the reference, but exp, the sum and the quotient are rounded
+  elsewhere: a weight differs from the reference's by less than 1 + 2^-19 w. A token can therefore differ from the reference's
+  only where the random number, or a filter's limit, lies that close to the boundary between two tokens.
+- A row's result is the same, bit for bit, in any batch, on any number of threads, and with any instruction set.
+- Log-probabilities are within 1e-6 of the exact ones; -inf where the row has no finite logit, or for a NaN.
+- A row without any finite logit gets the last token of the vocabulary when it samples, token 0 when it is greedy.
+
+The logits are the same afterwards as before.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int64, c_void_p
+from enum import IntEnum, IntFlag
+
+import torch
+from torch import Tensor
+
+
+class FloatColumn(IntEnum):
+    """Columns of a slot's row in the table of float64."""
+
+    TEMPERATURE = 0  # at least the smallest normal float32
+    TOP_P = 1
+    MIN_P = 2
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+
+
+class IntColumn(IntEnum):
+    """Columns of a slot's row in the table of int64. An address is 0 where its list is empty."""
+
+    TOP_K = 0  # 1 .. vocab
+    SEED = 1  # a uint64 as two's complement
+    COUNTER_BASE = 2  # the random counter is this and the number of known tokens
+    NUM_PROMPT = 3
+    MODE = 4  # of Mode
+    MIN_TOKENS = 5
+    NUM_ENDS = 6
+    ENDS = 7  # address of [ends] int64: masked while known - NUM_PROMPT < MIN_TOKENS
+    NUM_BIAS = 8
+    BIAS_IDS = 9  # address of [bias] int64
+    BIAS_VALUES = 10  # address of [bias] float32
+    NUM_WORDS = 11
+    WORD_WIDTH = 12
+    WORDS = 13  # address of [words, width] int64, aligned to the right
+    WORD_LENGTHS = 14  # address of [words] int64, 1 .. width
+    TOP_LOG_PROBS = 15
+
+
+class Mode(IntFlag):
+    GREEDY = 1
+    FILTERED = 2  # top-k, top-p or min-p
+    PENALTIES = 4
+    LOG_PROBS = 8
+
+
+class _Samples(Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("num_logits", c_int64),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        ("floats", c_void_p),
+        ("ints", c_void_p),
+        ("num_slots", c_int64),
+        ("token_ids", c_void_p),
+        ("max_seq_len", c_int64),
+        ("count", c_int64),
+        ("rows", c_void_p),
+        ("slots", c_void_p),
+        ("num_tokens", c_void_p),
+        ("chosen", c_void_p),
+        ("log_probs", c_void_p),
+        ("top_log_probs", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_width", c_int64),
+        ("threads", c_int64),
+    ]
+
+
+class NativeSampling:
+    """The two functions of a loaded library."""
+
+    def __init__(self, library: CDLL):
+        self._sample = library.everbatch_sample
+        self._sample.argtypes, self._sample.restype = [POINTER(_Samples)], c_int64
+        self._weights = library.everbatch_sampling_weights
+        self._weights.argtypes, self._weights.restype = [c_void_p, c_int64, c_float, c_void_p], c_int64
+
+    def sample(
+        self,
+        logits: Tensor,  # [num_logits, vocab] float32
+        rows: Tensor,  # [count] int64: rows of the logits; this and the next two are parallel
+        slots: Tensor,  # [count] int64
+        num_tokens: Tensor,  # [count] int64: known tokens
+        floats: Tensor,  # [num_slots, FloatColumn] float64
+        ints: Tensor,  # [num_slots, IntColumn] int64
+        token_ids: Tensor,  # [num_slots, max_seq_len] int64
+        top_width: int | None = None,  # alternatives wanted at most; None: no row asks for log-probabilities
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Choose a token for each sample, on up to torch.get_num_threads() threads, one row to a thread.
+
+        Returns (tokens [count] int64, log-probabilities [count], alternatives' log-probabilities [count, top_width], their
+        ids): the last three are empty without `top_width`, and hold numbers only where a row asked. Raises ValueError for
+        tensors of another kind, a row or slot that there is not, or a length below 0; MemoryError.
+        """
+        count = len(rows)
+        for tensor, dtype in ((logits, torch.float32), (token_ids, torch.int64), (floats, torch.float64)):
+            if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.stride(1) != 1:
+                raise ValueError(
+                    f"a tensor of {tensor.dtype} on {tensor.device} with strides {tensor.stride()} came where {dtype} on the "
+                    f"CPU with contiguous rows is allowed; convert it first"
+                )
+        chosen = torch.empty(count, dtype=torch.int64)
+        asked = 0 if top_width is None else count
+        log_probs = torch.empty(asked)
+        top_log_probs = torch.empty(asked, top_width or 0)
+        top_ids = torch.empty(asked, top_width or 0, dtype=torch.int64)
+        samples = _Samples(
+            logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1],
+            floats.data_ptr(), ints.data_ptr(), floats.shape[0],
+            token_ids.data_ptr(), token_ids.stride(0),
+            count, rows.data_ptr(), slots.data_ptr(), num_tokens.data_ptr(), chosen.data_ptr(),
+            log_probs.data_ptr(), top_log_probs.data_ptr(), top_ids.data_ptr(), top_width or 0,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        status = self._sample(byref(samples))
+        if status > 0:
+            raise ValueError(
+                f"sample {status - 1} has row {int(rows[status - 1])}, slot {int(slots[status - 1])} and "
+                f"{int(num_tokens[status - 1])} tokens; there are {logits.shape[0]} rows and {floats.shape[0]} slots"
+            )
+        if status < 0:
+            raise MemoryError(f"no memory for sampling {count} rows of {logits.shape[1]} logits; use a smaller batch")
+        return chosen, log_probs, top_log_probs, top_ids
+
+    def weights(self, logits: Tensor, temperature: float) -> Tensor:
+        """Integer weights [vocab] int64 of one row [vocab] float32; zeros without a finite logit. For tests."""
+        out = torch.zeros(len(logits))
+        self._weights(logits.data_ptr(), len(logits), temperature, out.data_ptr())
+        return out.to(torch.int64)

@@ -1,0 +1,95 @@
+"""The C structures of native/api.h, field by field."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+
+FLOAT32, BFLOAT16, INT8, W8A8 = range(4)  # Format of native/linear.h
+PANEL = 32
+
+
+class LinearStruct(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_int32),
+        ("group", c_int32),
+    ]
+
+
+class KVLayout(Structure):
+    _fields_ = [
+        ("block_size", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("is_int8", c_int32),
+        ("element_bytes", c_int32),
+    ]
+
+
+class LayerStruct(Structure):
+    _fields_ = [
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("window", c_int64),
+    ]
+
+
+class ModelStruct(Structure):
+    _fields_ = [
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("num_layers", c_int64),
+        ("heads", c_int64),
+        ("vocab", c_int64),
+        ("max_seq_len", c_int64),
+        ("kv", KVLayout),
+        ("eps", c_float),
+        ("embedding", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("norm", c_void_p),
+        ("lm_head", LinearStruct),
+        ("layers", POINTER(LayerStruct)),
+    ]
+
+
+class BatchStruct(Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("token_ids", c_void_p),
+        ("block_tables", c_void_p),
+        ("max_blocks", c_int64),
+        ("num_blocks", c_int64),
+        ("pools", POINTER(c_void_p)),
+        ("logits", c_void_p),
+        ("greedy", c_void_p),
+        ("threads", c_int32),
+    ]
+
+
+# name -> (result, arguments)
+FUNCTIONS = {
+    "everbatch_lanes": (c_int64, []),
+    "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
+    "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
+    "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
+    "everbatch_read": (c_int64, [c_void_p, c_int64, c_int32, c_int32]),
+    "everbatch_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
+    "everbatch_silu_mul": (None, [c_void_p, c_int64, c_int64, c_void_p]),
+    "everbatch_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "everbatch_kv_block_bytes": (c_int64, [POINTER(KVLayout)]),
+    "everbatch_new_workspace": (c_void_p, []),
+    "everbatch_free_workspace": (None, [c_void_p]),
+    "everbatch_step": (c_int64, [POINTER(ModelStruct), POINTER(BatchStruct), c_void_p]),
+}
