@@ -89,6 +89,7 @@ class ModelInfo(Struct, frozen=True):
     takes_extra_inputs: bool = False
     dtype: str = "float32"
     device: str = "cpu"
+    kernels: str = "torch"
 
 
 class WorkerGroup(Protocol):

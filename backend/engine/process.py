@@ -53,7 +53,9 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     from backend.worker.group import InProcessWorkerGroup
 
     _tell({"phase": "loading the model"})
-    workers = InProcessWorkerGroup(config.model, config.scheduler)
+    workers = InProcessWorkerGroup(
+        config.model, config.scheduler, config.kv_cache, progress=lambda line: _tell({"phase": line})
+    )
     core = EngineCore(config, workers)
     server: EngineServer | None = None
     loop = EngineLoop(

@@ -64,7 +64,7 @@ class Executor:
         config = config or EngineConfig()
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
-        return cls.in_process(config, InProcessWorkerGroup(model, config.scheduler), str(model_path))
+        return cls.in_process(config, InProcessWorkerGroup(model, config.scheduler, config.kv_cache), str(model_path))
 
     @classmethod
     def from_buffers(cls, tensors: Mapping[str, Any], json_config: str, config: EngineConfig | None = None) -> Executor:
@@ -72,7 +72,9 @@ class Executor:
         from backend.worker.group import InProcessWorkerGroup
 
         config = config or EngineConfig()
-        workers = InProcessWorkerGroup.from_buffers(tensors, json_config, config.model, config.scheduler)
+        workers = InProcessWorkerGroup.from_buffers(
+            tensors, json_config, config.model, config.scheduler, config.kv_cache
+        )
         return cls.in_process(config, workers)
 
     @classmethod

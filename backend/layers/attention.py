@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from backend.layers.linear import Linear
 from kernels.kv_write import kv_write
 from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import rms_norm
@@ -16,10 +16,8 @@ from kernels.rope import rope
 
 @dataclass(slots=True)
 class AttentionWeights:
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
-    out: Tensor  # [hidden, heads * head_dim]
-    out_bias: Tensor | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], rows in the order q, k, v
+    out: Linear  # [hidden, heads * head_dim]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
 
@@ -39,7 +37,7 @@ def attention(
     `angles`: kernels.rope.rope_factors of the tokens' positions. `cells` [num_tokens] int64: see kernels/kv_write.py.
     """
     num_tokens, kv_heads = x.shape[0], pool.shape[3]
-    qkv = F.linear(x, weights.qkv, weights.qkv_bias).view(num_tokens, -1, head_dim)
+    qkv = weights.qkv(x).view(num_tokens, -1, head_dim)
     num_heads = qkv.shape[1] - 2 * kv_heads
     qk, v = qkv.split((num_heads + kv_heads, kv_heads), dim=1)  # each [num_tokens, its heads, head_dim]
     if weights.q_norm is not None:
@@ -48,4 +46,4 @@ def attention(
     q, k = rope(qk, *angles).split((num_heads, kv_heads), dim=1)
     kv_write(pool, k, v, cells)
     out = paged_attention(q, pool, plan)  # [num_tokens, heads, head_dim]
-    return F.linear(out.flatten(1), weights.out, weights.out_bias)
+    return weights.out(out.flatten(1))

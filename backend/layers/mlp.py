@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from backend.layers.linear import Linear
 from kernels.silu_mul import silu_mul
 
 
 @dataclass(slots=True)
 class MlpWeights:
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+    gate_up: Linear  # [2 * intermediate, hidden], rows in the order gate, up
+    down: Linear  # [hidden, intermediate]
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [num_tokens, hidden] -> [num_tokens, hidden]."""
-    return F.linear(silu_mul(F.linear(x, weights.gate_up, weights.gate_up_bias)), weights.down, weights.down_bias)
+    return weights.down(silu_mul(weights.gate_up(x)))

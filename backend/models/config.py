@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from backend.api.errors import ConfigError
 from backend.layers.rotary import RopeConfig
+from backend.models.compressed_tensors import Int8Checkpoint, parse_quantization
 
 ROPE_KINDS = ("default", "linear", "llama3")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -36,6 +37,7 @@ class ModelConfig(Struct, frozen=True):
     windows: tuple[int | None, ...]  # of each layer, in tokens
     dtype: str | None  # None: not said, then it is that of the embedding
     eos_ids: tuple[int, ...]
+    quantization: Int8Checkpoint | None  # of the checkpoint's linear layers; None = floats
 
     @property
     def sliding_window(self) -> int | None:
@@ -64,9 +66,6 @@ def parse_model_config(text: str) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"the checkpoint is quantised ({method}), which is not supported; use a float checkpoint")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
     try:
@@ -109,6 +108,7 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
         windows=_windows(raw, architecture),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_ids=eos_ids(raw),
+        quantization=parse_quantization(raw),
     )
     return _checked(msgspec.convert(config, ModelConfig))
 

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.layers.attention import AttentionWeights, attention
+from backend.layers.linear import Linear
 from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.rotary import rotary_tables
 from backend.models.config import ModelConfig
+from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
 from kernels.paged_attention import AttentionRows, plan_attention
 from kernels.rms_norm import rms_norm
@@ -33,9 +35,17 @@ class Llama:
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Linear  # [vocab, hidden]
     cos: Tensor  # [max_seq_len, head_dim / 2]
     sin: Tensor
+
+    @property
+    def num_linear_bytes(self) -> int:
+        """What a step that samples reads of weights, at least: all linear layers, the output head among them."""
+        linears = [self.lm_head]
+        for layer in self.layers:
+            linears += layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+        return sum(linear.num_bytes for linear in linears)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, cells: Tensor, rows: AttentionRows, pools: list[Tensor]
@@ -62,28 +72,37 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden] -> [num_rows, vocab] float32. Give it only the rows that sample."""
-        return F.linear(rms_norm(hidden, self.norm, self.config.norm_eps), self.lm_head).float()
+        return self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps)).float()
 
 
 def build_llama(
-    config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    max_seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: LinearOptions,
 ) -> Llama:
-    """Fuse a checkpoint's tensors into a model. Raises ConfigError for missing, misshapen or unused tensors."""
+    """Make a model from a checkpoint's tensors, one layer at a time, so that what is packed is let go at once.
+
+    Raises ConfigError for missing, misshapen or unused tensors.
+    """
     source = TensorSource(tensors, dtype, device)
+    linears = LinearBuilder(source, config.quantization, options)
     embedding = source.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     if config.tied_embeddings:
-        lm_head = embedding
         source.take_copy("lm_head.weight", embedding)
+        lm_head = linears.from_tensor(embedding)
     else:
-        lm_head = source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-    layers = [_layer(config, source, f"model.layers.{index}.") for index in range(config.num_layers)]
+        lm_head = linears.build({"lm_head": config.vocab_size}, config.hidden_size)
+    layers = [_layer(config, source, linears, f"model.layers.{index}.") for index in range(config.num_layers)]
     norm = source.take("model.norm.weight", (config.hidden_size,))
     source.check_all_used()
     cos, sin = rotary_tables(config.rope, config.head_dim, max_seq_len, dtype, device)
     return Llama(config, embedding, layers, norm, lm_head, cos, sin)
 
 
-def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeights:
+def _layer(config: ModelConfig, source: TensorSource, linears: LinearBuilder, prefix: str) -> LayerWeights:
     hidden, inter, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
     attn, ffn = prefix + "self_attn.", prefix + "mlp."
@@ -92,23 +111,14 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeigh
     return LayerWeights(
         input_norm=source.take(prefix + "input_layernorm.weight", (hidden,)),
         attention=AttentionWeights(
-            qkv=_fused(source, qkv, ".weight", hidden),
-            qkv_bias=_fused(source, qkv, ".bias") if config.qkv_bias else None,
-            out=source.take(attn + "o_proj.weight", (hidden, q)),
-            out_bias=source.take(attn + "o_proj.bias", (hidden,)) if config.out_bias else None,
+            qkv=linears.build(qkv, hidden, config.qkv_bias),
+            out=linears.build({attn + "o_proj": hidden}, q, config.out_bias),
             q_norm=source.take(attn + "q_norm.weight", (head,)) if config.qk_norm else None,
             k_norm=source.take(attn + "k_norm.weight", (head,)) if config.qk_norm else None,
         ),
         post_norm=source.take(prefix + "post_attention_layernorm.weight", (hidden,)),
         mlp=MlpWeights(
-            gate_up=_fused(source, gate_up, ".weight", hidden),
-            gate_up_bias=_fused(source, gate_up, ".bias") if config.mlp_bias else None,
-            down=source.take(ffn + "down_proj.weight", (hidden, inter)),
-            down_bias=source.take(ffn + "down_proj.bias", (hidden,)) if config.mlp_bias else None,
+            gate_up=linears.build(gate_up, hidden, config.mlp_bias),
+            down=linears.build({ffn + "down_proj": hidden}, inter, config.mlp_bias),
         ),
     )
-
-
-def _fused(source: TensorSource, rows: dict[str, int], suffix: str, *columns: int) -> Tensor:
-    """Several projections as one: name -> rows, stacked in order."""
-    return torch.cat([source.take(name + suffix, (count, *columns)) for name, count in rows.items()])

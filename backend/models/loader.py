@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.models.config import ModelConfig, eos_ids, parse_model_config, read_model_config
+from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
 
@@ -34,19 +34,57 @@ def resolve_model_path(path: str) -> Path:
     return _from_hub(path)
 
 
-def load_directory(directory: Path, max_seq_len: int | None, dtype: str, device: torch.device) -> Llama:
-    """Build the model of a checkpoint directory. Raises ConfigError."""
-    config = read_model_config(directory)
-    with ExitStack() as stack:
-        tensors = _LazyTensors([stack.enter_context(_open(path)) for path in _weight_files(directory)])
-        return _build(config, tensors, max_seq_len, dtype, device)
+class Checkpoint:
+    """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]):
+        self.config = config
+        self._tensors = tensors
+
+    def compute_dtype(self, dtype: str) -> torch.dtype:
+        """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
+        name = self.config.dtype if dtype == "auto" else dtype
+        if name is None:
+            embedding = self._tensors.get("model.embed_tokens.weight")
+            name = "float32" if embedding is None else str(embedding.dtype)
+        name = name.removeprefix("torch.")
+        if name not in DTYPES:
+            raise ConfigError(
+                f"dtype {name} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=..."
+            )
+        return DTYPES[name]
+
+    def build(self, max_seq_len: int | None, dtype: torch.dtype, device: torch.device, linears: LinearOptions) -> Llama:
+        """Make the model. Raises ConfigError."""
+        limit = max_seq_len or self.config.max_position
+        if limit > self.config.max_position:
+            raise ConfigError(
+                f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
+            )
+        with torch.inference_mode():
+            return FAMILIES[self.config.architecture](self.config, self._tensors, limit, dtype, device, linears)
 
 
-def load_buffers(
-    tensors: Mapping[str, Tensor], json_config: str, max_seq_len: int | None, dtype: str, device: torch.device
+def open_directory(directory: Path) -> Checkpoint:
+    """A checkpoint directory. Raises ConfigError."""
+    return Checkpoint(read_model_config(directory), _LazyTensors(_weight_files(directory)))
+
+
+def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:
+    """Tensors in memory and the text of a config.json. Raises ConfigError."""
+    return Checkpoint(parse_model_config(json_config), tensors)
+
+
+def load_directory(
+    directory: Path,
+    max_seq_len: int | None,
+    dtype: str,
+    device: torch.device,
+    linears: LinearOptions = LinearOptions(),  # noqa: B008 (immutable)
 ) -> Llama:
-    """Build a model from tensors in memory and the text of a config.json. Raises ConfigError."""
-    return _build(parse_model_config(json_config), tensors, max_seq_len, dtype, device)
+    """Open and build in one go. Raises ConfigError."""
+    checkpoint = open_directory(directory)
+    return checkpoint.build(max_seq_len, checkpoint.compute_dtype(dtype), device, linears)
 
 
 def read_eos_ids(directory: Path) -> tuple[int, ...]:
@@ -62,28 +100,6 @@ def read_eos_ids(directory: Path) -> tuple[int, ...]:
     return read_model_config(directory).eos_ids
 
 
-def effective_dtype(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: str) -> torch.dtype:
-    """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
-    name = config.dtype if dtype == "auto" else dtype
-    if name is None:
-        embedding = tensors.get("model.embed_tokens.weight")
-        name = "float32" if embedding is None else str(embedding.dtype)
-    name = name.removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=...")
-    return DTYPES[name]
-
-
-def _build(
-    config: ModelConfig, tensors: Mapping[str, Tensor], max_seq_len: int | None, dtype: str, device: torch.device
-) -> Llama:
-    limit = max_seq_len or config.max_position
-    if limit > config.max_position:
-        raise ConfigError(f"model.max_seq_len is {limit}, the model's own limit is {config.max_position}; lower it")
-    with torch.inference_mode():
-        return FAMILIES[config.architecture](config, tensors, limit, effective_dtype(config, tensors, dtype), device)
-
-
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
@@ -92,19 +108,27 @@ def _open(path: Path) -> safe_open:
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors of open safetensors files, read one at a time when they are asked for."""
+    """Tensors of safetensors files, read one at a time when they are asked for.
 
-    def __init__(self, files: list[safe_open]):
-        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    safetensors maps a whole file into memory for as long as a tensor of it lives, and pages once touched count as used. So
+    the file is opened for each tensor anew: what has been read is let go together with the tensor.
+    """
+
+    def __init__(self, paths: list[Path]):
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with _open(path) as file:
+                self._paths |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        with _open(self._paths[name]) as file:
+            return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._paths)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from backend.models.config import ModelConfig
+from backend.models.linears import LinearOptions
 from backend.models.llama import Llama, build_llama
 
-Build = Callable[[ModelConfig, Mapping[str, Tensor], int, torch.dtype, torch.device], Llama]
+Build = Callable[[ModelConfig, Mapping[str, Tensor], int, torch.dtype, torch.device, LinearOptions], Llama]
 
 FAMILIES: dict[str, Build] = {
     "LlamaForCausalLM": build_llama,

@@ -9,22 +9,41 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class TensorSource:
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device):
         self._tensors = tensors
         self._left = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}  # derived from the config
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor that has not been taken yet."""
+        return name in self._left
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in the model's dtype on its device. Raises ConfigError when missing or of another shape."""
+        """Return a tensor in the model's dtype on its device, in memory of its own. Raises ConfigError like `take_raw`."""
+        return self.take_stacked({name: shape[0]}, shape[1:])
+
+    def take_stacked(self, rows: Mapping[str, int], columns: tuple[int, ...]) -> Tensor:
+        """Like `take` for several tensors of [their rows, *columns], stacked in order."""
+        return torch.cat([self.take_raw(name, (count, *columns)).to(self.dtype) for name, count in rows.items()])
+
+    def take_raw(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """Return a tensor on the model's device as it is stored; hold it briefly, it may be a view of the whole file.
+
+        Raises ConfigError when it is missing, has been taken, or has another shape or none of `dtypes`.
+        """
         if name not in self._left:
             raise ConfigError(f"the checkpoint lacks the tensor {name}; its config.json describes another model")
         self._left.remove(name)
         tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
-        return tensor.to(self._device, self._dtype)
+        if tensor.dtype not in dtypes:
+            raise ConfigError(f"tensor {name} is {tensor.dtype}, {' or '.join(map(str, dtypes))} is expected")
+        return tensor.to(self.device)
 
     def take_copy(self, name: str, original: Tensor) -> None:
         """Use up a tensor that may be there and must then equal `original`. Raises ConfigError when it differs."""

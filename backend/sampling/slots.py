@@ -1,30 +1,28 @@
-"""What the sampler remembers of each slot: numbers in two tensors on the device, switches and word lists on the host.
+"""What the sampler remembers of each slot: numbers in tables (one row a slot), and the lists that the tables point to.
 
-A slot's parameters change only in `set_row`, which replaces all of them. Columns of the two tensors:
-
-    floats [num_slots, 6] float64   temperature, top_p, min_p, repetition, presence, frequency
-    ints   [num_slots, 4] int64     top_k, seed, counter base, num_prompt_tokens
+A slot's parameters change only in `set_row`, which replaces all of them. The columns of the two tables are FloatColumn and
+IntColumn of kernels/cpu/sampling.py, which reads them on a CPU; the torch path reads them on any device.
 
 The random counter of the next token is num_sampled_before + outputs so far = counter base + known tokens.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow
-
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
-TOP_K, SEED, COUNTER_BASE, NUM_PROMPT = range(4)
+from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
 
 LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
+UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`
 
 
 class SlotOptions(Struct, frozen=True):
-    """The host's share: which paths a row takes, and the sparse additions to its logits (tensors on the device)."""
+    """Which paths a row takes, and the sparse additions to its logits (tensors on the device)."""
 
     is_greedy: bool = True
     is_filtered: bool = False  # top-k, top-p or min-p
@@ -42,15 +40,29 @@ class SlotOptions(Struct, frozen=True):
     def wants_log_probs(self) -> bool:
         return self.return_log_probs or self.top_log_probs > 0
 
+    @property
+    def plain_from(self) -> int:
+        """Known tokens from which on the row's token is the greatest of the model's own logits, and nothing else is asked."""
+        if not self.is_greedy or self.has_penalties or self.bias or self.words or self.wants_log_probs:
+            return NEVER
+        return 0 if self.end_ids is None else self.num_prompt_tokens + self.min_tokens
+
 
 class SlotParameters:
-    """The store. Values are taken as valid: the limits were checked when the request was accepted."""
+    """The store. Values are taken as valid: the limits were checked when the request was accepted.
+
+    floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64, on the device. On the host plain_from
+    [num_slots] int64: SlotOptions.plain_from, or UNKNOWN for a slot without a row; log_prob_widths [num_slots] int64: how many
+    alternatives the row asks for, -1 if it asks for no log-probabilities at all.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
         self.vocab_size = vocab_size
         self.device = device
-        self.floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
-        self.ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64, device=device)
+        self.ints = torch.zeros(num_slots, len(IntColumn), dtype=torch.int64, device=device)
+        self.plain_from = np.full(num_slots, UNKNOWN)
+        self.log_prob_widths = np.full(num_slots, -1)
         self.options: list[SlotOptions | None] = [None] * num_slots
 
     def set_row(self, row: NewRow) -> None:
@@ -59,14 +71,7 @@ class SlotParameters:
         top_k = min(config.top_k or self.vocab_size, self.vocab_size)
         top_p = _value(config.top_p, 1.0)
         min_p = _value(config.min_p, 0.0)
-        temperature = max(_value(config.temperature, 1.0), LEAST_TEMPERATURE)
-        penalties = _penalties(config)
-        self.floats[row.slot] = torch.tensor([temperature, top_p, min_p, *penalties], dtype=torch.float64)
-        seed = config.seed or 0
-        seed -= (1 << 64) if seed >= 1 << 63 else 0
-        base = row.num_sampled_before - row.num_prompt_tokens
-        self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens])
-        self.options[row.slot] = SlotOptions(
+        options = SlotOptions(
             is_greedy=config.is_greedy,
             is_filtered=top_k < self.vocab_size or top_p < 1.0 or min_p > 0.0,
             has_penalties=config.has_penalties,
@@ -79,6 +84,15 @@ class SlotParameters:
             return_log_probs=row.return_log_probs,
             top_log_probs=min(row.top_log_probs, self.vocab_size),
         )
+        seed = config.seed or 0
+        seed -= (1 << 64) if seed >= 1 << 63 else 0
+        base = row.num_sampled_before - row.num_prompt_tokens
+        temperature = max(_value(config.temperature, 1.0), LEAST_TEMPERATURE)
+        self.floats[row.slot] = torch.tensor([temperature, top_p, min_p, *_penalties(config)], dtype=torch.float64)
+        self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens, _mode(options), *_lists(options)])
+        self.options[row.slot] = options
+        self.plain_from[row.slot] = options.plain_from
+        self.log_prob_widths[row.slot] = options.top_log_probs if options.wants_log_probs else -1
 
     def _ids(self, ids: tuple[int, ...] | list[int]) -> Tensor:
         return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
@@ -104,3 +118,33 @@ def _penalties(config: SamplingConfig) -> tuple[float, float, float]:
         _value(config.presence_penalty, 0.0),
         _value(config.frequency_penalty, 0.0),
     )
+
+
+def _mode(options: SlotOptions) -> int:
+    return (
+        Mode.GREEDY * options.is_greedy
+        | Mode.FILTERED * options.is_filtered
+        | Mode.PENALTIES * options.has_penalties
+        | Mode.LOG_PROBS * options.wants_log_probs
+    )
+
+
+def _lists(options: SlotOptions) -> list[int]:
+    """IntColumn from MIN_TOKENS on: sizes and addresses of the lists, which live as long as `options`."""
+    ends, (bias_ids, bias_values) = options.end_ids, options.bias or (None, None)
+    words, lengths = options.words or (None, None)
+    return [
+        options.min_tokens,
+        *(_size(ends), _address(ends)),
+        *(_size(bias_ids), _address(bias_ids), _address(bias_values)),
+        *(_size(lengths), 0 if words is None else words.shape[1], _address(words), _address(lengths)),
+        options.top_log_probs,
+    ]
+
+
+def _size(values: Tensor | None) -> int:
+    return 0 if values is None else len(values)
+
+
+def _address(values: Tensor | None) -> int:
+    return 0 if values is None else values.data_ptr()

@@ -28,8 +28,7 @@ class FlatBatch:
     positions: Tensor  # [num_tokens] int64
     cells: Tensor  # [num_tokens] int64: where each token's KV is written
     rows: AttentionRows
-    sample_rows: list[Row]  # rows that sample, in row order
-    sample_index: Tensor  # [num_samples] int64 into the flat batch
+    logits_index: Tensor  # int64 into the flat batch: the tokens whose logits are wanted
 
 
 def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: np.dtype) -> NDArray:
@@ -71,25 +70,41 @@ class InputBatch:
         """Write each slot's newest token behind its known ones. A token at max_seq_len is counted, but cannot run."""
         kept = [sample for sample in samples if self.num_tokens[sample.slot] < self.max_seq_len]
         if kept:
-            slots, tokens = [sample.slot for sample in kept], [sample.token_id for sample in kept]
-            place = torch.tensor([slots, [self.num_tokens[slot] for slot in slots], tokens], device=self._device)
+            numbers = [(sample.slot, self.num_tokens[sample.slot], sample.token_id) for sample in kept]
+            place = self._to_device(np.array(numbers, dtype=np.int64).T)
             self.token_ids[place[0], place[1]] = place[2]
         for sample in samples:
             self.num_tokens[sample.slot] += 1
 
-    def flatten(self, rows: list[Row]) -> FlatBatch:
-        """Assemble a step. The blocks of `rows` must have been appended. IndexError when a token has no block."""
-        numbers = np.array([(row.slot, row.num_computed, row.num_tokens) for row in rows], dtype=np.int64)
-        slots, computed, counts = numbers.T
+    def row_numbers(self, rows: list[Row], num_logits: Sequence[int]) -> NDArray[np.int32]:
+        """[rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits.
+
+        The blocks of `rows` must have been appended. IndexError when a slot does not know that many tokens or has no block.
+        """
+        for row in rows:
+            length = row.num_computed + row.num_tokens
+            if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
+                # It would read or write what belongs to another sequence.
+                raise IndexError(
+                    f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens "
+                    f"and has {self.num_blocks[row.slot]} blocks of {self._block_size}; engine and worker disagree"
+                )
+        numbers = [(row.slot, row.num_computed, row.num_tokens, wanted) for row, wanted in zip(rows, num_logits)]
+        return np.array(numbers, dtype=np.int32)
+
+    def flatten(self, rows: list[Row], num_logits: Sequence[int]) -> FlatBatch:
+        """Assemble a step for torch operators. Raises IndexError as `row_numbers` does, and for a block that was let go."""
+        slots, computed, counts, wanted = self.row_numbers(rows, num_logits).T.astype(np.int64)
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = computed + counts
         slot_of_token = np.repeat(slots, counts)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
         blocks = self.block_tables[slot_of_token, positions // self._block_size].astype(np.int64)
-        self._check(rows, lengths, blocks)
+        if blocks.min() < 0:
+            raise IndexError(f"a token of step rows {[row.slot for row in rows]} lies in a block that was let go")
         cells = blocks * self._block_size + positions % self._block_size
         width = -(-int(lengths.max()) // self._block_size)
-        samples = [index for index, row in enumerate(rows) if row.samples]
+        logits_index = np.repeat(starts[1:] - wanted.cumsum(), wanted) + np.arange(wanted.sum())
         # One copy to the device for all three.
         placed = self._to_device(np.stack((slot_of_token * self.max_seq_len + positions, positions, cells)))
         return FlatBatch(
@@ -97,20 +112,8 @@ class InputBatch:
             positions=placed[1],
             cells=placed[2],
             rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
-            sample_rows=[rows[index] for index in samples],
-            sample_index=self._to_device(starts[1:][samples] - 1),
+            logits_index=self._to_device(logits_index),
         )
-
-    def _check(self, rows: list[Row], lengths: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-        """A step that names tokens or blocks the slot does not have would read or write another sequence's."""
-        for row, length in zip(rows, lengths.tolist(), strict=True):
-            if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
-                raise IndexError(
-                    f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens "
-                    f"and has {self.num_blocks[row.slot]} blocks of {self._block_size}; engine and worker disagree"
-                )
-        if blocks.min() < 0:
-            raise IndexError(f"a token of step rows {[row.slot for row in rows]} lies in a block that was let go")
 
     def _to_device(self, array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -1,38 +1,44 @@
 """ModelRunner: one step on one rank.
 
-Effects in order: grow, copy blocks, take in new rows, append blocks, forward, sample, append.
-
-`forward` and `sample` are apart, so that logits can be looked at between them.
+Effects in order: grow, copy blocks, take in new rows, append blocks, run the model, sample, append.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
-from backend.core.step import BlockId, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
-from backend.models.llama import Llama
+from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
+from backend.worker.tier import Tier
 
 
 class ModelRunner:
-    def __init__(self, model: Llama, storage: KVStorage, batch: InputBatch, sampler: Sampler):
-        self.model = model
+    def __init__(self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler):
+        self.tier = tier
         self.storage = storage
         self.batch = batch
         self.sampler = sampler
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
-        rows, logits = self.forward(step)
-        return StepOutput(step.step_id, self.sample(rows, logits))
+        self.prepare(step)
+        if not step.rows:
+            return StepOutput(step.step_id, [])
+        slots = [row.slot for row in step.rows if row.samples]
+        # A row that samples has run all its tokens but the one to come.
+        num_tokens = [self.batch.num_tokens[slot] for slot in slots]
+        num_logits = [int(row.samples) for row in step.rows]
+        wants_logits = self.sampler.needs_logits(slots, num_tokens)
+        greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, wants_logits)
+        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy)
+        self.batch.append_tokens(samples)
+        return StepOutput(step.step_id, samples)
 
-    @torch.inference_mode()
-    def forward(self, step: StepInput) -> tuple[list[Row], Tensor]:
-        """Everything up to the logits. Returns the rows that sample and their logits [num_rows, vocab] float32."""
+    def prepare(self, step: StepInput) -> None:
+        """Everything before the model runs."""
         self.storage.grow(step.num_blocks)
         self.storage.copy_blocks(step.copies)
         self.batch.take_in(step.new_rows)
@@ -41,22 +47,6 @@ class ModelRunner:
         for row in step.rows:
             if row.new_block_ids:
                 self.batch.append_blocks(row.slot, row.new_block_ids)
-        if not step.rows:
-            return [], torch.empty(0, self.model.config.vocab_size)
-        flat = self.batch.flatten(step.rows)
-        hidden = self.model.forward(flat.token_ids, flat.positions, flat.cells, flat.rows, self.storage.pools)
-        return flat.sample_rows, self.model.logits(hidden[flat.sample_index])
-
-    @torch.inference_mode()
-    def sample(self, rows: list[Row], logits: Tensor) -> list[SampledToken]:
-        """Choose a token for each row, and append it to the row's slot."""
-        if not rows:
-            return []
-        slots = [row.slot for row in rows]
-        num_tokens = [self.batch.num_tokens[slot] for slot in slots]
-        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens)
-        self.batch.append_tokens(samples)
-        return samples
 
 
 def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:

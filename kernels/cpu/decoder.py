@@ -102,7 +102,9 @@ class NativeDecoder:
 
     def step(
         self,
-        rows: NDArray[np.int32],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits
+        rows: NDArray[
+            np.int32
+        ],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits
         token_ids: Tensor,  # [slots, max_seq_len] int64
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
         pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype

@@ -17,9 +17,12 @@ The logits are the same afterwards as before.
 from __future__ import annotations
 
 from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -62,6 +65,25 @@ class Mode(IntFlag):
     LOG_PROBS = 8
 
 
+@dataclass(slots=True)
+class LogProbs:
+    """Natural logarithms of softmax over the logits as they came. Numbers stand only where a row asked for them."""
+
+    chosen: NDArray[np.float32]  # [count]
+    top: NDArray[np.float32]  # [count, width], falling
+    top_ids: NDArray[np.int64]  # [count, width]
+
+    @classmethod
+    def empty(cls, count: int, width: int) -> LogProbs:
+        shape = (count, width)
+        return cls(
+            np.empty(count, dtype=np.float32), np.empty(shape, dtype=np.float32), np.empty(shape, dtype=np.int64)
+        )
+
+    def addresses(self) -> tuple[int, int, int]:
+        return self.chosen.ctypes.data, self.top.ctypes.data, self.top_ids.ctypes.data
+
+
 class _Samples(Structure):
     _fields_ = [
         ("logits", c_void_p),
@@ -98,49 +120,46 @@ class NativeSampling:
     def sample(
         self,
         logits: Tensor,  # [num_logits, vocab] float32
-        rows: Tensor,  # [count] int64: rows of the logits; this and the next two are parallel
-        slots: Tensor,  # [count] int64
-        num_tokens: Tensor,  # [count] int64: known tokens
+        samples: NDArray[np.int64],  # [3, count]: row of the logits, slot, known tokens of each sample
         floats: Tensor,  # [num_slots, FloatColumn] float64
         ints: Tensor,  # [num_slots, IntColumn] int64
         token_ids: Tensor,  # [num_slots, max_seq_len] int64
         top_width: int | None = None,  # alternatives wanted at most; None: no row asks for log-probabilities
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[NDArray[np.int64], LogProbs | None]:
         """Choose a token for each sample, on up to torch.get_num_threads() threads, one row to a thread.
 
-        Returns (tokens [count] int64, log-probabilities [count], alternatives' log-probabilities [count, top_width], their
-        ids): the last three are empty without `top_width`, and hold numbers only where a row asked. Raises ValueError for
-        tensors of another kind, a row or slot that there is not, or a length below 0; MemoryError.
+        Returns the tokens [count], and with `top_width` the log-probabilities. Raises ValueError for tensors of another kind, a
+        row or slot that there is not, or a length below 0; MemoryError.
         """
-        count = len(rows)
         for tensor, dtype in ((logits, torch.float32), (token_ids, torch.int64), (floats, torch.float64)):
             if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.stride(1) != 1:
                 raise ValueError(
                     f"a tensor of {tensor.dtype} on {tensor.device} with strides {tensor.stride()} came where {dtype} on the "
                     f"CPU with contiguous rows is allowed; convert it first"
                 )
-        chosen = torch.empty(count, dtype=torch.int64)
-        asked = 0 if top_width is None else count
-        log_probs = torch.empty(asked)
-        top_log_probs = torch.empty(asked, top_width or 0)
-        top_ids = torch.empty(asked, top_width or 0, dtype=torch.int64)
-        samples = _Samples(
+        samples = np.ascontiguousarray(samples, dtype=np.int64)
+        count = samples.shape[1]
+        chosen = np.empty(count, dtype=np.int64)
+        log_probs = None if top_width is None else LogProbs.empty(count, top_width)
+        first, row_bytes = samples.ctypes.data, count * samples.itemsize
+        batch = _Samples(
             logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1],
             floats.data_ptr(), ints.data_ptr(), floats.shape[0],
             token_ids.data_ptr(), token_ids.stride(0),
-            count, rows.data_ptr(), slots.data_ptr(), num_tokens.data_ptr(), chosen.data_ptr(),
-            log_probs.data_ptr(), top_log_probs.data_ptr(), top_ids.data_ptr(), top_width or 0,
+            count, first, first + row_bytes, first + 2 * row_bytes, chosen.ctypes.data,
+            *((None, None, None) if log_probs is None else log_probs.addresses()), top_width or 0,
             torch.get_num_threads(),
         )  # fmt: skip
-        status = self._sample(byref(samples))
+        status = self._sample(byref(batch))
         if status > 0:
+            row, slot, known = samples[:, status - 1].tolist()
             raise ValueError(
-                f"sample {status - 1} has row {int(rows[status - 1])}, slot {int(slots[status - 1])} and "
-                f"{int(num_tokens[status - 1])} tokens; there are {logits.shape[0]} rows and {floats.shape[0]} slots"
+                f"sample {status - 1} has row {row}, slot {slot} and {known} tokens; "
+                f"there are {logits.shape[0]} rows and {floats.shape[0]} slots"
             )
         if status < 0:
             raise MemoryError(f"no memory for sampling {count} rows of {logits.shape[1]} logits; use a smaller batch")
-        return chosen, log_probs, top_log_probs, top_ids
+        return chosen, log_probs
 
     def weights(self, logits: Tensor, temperature: float) -> Tensor:
         """Integer weights [vocab] int64 of one row [vocab] float32; zeros without a finite logit. For tests."""

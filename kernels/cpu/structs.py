@@ -76,20 +76,3 @@ class BatchStruct(Structure):
         ("greedy", c_void_p),
         ("threads", c_int32),
     ]
-
-
-# name -> (result, arguments)
-FUNCTIONS = {
-    "everbatch_lanes": (c_int64, []),
-    "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
-    "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
-    "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
-    "everbatch_read": (c_int64, [c_void_p, c_int64, c_int32, c_int32]),
-    "everbatch_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
-    "everbatch_silu_mul": (None, [c_void_p, c_int64, c_int64, c_void_p]),
-    "everbatch_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
-    "everbatch_kv_block_bytes": (c_int64, [POINTER(KVLayout)]),
-    "everbatch_new_workspace": (c_void_p, []),
-    "everbatch_free_workspace": (None, [c_void_p]),
-    "everbatch_step": (c_int64, [POINTER(ModelStruct), POINTER(BatchStruct), c_void_p]),
-}

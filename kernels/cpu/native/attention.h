@@ -108,10 +108,20 @@ struct AttentionScratch {
     std::vector<T> weights, panel;
 
     void shape(int rows, int dim) {
-        scores.resize(size_t(rows) * SEGMENT), sums.resize(size_t(rows) * dim), most.resize(rows), total.resize(rows);
-        weights.resize(size_t(rows) * (SEGMENT + 32)), panel.resize(size_t(PANEL) * dim);
+        if (scores.size() < size_t(rows) * SEGMENT || sums.size() < size_t(rows) * dim) {
+            scores.resize(size_t(rows) * SEGMENT), sums.resize(size_t(rows) * dim), most.resize(rows), total.resize(rows);
+            weights.resize(size_t(rows) * (SEGMENT + 32)), panel.resize(size_t(PANEL) * dim);
+        }
     }
 };
+
+template <class F>
+ALWAYS_INLINE void with_prefetch(bool wanted, F f) {
+    if (wanted)
+        f(std::integral_constant<int, 2>());
+    else
+        f(std::integral_constant<int, 0>());
+}
 
 // Attends `tokens` consecutive positions from `position` on, `group` query heads each, to one kv head.
 // q [tokens * group][dim] of T, zero beyond head_dim. put(token, head in group, sums [dim], 1 / total).
@@ -128,19 +138,29 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
     auto head_of = [&](int64_t unit) {
         return KVHead{l, const_cast<char*>(pool) + keys.table[unit / units] * l.block_bytes() + kv_head * l.head_bytes()};
     };
+    // What is read after the keys (values) at `key`: those of the next panel, else the values of the segment's first.
+    auto next_of = [&](int64_t key, int64_t to, bool is_keys) -> const char* {
+        const int64_t next = key + PANEL < to ? key + PANEL : key / SEGMENT * SEGMENT < first_key ? key : key / SEGMENT * SEGMENT;
+        const KVHead head = head_of(next / PANEL);
+        const int unit = int(next / PANEL % units);
+        return is_keys && key + PANEL < to ? (const char*)head.keys<T>(unit) : (const char*)head.values<T>(unit);
+    };
     for (int64_t base = first_key / SEGMENT * SEGMENT; base < end; base += SEGMENT) {
         const int64_t from = std::max(base, first_key / PANEL * PANEL), to = std::min(base + SEGMENT, (end + PANEL - 1) / PANEL * PANEL);
         for (int64_t key = from; key < to; key += PANEL) {
             const KVHead head = head_of(key / PANEL);
             const int unit = int(key / PANEL % units);
             const T* panel = head.keys<T>(unit);
+            const char* ahead = next_of(key, to, true);
             if (l.is_int8) {
                 dequantize_panel<T>(head.keys<int8_t>(unit), dim, head.key_scales() + unit * PANEL, nullptr, s.panel.data());
                 panel = s.panel.data();
             }
             for (int r = 0; r < rows; r += most_rows)
-                product(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT, true,
-                        std::min(most_rows, rows - r));
+                with_prefetch(r == 0 && !l.is_int8, [&](auto lines) {
+                    product<lines()>(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT,
+                                     true, std::min(most_rows, rows - r), ahead);
+                });
         }
         const int lo = int(from - base), hi = int(to - base);
         for (int r = 0; r < rows; r++) {
@@ -177,14 +197,17 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
             const int unit = int(key / PANEL % units);
             for (int d = 0; d < dim; d += PANEL) {
                 const T* panel = head.values<T>(unit) + size_t(d) * PANEL;
+                const char* ahead = next_of(key, to, false) + size_t(d) * PANEL * sizeof(T);
                 if (l.is_int8) {
                     dequantize_panel<T>(head.values<int8_t>(unit) + size_t(d) * PANEL, PANEL, nullptr,
                                         head.value_scales() + unit * PANEL, s.panel.data());
                     panel = s.panel.data();
                 }
                 for (int r = 0; r < rows; r += most_rows)
-                    product(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
-                            s.sums.data() + size_t(r) * dim + d, dim, false, std::min(most_rows, rows - r));
+                    with_prefetch(r == 0 && !l.is_int8, [&](auto lines) {
+                        product<lines()>(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
+                                         s.sums.data() + size_t(r) * dim + d, dim, false, std::min(most_rows, rows - r), ahead);
+                    });
             }
         }
     }

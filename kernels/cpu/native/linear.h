@@ -80,7 +80,8 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// c [rows][PANEL] (+)= rows of `a` times rows first .. first + count of panel `p`. T: what the format computes in.
+// c [rows][PANEL] (+)= rows row0 .. row0 + rows of `a` times rows first .. first + count of panel `p`. T: what the format computes in.
+// `next`: what is read next; the first tiles of rows fetch it.
 template <class T>
 void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t p, int64_t first, int64_t count, float* c,
                  const char* next) {
@@ -91,26 +92,28 @@ void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int6
     const T* w = static_cast<const T*>(l.data) + (p * depth + first) * PANEL;
     const int8_t* q = static_cast<const int8_t*>(l.data) + p * depth * PANEL;
     const bf16* scales = l.scales + p * l.groups() * PANEL;
-    const int64_t bytes = count * PANEL * (l.format >= INT8 ? 1 : sizeof(T));
-    const int64_t blocks = count / (l.format == W8A8 ? 64 : 32);
     if (l.format == INT8) {
         unpack_int8(q, scales, l.group, first, count, unpacked);
         w = unpacked;
     }
+    const int64_t bytes = count * PANEL * (l.format >= INT8 ? 1 : int64_t(sizeof(T)));
+    const bool in_half = tiles > 1 && l.format != INT8;  // two tiles share the fetching; unpacked rows are twice what is read
     for (int t = 0; t < tiles; t++) {
-        const int64_t from = int64_t(rows) * t / tiles, to = int64_t(rows) * (t + 1) / tiles;
-        Prefetch ahead;  // each tile of rows fetches its share of the next piece
-        if (next) {
-            ahead.at = next + bytes * t / tiles;
-            ahead.lines = int((bytes / tiles + blocks * 64 - 1) / (blocks * 64));
-        }
-        float* to_c = c + from * PANEL;
-        const int n = int(to - from);
-        if (l.format == W8A8)
-            product_int8(a.int8(row0 + from, first, first / l.group), q + first * PANEL, scales + first / l.group * PANEL, l.group,
-                         int(count / l.group), to_c, PANEL, first == 0, n, ahead);
+        const int from = int(int64_t(rows) * t / tiles), n = int(int64_t(rows) * (t + 1) / tiles) - from;
+        auto run = [&](auto lines) {
+            const char* ahead = next + (in_half ? t * bytes / 2 : 0);
+            if (l.format == W8A8)
+                product_int8<lines()>(a.int8(row0 + from, first, first / l.group), q + first * PANEL, scales + first / l.group * PANEL,
+                                      l.group, int(count / l.group), c + from * PANEL, PANEL, first == 0, n, ahead);
+            else
+                product<lines()>(a.row<T>(row0 + from) + first, a.ld, w, int(count), c + from * PANEL, PANEL, first == 0, n, ahead);
+        };
+        if (tiles == 1 && l.format != INT8)
+            run(std::integral_constant<int, 2>());
+        else if (t == 0 || (t == 1 && in_half))
+            run(std::integral_constant<int, 1>());
         else
-            product(a.row<T>(row0 + from) + first, a.ld, w, int(count), to_c, PANEL, first == 0, n, ahead);
+            run(std::integral_constant<int, 0>());
     }
 }
 
@@ -124,9 +127,8 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
         const int64_t together = m <= 32 ? 1 : 4;  // panels that share a pass over the activations
-        int64_t piece = few && l.format != INT8 ? depth : PIECE;
-        if (l.format == W8A8 && l.group > piece) piece = l.group;
-        if (l.format == W8A8 && piece % l.group) piece = piece / l.group * l.group;
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, pieces = (depth + PIECE - 1) / PIECE;
+        const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;
         scratch.resize(size_t(together) * m * PANEL);
         const int64_t items = (panels + together - 1) / together;
         team.for_each(items, std::max<int64_t>(1, items / (team.size * 8)), [&](int64_t item) {

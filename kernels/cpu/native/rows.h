@@ -52,17 +52,17 @@ inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, i
 // Room for `rows` rows as some linear layers read them, reused from layer to layer.
 class OperandBuffer {
 public:
-    // The form that layers of this format and width read. Columns beyond k must be zero: they are written once, here.
+    // Takes the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
         k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
         bytes_ = l.format == W8A8 ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // rows start in different sets of the cache
-        if (data_.size() < size_t(rows) * ld * bytes_ || view_.ld != ld) data_.assign(size_t(rows) * ld * bytes_, 0);
+        if (data_.size() < size_t(rows) * ld * bytes_) data_.resize(size_t(rows) * ld * bytes_);
         view_ = {data_.data(), ld, nullptr, nullptr, 0};
         if (group_) {
             const size_t groups = size_t(l.groups());
-            scales_.resize(size_t(rows) * groups), sums_.resize(size_t(rows) * groups);
+            if (scales_.size() < size_t(rows) * groups) scales_.resize(size_t(rows) * groups), sums_.resize(size_t(rows) * groups);
             view_ = {data_.data(), ld, scales_.data(), sums_.data(), groups};
         }
     }

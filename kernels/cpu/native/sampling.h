@@ -19,7 +19,7 @@
 namespace everbatch {
 
 constexpr int BLOCK = 128;    // tokens that are looked at, or passed over, together
-constexpr int FEW = 48;       // weights that are sorted rather than split further
+constexpr int FEW = 128;       // weights that are sorted rather than split further
 constexpr int WIDTH = 16;     // lanes of a sum, whatever LANES is
 constexpr float NOTHING = -30.0f;  // 2^22 tokens with e^-30 add up to less than float32 resolves beside the greatest with e^0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
@@ -29,7 +29,15 @@ typedef double Wide __attribute__((vector_size(LANES * 4), aligned(8)));
 typedef int64_t Count __attribute__((vector_size(LANES * 4), aligned(8)));
 constexpr int WIDE_LANES = LANES / 2;
 
-ALWAYS_INLINE Wide widen(const float* p) { return __builtin_convertvector(load<Narrow>(p), Wide); }
+ALWAYS_INLINE Wide widen(const float* p) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(p));
+#elif defined(__AVX2__)
+    return (Wide)_mm256_cvtps_pd(_mm_loadu_ps(p));
+#else
+    return __builtin_convertvector(load<Narrow>(p), Wide);
+#endif
+}
 
 // A product that is rounded before anything is added to it, though the compiler may have a fused instruction.
 template <class T>
@@ -59,6 +67,21 @@ ALWAYS_INLINE Vec exponential(Vec x) {
         p = product(p, r) + splat(c);
     p = product(product(p, r), r) + r + 1.0f;
     return is_zero ? Vec{} : p * floats((n + 127) << 23);
+}
+
+// One bit for each lane: whether the comparison held there.
+ALWAYS_INLINE uint32_t lane_mask(IVec held) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)held, (__m512i)held);
+#elif defined(__AVX2__)
+    return uint32_t(_mm256_movemask_ps((__m256)held));
+#elif defined(__x86_64__)
+    return uint32_t(_mm_movemask_ps((__m128)held));
+#else
+    uint32_t mask = 0;
+    for (int i = 0; i < LANES; i++) mask |= uint32_t(held[i] & 1) << i;
+    return mask;
+#endif
 }
 
 template <class V>
@@ -122,25 +145,25 @@ struct LogitRow {
 // out (if wanted) = e^((x - greatest) / temperature) for every token; returns what they add up to. `most` from `maxima`.
 template <bool STORE>
 double exponentials(const LogitRow& row, float greatest, float temperature, const std::vector<float>& most, float* out) {
-    constexpr int VECS = WIDTH / LANES;
     float padded[BLOCK];
-    Wide sums[2 * VECS] = {};
+    Wide sums[WIDTH / WIDE_LANES] = {};
     for (int64_t b = 0; b < row.blocks(); b++) {
         if ((most[size_t(b)] - greatest) / temperature < NOTHING) {
             if (STORE) std::fill(out + b * BLOCK, out + (b + 1) * BLOCK, 0.0f);
             continue;
         }
         const float* at = row.block(b, padded);
-        Vec part[VECS] = {};
-        for (int i = 0; i < BLOCK; i += WIDTH)
-            for (int j = 0; j < VECS; j++) {
-                const Vec e = exponential((load<Vec>(at + i + j * LANES) - greatest) / temperature);
-                if (STORE) store(out + b * BLOCK + i + j * LANES, e);
-                part[j] += e;
-            }
         float lanes[WIDTH];
-        for (int j = 0; j < VECS; j++) store(lanes + j * LANES, part[j]);
-        for (int j = 0; j < 2 * VECS; j++) sums[j] += widen(lanes + j * WIDE_LANES);
+        for (int j = 0; j < WIDTH; j += LANES) {
+            Vec part{};
+            for (int i = j; i < BLOCK; i += WIDTH) {
+                const Vec e = exponential((load<Vec>(at + i) - greatest) / temperature);
+                if (STORE) store(out + b * BLOCK + i, e);
+                part += e;
+            }
+            store(lanes + j, part);
+        }
+        for (int j = 0; j < WIDTH / WIDE_LANES; j++) sums[j] += widen(lanes + j * WIDE_LANES);
     }
     double total = 0;
     for (const Wide& lanes : sums)
@@ -207,20 +230,23 @@ public:
 
     // The tokens of at least this weight, which is more than 0.
     Prefix at_least(float weight) const {
-        Wide mass{};
-        Count count{};
+        Wide mass[4] = {};
+        Count count[4] = {};
         const Wide least = Wide{} + double(weight);
         for (size_t b = 0; b < most.size(); b++) {
             if (most[b] < weight) continue;
             const float* at = values.data() + b * BLOCK;
-            for (int i = 0; i < BLOCK; i += WIDE_LANES) {
-                const Wide w = widen(at + i);
-                const Count in = w >= least;
-                mass += (Wide)((Count)w & in);
-                count -= in;
-            }
+            for (int i = 0; i < BLOCK; i += 4 * WIDE_LANES)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    const Wide w = widen(at + i + j * WIDE_LANES);
+                    const Count in = w >= least;
+                    mass[j] += (Wide)((Count)w & in);
+                    count[j] -= in;
+                }
         }
-        return {sum_of(mass), int64_t(sum_of(count))};
+        const Wide all = (mass[0] + mass[1]) + (mass[2] + mass[3]);
+        return {sum_of(all), int64_t(sum_of((count[0] + count[1]) + (count[2] + count[3])))};
     }
 
     // A weight, and the tokens that are heavier.
@@ -255,7 +281,7 @@ public:
             }
         }
         if (high - low == 1) return {from_bits(low), above};
-        collect(from_bits(low), from_bits(high), inside.count - above.count);
+        collect(from_bits(low), from_bits(high));
         for (size_t i = 0; i < few_.size(); i++) {
             Prefix next = above;
             const float weight = few_[i];
@@ -271,16 +297,9 @@ public:
     int64_t nth_equal(float weight, int64_t index) const {
         for (size_t b = 0; b < most.size(); b++) {
             if (most[b] < weight) continue;
-            const float* at = values.data() + b * BLOCK;
-            IVec equal{};
-            for (int i = 0; i < BLOCK; i += LANES) equal -= load<Vec>(at + i) == splat(weight);
-            const int64_t count = sum_of(equal);
-            if (index >= count) {
-                index -= count;
-                continue;
-            }
-            for (int i = 0;; i++)
-                if (at[i] == weight && index-- == 0) return int64_t(b) * BLOCK + i;
+            for (size_t i = b * BLOCK; i < (b + 1) * BLOCK; i += LANES)
+                for (uint32_t mask = lane_mask(load<Vec>(&values[i]) == splat(weight)); mask; mask &= mask - 1)
+                    if (index-- == 0) return int64_t(i) + __builtin_ctz(mask);
         }
         return 0;
     }
@@ -288,18 +307,15 @@ public:
 private:
     std::vector<float> few_;
 
-    // The `count` weights in [low, high), falling.
-    void collect(float low, float high, int64_t count) {
+    // The weights in [low, high), falling.
+    void collect(float low, float high) {
         few_.clear();
-        for (size_t b = 0; b < most.size() && int64_t(few_.size()) < count; b++) {
+        for (size_t b = 0; b < most.size(); b++) {
             if (most[b] < low) continue;
-            const float* at = values.data() + b * BLOCK;
-            for (int i = 0; i < BLOCK; i += WIDTH) {
-                IVec in{};
-                for (int j = 0; j < WIDTH; j += LANES) in -= load<Vec>(at + i + j) >= splat(low);
-                if (sum_of(in) == 0) continue;
-                for (int j = i; j < i + WIDTH; j++)
-                    if (at[j] >= low && at[j] < high) few_.push_back(at[j]);
+            for (size_t i = b * BLOCK; i < (b + 1) * BLOCK; i += LANES) {
+                const Vec w = load<Vec>(&values[i]);
+                for (uint32_t mask = lane_mask((w >= low) & (w < high)); mask; mask &= mask - 1)
+                    few_.push_back(values[i + size_t(__builtin_ctz(mask))]);
             }
         }
         std::sort(few_.begin(), few_.end(), [](float a, float b) { return a > b; });

@@ -15,6 +15,8 @@ struct Piece {  // consecutive tokens of one row
     int32_t position;           // of the first, in its sequence
 };
 
+constexpr int MOST_HEAD_DIM = 1024;
+
 struct Best {
     float value;
     int64_t id;
@@ -51,11 +53,30 @@ void put(bf16* x, float v) { *x = to_bf16(v); }
 
 }  // namespace
 
+// Memory of a step, kept from step to step. A buffer only grows.
 struct everbatch_workspace {
+    struct Thread {
+        std::vector<float> row;
+        AttentionScratch<float> of_floats;
+        AttentionScratch<bf16> of_halves;
+
+        AttentionScratch<float>& attention(float) { return of_floats; }
+        AttentionScratch<bf16>& attention(bf16) { return of_halves; }
+    };
     std::vector<float> x, y, attended;
     std::vector<char> queries;
-    OperandBuffer operand;
+    OperandBuffer normed, attention, activated, last;  // inputs of qkv and gate_up, out, down, lm_head
+    std::vector<Thread> threads;
 };
+
+namespace {
+
+template <class V>
+void grow(V& v, int64_t size) {
+    if (v.size() < size_t(size)) v.resize(size_t(size));
+}
+
+}  // namespace
 
 namespace {
 
@@ -74,29 +95,27 @@ public:
         queries_ = cut(b, std::max(1, 32 / group_), 0);
         x_ld_ = round_up(m.hidden, 64), att_ld_ = round_up(m.heads * m.kv.head_dim, 64);
         y_ld_ = round_up(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate), 64);
-        w.x.resize(size_t(tokens_ * x_ld_)), w.y.resize(size_t(tokens_ * y_ld_)), w.attended.resize(size_t(tokens_ * att_ld_));
-        w.queries.resize(size_t(tokens_ * m.heads * dim_) * sizeof(T));
+        grow(w.x, tokens_ * x_ld_), grow(w.y, tokens_ * y_ld_), grow(w.attended, tokens_ * att_ld_);
+        grow(w.queries, tokens_ * m.heads * dim_ * int64_t(sizeof(T)));
+        w.normed.shape(m.layers[0].qkv, tokens_, sizeof(T)), w.attention.shape(m.layers[0].out, tokens_, sizeof(T));
+        w.activated.shape(m.layers[0].down, tokens_, sizeof(T));
+        w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
+        grow(w.threads, b.threads);
+        const int64_t widest = std::max({m.layers[0].qkv.depth(), m.layers[0].out.depth(), m.layers[0].down.depth(), m.lm_head.depth()});
+        for (auto& thread : w.threads) grow(thread.row, std::max<int64_t>(widest, m.kv.head_dim));
         best_.assign(size_t(b.threads) * sampled_.size(), {-INFINITY, 0});
     }
 
     void run() {
         run_team(b_.threads, [&](Team& team) {
             begin_thread();
-            std::vector<float> row(size_t(std::max({m_.lm_head.depth(), m_.layers[0].out.depth(), m_.layers[0].down.depth()})));
-            AttentionScratch<T> scratch;
             embed(team);
-            for (int64_t l = 0; l < m_.num_layers; l++) layer(team, l, row, scratch);
-            if (!sampled_.empty()) head(team, row);
+            for (int64_t l = 0; l < m_.num_layers; l++) layer(team, l);
+            if (!sampled_.empty()) head(team);
         });
     }
 
 private:
-    // Every thread comes here; the first to arrive shapes the operand, all see it after the barrier that follows.
-    void shape(const Linear& l, int64_t rows) {
-#pragma omp single
-        w_.operand.shape(l, rows, sizeof(T));
-    }
-
     void embed(Team& team) {
         const T* table = static_cast<const T*>(m_.embedding);
         team.for_each(int64_t(units_.size()), 1, [&](int64_t u) {
@@ -114,62 +133,61 @@ private:
         });
     }
 
-    // The operand of `l` = the norm of x, for the picked tokens.
-    void prepare_normed(Team& team, const Linear& l, const float* weight, const std::vector<int64_t>& picked, std::vector<float>& row) {
-        shape(l, int64_t(picked.size()));
+    float* scratch(Team& team) { return w_.threads[team.id].row.data(); }
+
+    // operand = the norm of x, for the picked tokens.
+    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked) {
         team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
-            rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, row.data());
-            w_.operand.put(r, row.data());
+            rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
+            operand.put(r, scratch(team));
         });
     }
 
-    void add_to_x(Team& team, const Linear& l, const std::vector<int64_t>& picked) {
-        linear<T>(team, l, w_.operand.view(), int64_t(picked.size()), [&](int64_t r, int64_t column, const float* sums) {
+    void add_to_x(Team& team, const Linear& l, const OperandBuffer& operand, const std::vector<int64_t>& picked) {
+        linear<T>(team, l, operand.view(), int64_t(picked.size()), [&](int64_t r, int64_t column, const float* sums) {
             float* x = w_.x.data() + picked[r] * x_ld_ + column;
             for (int j = 0; j < PANEL; j += LANES) store(x + j, load<Vec>(x + j) + load<Vec>(sums + j));
         });
     }
 
     void to_y(Team& team, const Linear& l, int64_t rows) {
-        linear<T>(team, l, w_.operand.view(), rows, [&](int64_t r, int64_t column, const float* sums) {
+        linear<T>(team, l, w_.normed.view(), rows, [&](int64_t r, int64_t column, const float* sums) {
             memcpy(w_.y.data() + r * y_ld_ + column, sums, PANEL * sizeof(float));
         });
     }
 
-    void layer(Team& team, int64_t index, std::vector<float>& row, AttentionScratch<T>& scratch) {
+    void layer(Team& team, int64_t index) {
         const everbatch_layer& l = m_.layers[index];
-        prepare_normed(team, l.qkv, l.input_norm, all_, row);
+        prepare_normed(team, w_.normed, l.input_norm, all_);
         to_y(team, l.qkv, tokens_);
-        append(team, l, b_.pools[index], row);
+        append(team, l, b_.pools[index]);
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
         if (picked.empty()) return;
-        attention(team, l, b_.pools[index], scratch);
-        shape(l.out, int64_t(picked.size()));
+        attention(team, l, b_.pools[index]);
         team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
-            memcpy(row.data(), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
-            w_.operand.put(r, row.data());
+            memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
+            w_.attention.put(r, scratch(team));
         });
-        add_to_x(team, l.out, picked);
-        prepare_normed(team, l.gate_up, l.post_norm, picked, row);
+        add_to_x(team, l.out, w_.attention, picked);
+        prepare_normed(team, w_.normed, l.post_norm, picked);
         to_y(team, l.gate_up, int64_t(picked.size()));
-        shape(l.down, int64_t(picked.size()));
         team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
-            silu_mul(y, y + m_.intermediate, m_.intermediate, row.data());
-            w_.operand.put(r, row.data());
+            silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
+            w_.activated.put(r, scratch(team));
         });
-        add_to_x(team, l.down, picked);
+        add_to_x(team, l.down, w_.activated, picked);
     }
 
     // q, k, v of y: norm and rotate; queries to their buffer, keys and values to the pool.
-    void append(Team& team, const everbatch_layer& l, char* pool, std::vector<float>& row) {
+    void append(Team& team, const everbatch_layer& l, char* pool) {
+        float* turned = scratch(team);
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
         T* queries = reinterpret_cast<T*>(w_.queries.data());
-        auto normed_rotated = [&](const float* x, const float* norm, int64_t position, float* out) {
-            if (norm) rms_norm(x, norm, d, m_.eps, out), x = out;
-            alignas(64) float turned[1024];
+        auto normed_rotated = [&](const float* x, const float* norm, int64_t position) {
+            alignas(64) float normed[MOST_HEAD_DIM];
+            if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
             rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
-            memcpy(out, turned, size_t(d) * sizeof(float));
         };
         team.for_each(int64_t(units_.size()) * kv_heads, 1, [&](int64_t item) {
             const Piece& piece = units_[item / kv_heads];
@@ -180,23 +198,23 @@ private:
                 const int64_t position = piece.position + t, flat = piece.first + t;
                 const float* y = w_.y.data() + flat * y_ld_;
                 for (int g = 0; g < group_; g++) {
-                    normed_rotated(y + (h * group_ + g) * d, l.q_norm, position, row.data());
+                    normed_rotated(y + (h * group_ + g) * d, l.q_norm, position);
                     T* q = queries + ((h * tokens_ + flat) * group_ + g) * dim_;
-                    for (int64_t i = 0; i < d; i++) put(q + i, row[i]);
+                    for (int64_t i = 0; i < d; i++) put(q + i, turned[i]);
                     for (int64_t i = d; i < dim_; i++) put(q + i, 0.0f);
                 }
-                normed_rotated(y + (m_.heads + h) * d, l.k_norm, position, row.data());
+                normed_rotated(y + (m_.heads + h) * d, l.k_norm, position);
                 const float* value = y + (m_.heads + kv_heads + h) * d;
                 const int offset = int(position % kv_.block_size);
                 if (kv_.is_int8)
-                    write_cell<int8_t>(head, offset, row.data(), value);
+                    write_cell<int8_t>(head, offset, turned, value);
                 else
-                    write_cell<T>(head, offset, row.data(), value);
+                    write_cell<T>(head, offset, turned, value);
             }
         });
     }
 
-    void attention(Team& team, const everbatch_layer& l, const char* pool, AttentionScratch<T>& scratch) {
+    void attention(Team& team, const everbatch_layer& l, const char* pool) {
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
         const float scale = 1.0f / std::sqrt(float(d));
         const T* queries = reinterpret_cast<const T*>(w_.queries.data());
@@ -206,20 +224,23 @@ private:
             const everbatch_row& row = b_.rows[piece.row];
             const Keys keys{b_.block_tables + row.slot * b_.max_blocks, row.num_computed + row.num_tokens, l.window};
             attend<T>(kv_, pool, int(h), keys, piece.position, piece.count, group_, queries + (h * tokens_ + piece.first) * group_ * dim_,
-                      scale, scratch, [&](int t, int g, const float* sums, float inverse) {
+                      scale, w_.threads[team.id].attention(T()), [&](int t, int g, const float* sums, float inverse) {
                           float* out = w_.attended.data() + (piece.first + t) * att_ld_ + (h * group_ + g) * d;
                           for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
                       });
         });
     }
 
-    void head(Team& team, std::vector<float>& row) {
+    void head(Team& team) {
         const int64_t n = int64_t(sampled_.size());
-        prepare_normed(team, m_.lm_head, m_.norm, sampled_, row);
-        Best* best = best_.data() + omp_get_thread_num() * n;
-        linear<T>(team, m_.lm_head, w_.operand.view(), n, [&](int64_t r, int64_t column, const float* sums) {
+        prepare_normed(team, w_.last, m_.norm, sampled_);
+        Best* best = best_.data() + team.id * n;
+        linear<T>(team, m_.lm_head, w_.last.view(), n, [&](int64_t r, int64_t column, const float* sums) {
             const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
             if (b_.logits) memcpy(b_.logits + r * m_.vocab + column, sums, size_t(count) * sizeof(float));
+            Vec most = load<Vec>(sums);
+            for (int j = LANES; j < PANEL; j += LANES) most = vmax(most, load<Vec>(sums + j));
+            if (count == PANEL && reduce_max(most) < best[r].value) return;
             for (int j = 0; j < count; j++)
                 if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
         });

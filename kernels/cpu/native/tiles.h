@@ -19,15 +19,12 @@ namespace everbatch {
 constexpr int PANEL = 32;                // columns
 constexpr int COLUMN_VECS = PANEL / LANES;  // vectors that hold one row of sums
 
-// What to fetch meanwhile: `lines` cache lines of 64 bytes for every 32 rows of a panel (64 of int8), from `at` on.
-struct Prefetch {
-    const char* at = nullptr;
-    int lines = 0;
-
-    ALWAYS_INLINE void next() {
-        for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at);
-    }
-};
+// What to fetch meanwhile: LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. Software has to
+// do it: few hardware prefetchers follow two threads that hop from panel to panel.
+template <int LINES>
+ALWAYS_INLINE void prefetch(const char*& at) {
+    for (int i = 0; i < LINES; i++, at += 64) __builtin_prefetch(at, 0, 2);
+}
 
 // Rows that fit into the registers beside one row of a panel: their sums take rows * COLUMN_VECS of them.
 #if defined(EVERBATCH_AMX)
@@ -71,11 +68,11 @@ constexpr int column_offset(int j) {
     return j * LANES / 16 * HALF + j * LANES % 16 * PER_LANE;
 }
 
-template <int ROWS>
-void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, Prefetch ahead) {
+template <int LINES, int ROWS>
+void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int i = 0; i < k; i++, w += PANEL) {
-        if (i % 32 == 0) ahead.next();
+        prefetch<LINES>(ahead);
         Vec wv[COLUMN_VECS];
 #pragma GCC unroll 8
         for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<Vec>(w + j * LANES);
@@ -89,12 +86,12 @@ void product_rows(const float* a, size_t lda, const float* w, int k, float* c, s
     sums.put(c, ldc);
 }
 
-template <int ROWS>
-void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, Prefetch ahead) {
+template <int LINES, int ROWS>
+void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int i = 0; i < k; i += 32, w += 1024) {
-        ahead.next();
         for (int pair = 0; pair < 16; pair++) {
+            prefetch<LINES>(ahead);
             IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
             for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + pair * 32 + column_offset<2, 512>(j));
@@ -122,7 +119,8 @@ ALWAYS_INLINE void with_rows(int rows, F f) {
 }
 
 #if defined(EVERBATCH_AMX)
-inline void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead) {
+template <int LINES>
+void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead) {
     amx::configure(rows, 64);
     const bool two = rows > 16;
     if (first) {
@@ -133,7 +131,7 @@ inline void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* 
         if (two) amx::load<2>(c + 16 * ldc, ldc * 4), amx::load<3>(c + 16 * ldc + 16, ldc * 4);
     }
     for (int i = 0; i < k; i += 32, w += 1024) {
-        ahead.next();
+        for (int pair = 0; pair < 16; pair++) prefetch<LINES>(ahead);
         amx::load<4>(a + i, lda * 2);
         amx::load<6>(w, 64), amx::load<7>(w + 512, 64);
         amx::dot_bf16<0, 4, 6>(), amx::dot_bf16<1, 4, 7>();
@@ -147,16 +145,18 @@ inline void product_amx(const bf16* a, size_t lda, const bf16* w, int k, float* 
 }
 #endif
 
-// rows <= TILE_ROWS (VECTOR_ROWS of float32); k a multiple of 32; `first`: c is overwritten instead of added to.
-inline void product(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead = {}) {
+// rows <= rows_at_once<T>(); k a multiple of 32; `first`: c is overwritten instead of added to.
+template <int LINES = 0>
+void product(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead = nullptr) {
 #if defined(EVERBATCH_AMX)
-    product_amx(a, lda, w, k, c, ldc, first, rows, ahead);
+    product_amx<LINES>(a, lda, w, k, c, ldc, first, rows, ahead);
 #else
-    with_rows<TILE_ROWS>(rows, [&](auto n) { product_rows<n()>(a, lda, w, k, c, ldc, first, ahead); });
+    with_rows<TILE_ROWS>(rows, [&](auto n) { product_rows<LINES, n()>(a, lda, w, k, c, ldc, first, ahead); });
 #endif
 }
-inline void product(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, int rows, Prefetch ahead = {}) {
-    with_rows<VECTOR_ROWS>(rows, [&](auto n) { product_rows<n()>(a, lda, w, k, c, ldc, first, ahead); });
+template <int LINES = 0>
+void product(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, int rows, const char* ahead = nullptr) {
+    with_rows<VECTOR_ROWS>(rows, [&](auto n) { product_rows<LINES, n()>(a, lda, w, k, c, ldc, first, ahead); });
 }
 template <class T>
 constexpr int rows_at_once() {
@@ -175,9 +175,9 @@ struct Int8Rows {
 };
 
 // c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
-template <int ROWS>
+template <int LINES, int ROWS>
 void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
-                       Prefetch ahead) {
+                       const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int g = 0, i = 0; g < num_groups; g++) {
         IVec whole[ROWS][COLUMN_VECS];
@@ -186,7 +186,7 @@ void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int grou
 #pragma GCC unroll 8
             for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = WEIGHT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
         for (const int end = i + group; i < end; i += 4) {
-            if (i % 64 == 0) ahead.next();
+            prefetch<LINES>(ahead);
             const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
             IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
@@ -211,8 +211,9 @@ void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int grou
 }
 
 #if defined(EVERBATCH_AMX)
-inline void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
-                             int rows, Prefetch ahead) {
+template <int LINES>
+void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+                             int rows, const char* ahead) {
     const bool two = rows > 16;
     const int depth = group % 64 ? 32 : 64;
     alignas(64) int32_t whole[32][PANEL];
@@ -221,7 +222,7 @@ inline void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, in
         amx::zero<0>(), amx::zero<1>();
         if (two) amx::zero<2>(), amx::zero<3>();
         for (const int end = i + group; i < end; i += depth) {
-            if (i % 64 == 0) ahead.next();
+            for (int quad = 0; quad < depth / 4; quad++) prefetch<LINES>(ahead);
             const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
             amx::load<4>(a.data + i, a.ld);
             amx::load<6>(at, 64), amx::load<7>(at + 1024, 64);
@@ -248,12 +249,13 @@ inline void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, in
 #endif
 
 // rows <= INT8_ROWS; group a multiple of 32.
-inline void product_int8(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
-                         int rows, Prefetch ahead = {}) {
+template <int LINES = 0>
+void product_int8(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+                         int rows, const char* ahead = nullptr) {
 #if defined(EVERBATCH_AMX)
-    product_int8_amx(a, w, scales, group, num_groups, c, ldc, first, rows, ahead);
+    product_int8_amx<LINES>(a, w, scales, group, num_groups, c, ldc, first, rows, ahead);
 #else
-    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
+    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
 #endif
 }
 #if defined(EVERBATCH_AMX)

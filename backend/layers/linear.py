@@ -1,0 +1,135 @@
+"""Linear layers: y = x W^T + bias, behind one interface, whatever form the weight is held in.
+
+    DenseLinear       any device and dtype, F.linear
+    PackedLinear      bfloat16 on a CPU, the weight in the order that oneDNN's product reads it
+    QuantizedLinear   int8 weight and its scales; the reference of native kernels: right, not fast
+
+A `MakeLinear` chooses among them. The weight it is given is its own: a layer that packs keeps the packed form alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.quantize import dequantize, quantize_activations, row_slices
+
+QuantizedFormat = Literal["int8", "w8a8"]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight in the format of kernels/quantize.py. A checkpoint's own values may include -128."""
+
+    q: Tensor  # int8 [n, k]
+    scale: Tensor  # float32 [n, ceil(k / group)]
+    group: int  # columns; k = one scale a row
+    format: QuantizedFormat  # w8a8: activations are quantised as well, per token and group
+
+
+class Linear(Protocol):
+    """A linear layer of n outputs and k inputs."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight, scales and bias."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, k] in the model's dtype -> [tokens, n] in the same."""
+
+
+MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
+
+
+def make_torch_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+    """The fastest form that torch itself has. weight [n, k], bias [n] or None."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and onednn_packs():
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+class DenseLinear:
+    """Holds the very tensor it is given, so that a tied output head costs nothing."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self._weight.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._weight, self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """bfloat16 on a CPU through torch's private oneDNN operators: ask `onednn_packs` first."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self._weight.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._weight, self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+class QuantizedLinear:
+    """In float32: dequantised weight times x, and for w8a8 times x quantised and dequantised. Slices bound the memory."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self._weight.q.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._weight.q, self._weight.scale, self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        q, scale, group, format = self._weight
+        values = dequantize(*quantize_activations(x, group), group) if format == "w8a8" else x.float()
+        out = x.new_empty(x.shape[0], q.shape[0])
+        for rows in row_slices(*q.shape):
+            bias = None if self._bias is None else self._bias[rows].float()
+            out[:, rows] = F.linear(values, dequantize(q[rows], scale[rows], group), bias)
+        return out
+
+
+@cache
+def onednn_packs() -> bool:
+    """Whether torch's private packed linear exists on this machine, and is right on a small random case."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (40, 70), (40,)))
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    try:
+        return torch.allclose(PackedLinear(weight, bias)(x).float(), expected, rtol=0.01, atol=0.01)
+    except (AttributeError, RuntimeError, TypeError):  # the operators are not there, not for this CPU, or have changed
+        return False
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

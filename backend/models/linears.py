@@ -1,0 +1,82 @@
+"""LinearBuilder: from a checkpoint's tensors to linear layers, several projections fused, quantised where it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backend.api.config import Quantization
+from backend.api.errors import ConfigError
+from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, make_torch_linear
+from backend.models.compressed_tensors import Int8Checkpoint, take_int8
+from backend.models.tensors import TensorSource
+from kernels.quantize import DEFAULT_GROUP, quantize_weight
+
+
+class LinearOptions(NamedTuple):
+    """How linear layers are held."""
+
+    quantization: Quantization = "none"  # of float weights while loading; none = as the checkpoint has them
+    group: int = DEFAULT_GROUP  # columns that share a scale, of weights quantised here
+    make: MakeLinear = make_torch_linear
+
+
+class LinearBuilder:
+    def __init__(self, source: TensorSource, checkpoint: Int8Checkpoint | None, options: LinearOptions):
+        """`checkpoint`: the format of weights that are quantised already. ConfigError when `options` contradict it."""
+        if checkpoint is not None and options.quantization not in ("none", checkpoint.format):
+            raise ConfigError(
+                f"model.quantization is {options.quantization}, but the checkpoint is quantised as {checkpoint.format}; "
+                f"use --set model.quantization=none"
+            )
+        self._source = source
+        self._checkpoint = checkpoint
+        self._options = options
+
+    def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False) -> Linear:
+        """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does."""
+        if self._checkpoint is not None and self._are_quantized(rows):
+            weight = self._take_int8(rows, columns, self._checkpoint)
+        elif self._checkpoint is None and self._options.quantization != "none":
+            weight = self._quantize(rows, columns, self._options.quantization)
+        else:
+            weight = self._source.take_stacked({name + ".weight": count for name, count in rows.items()}, (columns,))
+        bias = {name + ".bias": count for name, count in rows.items()}
+        return self._options.make(weight, self._source.take_stacked(bias, ()) if has_bias else None)
+
+    def from_tensor(self, weight: Tensor) -> Linear:
+        """A layer whose weight [n, k] stays in use elsewhere (a tied embedding)."""
+        if self._checkpoint is None and self._options.quantization != "none":
+            q, scale = quantize_weight(weight, self._options.group)
+            return self._options.make(QuantizedWeight(q, scale, self._options.group, self._options.quantization), None)
+        return self._options.make(weight, None)
+
+    def _are_quantized(self, rows: Mapping[str, int]) -> bool:
+        """Of layers that the checkpoint was told to leave alone, it holds no scales."""
+        scaled = [name for name in rows if self._source.has(name + ".weight_scale")]
+        if scaled and len(scaled) < len(rows):
+            raise ConfigError(
+                f"the checkpoint has {', '.join(scaled)} quantised and others of {', '.join(rows)} not, which is not "
+                f"supported; quantise them alike"
+            )
+        return bool(scaled)
+
+    def _take_int8(self, rows: Mapping[str, int], columns: int, checkpoint: Int8Checkpoint) -> QuantizedWeight:
+        parts = [take_int8(self._source, checkpoint, name, count, columns) for name, count in rows.items()]
+        q, scale = (torch.cat(tensors) for tensors in zip(*parts))
+        return QuantizedWeight(q, scale, checkpoint.group or columns, checkpoint.format)
+
+    def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
+        """From the values as they are stored, not as the model's dtype would round them."""
+        group, num_rows, device = self._options.group, sum(rows.values()), self._source.device
+        q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
+        scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
+        start = 0
+        for name, count in rows.items():
+            stored = self._source.take_raw(name + ".weight", (count, columns))
+            q[start : start + count], scale[start : start + count] = quantize_weight(stored, group)
+            start += count
+        return QuantizedWeight(q, scale, group, format)

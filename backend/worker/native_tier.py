@@ -1,0 +1,114 @@
+"""NativeTier: the model's whole step as one call of the native CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import CDLL
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.core.step import Row
+from backend.layers.linear import QuantizedWeight
+from backend.layers.rotary import rotary_tables
+from backend.models.llama import LayerWeights, Llama
+from backend.worker.input_batch import InputBatch
+from backend.worker.tier import KVBlock
+from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.memory import Arena
+
+
+class PackLinears:
+    """A MakeLinear (backend/layers/linear.py) that packs weights for the native kernels, all in one arena."""
+
+    def __init__(self, library: CDLL):
+        self._library = library
+        self._arena = Arena()
+
+    def __call__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        if not isinstance(weight, QuantizedWeight):
+            if weight.dtype not in (torch.float32, torch.bfloat16):
+                raise ConfigError(
+                    f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
+                )
+            return PackedLinear.of_floats(self._library, self._arena, weight, bias)
+        is_w8a8 = weight.format == "w8a8"
+        return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8)
+
+
+class NativeTier:
+    name = "native"
+
+    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool):
+        """`model`: one whose linear layers were made by PackLinears."""
+        config = model.config
+        shape = NativeShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.intermediate_size,
+            config.norm_eps,
+            block_size,
+            int8_kv,
+        )
+        cos, sin = rotary_tables(
+            config.rope, config.head_dim, model.cos.shape[0], torch.float32, torch.device("cpu")
+        )  # the model's own are in its dtype
+        layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
+        self._decoder = NativeDecoder(
+            library, shape, model.embedding, cos, sin, layers, _float(model.norm), model.lm_head
+        )
+        self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
+
+    def kv_block(self) -> KVBlock:
+        """See kernels/cpu/native/attention.h."""
+        return KVBlock((self._decoder.kv_block_bytes // self._dtype.itemsize,), self._dtype)
+
+    def run(
+        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+    ) -> tuple[NDArray[np.int64], Tensor | None]:
+        numbers = batch.row_numbers(rows, num_logits)
+        try:
+            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits)
+        except UnknownCell as error:
+            raise IndexError(
+                f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
+                f"engine and worker disagree"
+            ) from None
+
+
+def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
+    return NativeLayer(
+        input_norm=_float(layer.input_norm),
+        qkv=layer.attention.qkv,
+        q_norm=None if layer.attention.q_norm is None else _float(layer.attention.q_norm),
+        k_norm=None if layer.attention.k_norm is None else _float(layer.attention.k_norm),
+        out=layer.attention.out,
+        post_norm=_float(layer.post_norm),
+        gate_up=layer.mlp.gate_up,
+        down=layer.mlp.down,
+        window=window,
+    )
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()
+
+
+def _regrouped(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
+    """(int8, scales, group) with a group that the kernels take: 32 or a multiple of 64. Scales are repeated where it shrinks."""
+    group, columns = weight.group, weight.q.shape[1]
+    if group >= columns:
+        return weight.q, weight.scale, -(-columns // 64) * 64
+    if group == 32 or group % 64 == 0:
+        return weight.q, weight.scale, group
+    if group % 32:
+        raise ConfigError(
+            f"int8 weights have a scale for each {group} columns; the native kernels take multiples of 32: "
+            f"use --set model.kernels=torch"
+        )
+    return weight.q, weight.scale.repeat_interleave(group // 32, dim=1), 32

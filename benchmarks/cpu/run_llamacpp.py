@@ -1,0 +1,88 @@
+"""Runner of llama.cpp through the C interface that llama-cpp-python binds: batched prefill, batched decode, arg-max in numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+from benchmarks.cpu.protocol import Load, Timing, serve
+
+_BATCH_TOKENS = 2048
+_CELLS_MULTIPLE = 256  # of a context's size
+
+
+class LlamaCpp:
+    def __init__(self, load: Load):
+        import llama_cpp
+
+        self._api: Any = llama_cpp
+        self._load = load
+        self._context: Any = None
+        self._concurrency = 0
+        llama_cpp.llama_backend_init()
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
+        self._model = llama_cpp.llama_model_load_from_file(
+            load.model.encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {load.model}")
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+
+    def measure(self, prompts: list[list[int]], new: int) -> Timing:
+        self._prepare(len(prompts))
+        length = len(prompts[0])
+        group = max(1, _BATCH_TOKENS // length)  # whole prompts in one batch
+        began = time.perf_counter()
+        current: list[int] = []
+        for first in range(0, len(prompts), group):
+            sequences = range(first, min(first + group, len(prompts)))
+            self._decode([(t, p, s, p == length - 1) for s in sequences for p, t in enumerate(prompts[s])])
+            current += [self._best_token((s - first + 1) * length - 1) for s in sequences]
+        all_started = time.perf_counter()
+        for position in range(length, length + new - 1):
+            self._decode([(token, position, s, True) for s, token in enumerate(current)])
+            current = [self._best_token(s) for s in range(len(prompts))]
+        ended = time.perf_counter()
+        return Timing(all_started - began, ended - all_started, len(prompts) * (new - 1))
+
+    def _prepare(self, concurrency: int) -> None:
+        """An empty context for that many sequences."""
+        api = self._api
+        if concurrency != self._concurrency:
+            if self._context:
+                api.llama_free(self._context)
+            parameters = api.llama_context_default_params()
+            cells = -(-self._load.max_length // _CELLS_MULTIPLE) * _CELLS_MULTIPLE
+            parameters.n_ctx = concurrency * cells
+            parameters.n_seq_max = concurrency
+            parameters.n_batch = _BATCH_TOKENS
+            parameters.n_threads = parameters.n_threads_batch = self._load.threads
+            self._context = api.llama_init_from_model(self._model, parameters)
+            if not self._context:
+                raise RuntimeError(f"llama.cpp makes no context of {concurrency} sequences of {cells} tokens")
+            self._concurrency = concurrency
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+
+    def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> None:
+        """Run (token, position, sequence, whether logits are wanted)."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence, wanted) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self._api.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode answered {status} to a batch of {len(tokens)} tokens")
+
+    def _best_token(self, row: int) -> int:
+        import numpy
+
+        logits = self._api.llama_get_logits_ith(self._context, row)
+        return int(numpy.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp, ["llama-cpp-python"])

@@ -1,0 +1,286 @@
+"""What the int8 formats cost in quality, beside those of llama.cpp and OpenVINO: perplexity of the default model, and the
+error of its logits and of random models'.
+
+    ./everbatch bench quality                      a minute
+    ./everbatch bench quality --tokens 32768       all of the held-out text
+
+Every format is computed by the torch tier in float32, so that the format's own error shows and nothing else; `bfloat16` alone
+computes in bfloat16. Embedding, norms, attention and KV stay as they are. The reference is the same checkpoint in float32.
+
+    error        rms of the difference of logits / rms of logits
+    divergence   mean over the positions of KL(reference || format), in nats
+    perplexity   exp of the mean loss of a next token, on files that the default model was not trained on
+
+A format is *no worse than q8_0* when on every model its error is at most q8_0's and TIE. Perplexity does not decide: an error
+moves it up or down, and on one text by chance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from backend.layers.linear import (
+    DenseLinear,
+    Linear,
+    MakeLinear,
+    QuantizedFormat,
+    QuantizedLinear,
+    QuantizedWeight,
+    make_torch_linear,
+)
+from backend.models.linears import LinearOptions
+from backend.models.llama import Llama
+from backend.models.loader import DEFAULT_MODEL, load_directory
+from kernels.paged_attention import AttentionRows
+from kernels.quantize import dequantize, quantize_activations, quantize_weight
+from tools.make_random_model import make_random_model
+
+RESULTS = Path(__file__).parent / "results"
+# What tools/train_default_model.py held out (seed 0, CPython 3.11.7): 1 % of the characters.
+HELD_OUT = (
+    "turtledemo/lindenmayer.py",
+    "unittest/__init__.py",
+    "http/__init__.py",
+    "distutils/command/bdist.py",
+    "wsgiref/types.py",
+    "distutils/archive_util.py",
+    "aifc.py",
+    "distutils/core.py",
+    "importlib/resources/__init__.py",
+    "fractions.py",
+)
+ROW_TOKENS = 512
+ROWS_AT_ONCE = 4
+BLOCK_SIZE = 32
+Q8_0_BLOCK = 32
+Q8_0 = "q8_0 format, simulated"
+TIE = 1.02  # q8_0 and w8a8 in groups of 32 differ in the rounding of the scale alone: by up to 1.5 %, either way
+console = Console()
+Keeps = Callable[[Tensor], Tensor]  # values -> the values that a format keeps of them
+
+
+class Format(NamedTuple):
+    name: str
+    bits: float  # of a weight, scales included; of a long row where there is one scale a row
+    make: MakeLinear
+    dtype: str = "float32"  # of the computation
+
+
+class Measured(NamedTuple):
+    """One format on one model."""
+
+    error: float
+    divergence: float
+    perplexity: float | None  # of real text
+
+
+def q8_0(x: Tensor) -> Tensor:
+    """[rows, k] -> what llama.cpp's q8_0 keeps of it, float32. ValueError when k is no multiple of 32.
+
+    ggml-quants.c, `quantize_row_q8_0_ref`: for each block of 32, d = max |x| / 127, q = roundf(x / d), which rounds half away
+    from zero; d is stored as float16 after q was found.
+    """
+    if x.shape[1] % Q8_0_BLOCK:
+        raise ValueError(f"a row has {x.shape[1]} columns, q8_0 needs a multiple of {Q8_0_BLOCK}")
+    blocks = x.float().unflatten(1, (-1, Q8_0_BLOCK))
+    d = blocks.abs().amax(2, keepdim=True) / 127
+    ratio = blocks / torch.where(d > 0, d, 1)
+    q = ratio.sign() * (ratio.abs() + 0.5).floor()
+    return (q * d.half().float()).flatten(1)
+
+
+def asymmetric_rows(w: Tensor) -> Tensor:
+    """[n, k] -> what OpenVINO's default int8 keeps of it (NNCF's INT8_ASYM), float32: 0..255 between least and greatest of
+    each row, 0 among them, with a zero point that is rounded."""
+    w = w.float()
+    least, greatest = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
+    scale = (greatest - least) / 255
+    scale = torch.where(scale > 0, scale, 1)
+    zero = (-least / scale).round()
+    return ((w / scale + zero).round().clamp(0, 255) - zero) * scale
+
+
+def activations_in_groups(x: Tensor) -> Tensor:
+    """[tokens, k] -> what int8 in groups of 32 keeps of it (OpenVINO's dynamic quantisation)."""
+    return dequantize(*quantize_activations(x, 32), 32)
+
+
+class ForeignLinear(DenseLinear):
+    """A peer's product: what its format keeps of the weight times what it keeps of the activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, of_activations: Keeps):
+        super().__init__(weight, bias)
+        self._of_activations = of_activations
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(self._of_activations(x))
+
+
+def foreign(of_weight: Keeps, of_activations: Keeps) -> MakeLinear:
+    return lambda weight, bias: ForeignLinear(of_weight(weight), bias, of_activations)
+
+
+def own(format: QuantizedFormat, group: int | None) -> MakeLinear:
+    """Quantises a weight; `group` None = one scale a row."""
+
+    def make(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        columns = group or weight.shape[1]
+        return QuantizedLinear(QuantizedWeight(*quantize_weight(weight, columns), columns, format), bias)
+
+    return make
+
+
+def formats() -> list[Format]:
+    """The reference first, then ours, then the peers'."""
+    found = [Format("float32", 32, DenseLinear), Format("bfloat16", 16, make_torch_linear, "bfloat16")]
+    for kind in ("int8", "w8a8"):
+        for group in (32, 64, 128, None):
+            name = f"{kind}, {f'groups of {group}' if group else 'whole rows'}"
+            found.append(Format(name, 8 + (32 / group if group else 0), own(kind, group)))
+    return [
+        *found,
+        Format(Q8_0, 8.5, foreign(q8_0, q8_0)),
+        Format("OpenVINO int8, simulated", 8, foreign(asymmetric_rows, lambda x: x)),
+        Format("the same, dynamic groups of 32", 8, foreign(asymmetric_rows, activations_in_groups)),
+    ]
+
+
+@torch.inference_mode()
+def row_logits(model: Llama, rows: Tensor) -> Tensor:
+    """rows [rows, length] int64, each a text of its own -> logits [rows, length, vocab] float32."""
+    config = model.config
+    num_rows, length = rows.shape
+    num_blocks = -(-length // BLOCK_SIZE)
+    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
+    positions = torch.arange(length).repeat(num_rows)
+    cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
+    shape = (num_rows * num_blocks, BLOCK_SIZE, 2, config.num_kv_heads, config.head_dim)
+    pools = [torch.zeros(shape, dtype=model.embedding.dtype) for _ in range(config.num_layers)]
+    where = AttentionRows(np.arange(num_rows + 1) * length, np.full(num_rows, length), tables)
+    hidden = model.forward(rows.flatten(), positions, cells, where, pools)
+    return model.logits(hidden).unflatten(0, (num_rows, length))
+
+
+def held_out_rows(num_tokens: int) -> Tensor:
+    """Text that the default model has not seen, in the tokens of its tokenizer: [rows, ROW_TOKENS] int64, from all of it."""
+    library = Path(sysconfig.get_path("stdlib"))
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
+    ids: list[int] = []
+    for path in (library / name for name in HELD_OUT):
+        if path.is_file():  # some have left newer versions of Python
+            ids += [*tokenizer.encode(path.read_text(encoding="utf-8")).ids, tokenizer.token_to_id("<|endoftext|>")]
+    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)
+    num_rows = min(num_tokens // ROW_TOKENS, len(rows))
+    return rows[torch.arange(num_rows) * len(rows) // num_rows]
+
+
+def random_rows(model: Llama) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(model.config.vocab_size, (2, ROW_TOKENS // 2), generator=generator)
+
+
+def compare(expected: list[Tensor], model: Llama, rows: Tensor, is_text: bool) -> Measured:
+    """`expected`: the reference's logits of `rows`, ROWS_AT_ONCE at a time."""
+    differences = squares = divergence = loss = 0.0
+    for part, reference in zip(rows.split(ROWS_AT_ONCE), expected, strict=True):
+        logits = row_logits(model, part)
+        differences += (logits - reference).norm().item() ** 2
+        squares += reference.norm().item() ** 2
+        log_p, log_q = reference.log_softmax(2), logits.log_softmax(2)
+        divergence += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
+        loss += F.nll_loss(log_q[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+    num_targets = rows.shape[0] * (rows.shape[1] - 1)
+    return Measured(
+        error=math.sqrt(differences / squares),
+        divergence=divergence / rows.numel(),
+        perplexity=math.exp(loss / num_targets) if is_text else None,
+    )
+
+
+def measure(
+    directory: Path, rows: Callable[[Llama], Tensor], is_text: bool, every: list[Format]
+) -> dict[str, Measured]:
+    """Every format on one checkpoint."""
+    load = lambda format: load_directory(
+        directory, None, format.dtype, torch.device("cpu"), LinearOptions(make=format.make)
+    )
+    reference = load(every[0])
+    inputs = rows(reference)
+    expected = [row_logits(reference, part) for part in inputs.split(ROWS_AT_ONCE)]
+    return {
+        format.name: compare(expected, load(format), inputs, is_text)
+        for format in track(every, directory.name, console=console, transient=True)
+    }
+
+
+def no_worse(results: dict[str, dict[str, Measured]], format: str) -> bool:
+    """Whether the error is at most q8_0's on every model, or a tie."""
+    return all(of[format].error <= TIE * of[Q8_0].error for of in results.values())
+
+
+def is_ours(format: Format) -> bool:
+    return format.name.startswith(("int8", "w8a8"))
+
+
+def table(results: dict[str, dict[str, Measured]], every: list[Format]) -> Table:
+    found = Table(title="quality of the formats (reference: float32)")
+    found.add_column("format")
+    for column in ("bits", "perplexity", *(f"{name}: error, KL" for name in results), "no worse than q8_0"):
+        found.add_column(column, justify="right")
+    for format in every:
+        measured = [of[format.name] for of in results.values()]
+        perplexity = next(m.perplexity for m in measured if m.perplexity is not None)
+        verdict = ("yes" if no_worse(results, format.name) else "no") if is_ours(format) else ""
+        cells = [f"{m.error:.5f}, {m.divergence:.2e}" for m in measured]
+        found.add_row(format.name, f"{format.bits:g}", f"{perplexity:.4f}", *cells, verdict)
+    return found
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Tokens of held-out text.", min=ROW_TOKENS)] = 4096,
+) -> None:
+    """Measure every format; print a table and write the figures."""
+    every = formats()
+    text = held_out_rows(tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = dict(hidden_size=128, intermediate_size=352, num_attention_heads=8)  # q8_0 needs multiples of 32
+        results = {
+            "default": measure(DEFAULT_MODEL, lambda _: text, True, every),
+            "tiny": measure(make_random_model(Path(scratch) / "tiny", **tiny), random_rows, False, every),
+            "S": measure(make_random_model(Path(scratch) / "S", shape="S"), random_rows, False, every),
+        }
+    console.print(table(results, every))
+    winners = [format.name for format in every if is_ours(format) and no_worse(results, format.name)]
+    console.print(f"no worse than q8_0: {'; '.join(winners) or 'none'}")
+    document = {
+        "held_out_tokens": text.numel(),
+        "no_worse_than_q8_0": winners,
+        "formats": [
+            {"format": format.name, "bits": format.bits}
+            | {name: of[format.name]._asdict() for name, of in results.items()}
+            for format in every
+        ],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "quality.json").write_text(json.dumps(document, indent=1) + "\n")
+    console.print("written: benchmarks/results/quality.json")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,264 @@
+"""What the host spends on a step besides the model: CPU time of scheduling, bookkeeping and delivery.
+
+    ./everbatch bench scheduling                       1, 8, 32 and 256 rows that generate
+    ./everbatch bench scheduling --rows 32 --queued 64
+
+The device is a `NullDevice`: it answers at once, with random tokens, so these figures say nothing about a model's speed. Its
+own time is taken out. Time is CPU time (of the loop's thread, and of the whole process), because a wall clock measures what
+else runs on the machine. A figure is the median over blocks of 32 steps, in each of which every row takes one KV block.
+
+    core       EngineCore.step(): schedule, commit, update, publish
+    delivery   what the EngineLoop and the EngineServer add on the same thread: inbox, routing, waking the writer
+    writer     the connection's writer thread: encoding and sending to a client in another process
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from backend.api import EngineConfig, Request
+from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.step import ModelInfo, SampledToken, StepInput, StepOutput
+from backend.engine.core import EngineCore
+from backend.engine.ipc import Command, Hello
+from backend.engine.loop import EngineLoop
+from backend.engine.server import EngineServer
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT_TOKENS = 128
+BLOCK_STEPS = 32  # of one measurement; also tokens of a KV block
+VOCAB = 32_000
+GOALS_MS = {32: 0.3, 256: 1.5}
+console = Console()
+
+
+@dataclass
+class Figures:
+    """Milliseconds of CPU time per step; `best` is the fastest block, all others are medians."""
+
+    rows: int
+    queued: int
+    core_ms: float
+    core_best_ms: float
+    schedule_ms: float
+    commit_ms: float
+    update_ms: float
+    delivery_ms: float
+    writer_ms: float
+    goal_ms: float | None
+
+
+class NullDevice:
+    """A WorkerGroup without a model: random tokens at once. It reads the clocks whenever `rows` rows generate and none else runs."""
+
+    def __init__(self, rows: int, num_blocks: int):
+        self._rows = rows
+        self._num_blocks = num_blocks
+        self._random = random.Random(0)
+        self._own_ns = 0
+        self._num_steps = 0
+        self.marks: list[tuple[int, int]] = []  # (ns of the loop's thread, ns of the process), every BLOCK_STEPS steps
+        self.is_done = threading.Event()
+
+    def load(self) -> ModelInfo:
+        return ModelInfo("null", VOCAB, 1 << 20, kv_bytes_per_token=1)
+
+    def free_memory_bytes(self) -> int:
+        return 1 << 40
+
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+        pass
+
+    def execute(self, step: StepInput) -> StepOutput:
+        started_ns = time.thread_time_ns()
+        sampled = [SampledToken(row.slot, self._random.randrange(VOCAB)) for row in step.rows if row.samples]
+        self._own_ns += time.thread_time_ns() - started_ns
+        if len(step.rows) == self._rows and all(row.num_tokens == 1 for row in step.rows):
+            if self._num_steps % BLOCK_STEPS == 0:
+                self.marks.append((time.thread_time_ns() - self._own_ns, time.process_time_ns() - self._own_ns))
+            self._num_steps += 1
+            if len(self.marks) > self._num_blocks:
+                self.is_done.set()
+        return StepOutput(step.step_id, sampled)
+
+    def shutdown(self) -> None:
+        pass
+
+    def thread_ms(self) -> list[float]:
+        """Of each block, per step: the thread that calls `execute`."""
+        return self._per_step(0)
+
+    def process_ms(self) -> list[float]:
+        return self._per_step(1)
+
+    def _per_step(self, clock: int) -> list[float]:
+        marks = [mark[clock] for mark in self.marks[1:]]  # the first block still holds the last prompts' ends
+        return [(after - before) / BLOCK_STEPS / 1e6 for before, after in zip(marks, marks[1:])]
+
+
+class Stopwatch:
+    """Adds up the CPU time of a method while it stands in for it."""
+
+    def __init__(self, owner: object, name: str):
+        self.total_ns = 0
+        self._call: Callable = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: object) -> object:
+        started_ns = time.thread_time_ns()
+        result = self._call(*arguments)
+        self.total_ns += time.thread_time_ns() - started_ns
+        return result
+
+
+def make_core(rows: int, device: NullDevice) -> EngineCore:
+    config = EngineConfig(
+        kv_cache=KvCacheConfig(block_size=BLOCK_STEPS, max_tokens=2 * rows * request_tokens(device._num_blocks)),
+        scheduler=SchedulerConfig(max_batch_size=rows, max_num_tokens=max(1024, 4 * rows)),
+    )
+    return EngineCore(config, device)
+
+
+def request_tokens(num_blocks: int) -> int:
+    """Prompt and output of a request that outlives the measurement, the others' prompts included."""
+    return PROMPT_TOKENS + BLOCK_STEPS * (num_blocks + 8)
+
+
+def make_requests(count: int, num_blocks: int) -> list[Request]:
+    rng = random.Random(1)
+    length = request_tokens(num_blocks) - PROMPT_TOKENS
+    return [Request([rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], length, streaming=True) for _ in range(count)]
+
+
+def run_core(rows: int, queued: int, num_blocks: int, prepare: Callable[[EngineCore], None] = lambda core: None) -> NullDevice:
+    """Step an EngineCore in this thread until the device has seen enough."""
+    device = NullDevice(rows, num_blocks)
+    core = make_core(rows, device)
+    prepare(core)
+    core.begin_poll()
+    for request_id, request in enumerate(make_requests(rows + queued, num_blocks)):
+        core.enqueue(request_id, request)
+    while not device.is_done.is_set():
+        core.step()
+    return device
+
+
+def split_core(rows: int, queued: int, num_blocks: int) -> tuple[float, float]:
+    """Shares of schedule and commit in the CPU time of a step."""
+    watches: list[Stopwatch] = []
+
+    def prepare(core: EngineCore) -> None:
+        watches.extend(Stopwatch(core.scheduler, name) for name in ("schedule", "commit"))
+
+    started_ns = time.thread_time_ns()
+    device = run_core(rows, queued, num_blocks, prepare)
+    total_ns = time.thread_time_ns() - started_ns - device._own_ns
+    return watches[0].total_ns / total_ns, watches[1].total_ns / total_ns
+
+
+def run_loop(rows: int, queued: int, num_blocks: int) -> NullDevice:
+    """An EngineLoop with an EngineServer in this process, its client in another one."""
+    device = NullDevice(rows, num_blocks)
+    core = make_core(rows, device)
+    loop = EngineLoop(core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats))
+    thread = threading.Thread(target=loop.run)
+    arrived = threading.Semaphore(0)
+
+    def post(command: Command) -> None:
+        loop.post(command)
+        arrived.release()
+
+    with tempfile.TemporaryDirectory() as directory:
+        socket_path = str(Path(directory) / "engine.sock")
+        server = EngineServer(socket_path, post, lambda index: Hello(index, core.model, "", core.config))
+        arguments = [socket_path, str(rows + queued), str(num_blocks)]
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.scheduling", "client", *arguments]):
+            for _ in range(rows + queued):  # so fast a device would be through with the first before the last is sent
+                arrived.acquire()
+            thread.start()
+            device.is_done.wait()
+            loop.stop()
+            thread.join()
+            server.close()
+    return device
+
+
+def client(socket_path: str, count: int, num_blocks: int) -> None:
+    """The other process: send the requests, take the responses and throw them away."""
+    from backend.executor import Executor
+
+    ended = threading.Semaphore(0)
+    with Executor.attach(socket_path, wait_s=10) as executor:
+        for request in make_requests(count, num_blocks):
+            executor.submit(request, lambda response: ended.release() if response.is_final else None)
+        for _ in range(count):
+            ended.acquire()
+
+
+def measure(rows: int, queued: int, num_blocks: int) -> Figures:
+    core_ms = run_core(rows, queued, num_blocks).thread_ms()
+    schedule, commit = split_core(rows, queued, num_blocks)
+    device = run_loop(rows, queued, num_blocks)
+    core, loop = statistics.median(core_ms), statistics.median(device.thread_ms())
+    return Figures(
+        rows=rows,
+        queued=queued,
+        core_ms=core,
+        core_best_ms=min(core_ms),
+        schedule_ms=schedule * core,
+        commit_ms=commit * core,
+        update_ms=(1 - schedule - commit) * core,
+        delivery_ms=loop - core,
+        writer_ms=statistics.median(device.process_ms()) - loop,
+        goal_ms=GOALS_MS.get(rows),
+    )
+
+
+def show(figures: list[Figures]) -> None:
+    title = f"CPU time of a step, ms (null device, prompts of {PROMPT_TOKENS}, all rows stream)"
+    table = Table(title=title)
+    for column in ("rows", "queued", "core", "(best)", "schedule", "commit", "update+publish", "delivery", "writer", "goal"):
+        table.add_column(column, justify="right")
+    for f in figures:
+        parts = (f.core_ms, f.core_best_ms, f.schedule_ms, f.commit_ms, f.update_ms, f.delivery_ms, f.writer_ms)
+        goal = "" if f.goal_ms is None else f"{f.goal_ms} {'met' if f.core_ms <= f.goal_ms else 'MISSED'}"
+        table.add_row(str(f.rows), str(f.queued), *(f"{part:.3f}" for part in parts), goal)
+    console.print(table)
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Rows that generate at the same time; several with commas.")] = "1,8,32,256",
+    queued: Annotated[int, typer.Option(help="Requests that wait behind them.", min=0)] = 0,
+    blocks: Annotated[int, typer.Option(help="Blocks of 32 steps to measure.", min=3)] = 15,
+) -> None:
+    """Measure, show a table, write benchmarks/results/scheduling.json."""
+    counts = [int(count) for count in rows.split(",")]
+    figures = [measure(count, queued, blocks) for count in track(counts, "rows", console=console)]
+    show(figures)
+    RESULTS.mkdir(exist_ok=True)
+    name = "scheduling.json" if not queued else f"scheduling-{queued}-queued.json"
+    (RESULTS / name).write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+    console.print(f"written: benchmarks/results/{name}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["client"]:
+        client(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        typer.run(main)

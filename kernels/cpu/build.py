@@ -1,0 +1,254 @@
+"""Compiles native/*.cpp on first use and loads the result.
+
+The cache is `$EVERBATCH_CACHE`, else `.run/native` of the checkout, else `~/.cache/everbatch` where the checkout cannot be
+written. An entry's name holds a hash over sources, headers, flags and compiler. Every entry ends with that hash, behind the
+last ELF section: loading a truncated library would not fail but end the process with SIGBUS, so it is recognised before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ctypes import CDLL
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch  # noqa: F401  # before the library: its libgomp.so.1 is then the one that the library binds to
+
+from kernels.cpu.isa import best_isa, compiler_flags
+
+SOURCES = Path(__file__).parent / "native"
+CACHE_VARIABLE = "EVERBATCH_CACHE"
+
+_FLAGS = "-std=c++17 -fopenmp -fPIC -fno-math-errno -fno-trapping-math -Wall -Wextra".split()
+_OPTIMISED = ["-O3"]
+_SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"]
+# Without it, gcc's unique symbols would make the variants loaded in one process share their inline thread_local variables.
+_EXPORTS = "{ global: everbatch_*; local: *; };\n"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be had; the message is one sentence that says what would help."""
+
+
+def load(
+    isa: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    sanitize: bool = False,
+    *,
+    sources: Path = SOURCES,
+) -> CDLL:
+    """The library of variant `isa` (None: isa.best_isa()), compiled first unless it is in the cache.
+
+    progress: told one line before and one after a compilation.
+    sanitize: built with AddressSanitizer; only in a process that was started with asan_environment().
+    sources: the directory of the *.cpp and *.h; functions named everbatch_* are exported.
+    Raises NativeUnavailable, and ValueError for a variant that this machine cannot run.
+    """
+    recipe = _Recipe.of(isa or best_isa(), sanitize, sources)
+    if sanitize and "libasan" not in Path("/proc/self/maps").read_text():
+        raise NativeUnavailable(
+            "AddressSanitizer must be there from the start: run this process with asan_environment()"
+        )
+    path = recipe.cached() or recipe.compile(progress)
+    try:
+        return CDLL(str(path))
+    except OSError:
+        path = recipe.compile(progress, instead_of=path)
+    try:
+        return CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(
+            f"the compiled native kernels cannot be loaded ({error}); "
+            f"set {CACHE_VARIABLE} to a directory whose mount allows execution if that is the cause"
+        ) from error
+
+
+def asan_environment() -> dict[str, str]:
+    """What to add to the environment of a process that calls load(sanitize=True). Raises NativeUnavailable without libasan.
+
+    libstdc++ is loaded early too, because AddressSanitizer looks up the function that throws C++ exceptions only once.
+    """
+    compiler = _find_compiler()
+    libraries = [
+        _run([*compiler, f"-print-file-name={name}"]).stdout.strip() for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    if not all(Path(library).is_absolute() for library in libraries):
+        raise NativeUnavailable(f"{compiler[0]} has no libasan: install g++ (apt-get install g++) and set CXX=g++")
+    return {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """Everything that decides what a compilation gives."""
+
+    isa: str
+    label: str  # of the variant: the cache keeps one entry for each
+    key: str
+    compiler: list[str]
+    flags: list[str]
+    sources: Path
+
+    @classmethod
+    def of(cls, isa: str, sanitize: bool, sources: Path) -> _Recipe:
+        flags = [*_FLAGS, *(_SANITIZED if sanitize else _OPTIMISED), *compiler_flags(isa)]
+        compiler = _find_compiler()
+        version = _run([*compiler, "--version"])
+        if version.returncode:
+            raise NativeUnavailable(
+                f"{shlex.join(compiler)} --version fails: set CXX to a working C++ compiler such as g++"
+            )
+        digest = hashlib.sha256(repr((compiler, version.stdout, flags, _EXPORTS)).encode())
+        for file in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+        label = f"everbatch_{isa}_asan" if sanitize else f"everbatch_{isa}"
+        return cls(isa, label, digest.hexdigest()[:20], compiler, flags, sources)
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-{self.key}"
+
+    def cached(self) -> Path | None:
+        """The library, if one of the caches (some may be read-only) holds a whole one."""
+        paths = (directory / f"{self.name}.so" for directory in _cache_directories())
+        return next((path for path in paths if self._is_whole(path)), None)
+
+    def compile(self, progress: Callable[[str], None] | None, instead_of: Path | None = None) -> Path:
+        """Compile into the first cache that can be written, unless another process has just done it.
+
+        instead_of: a library that cannot be loaded and is to be replaced.
+        """
+        try:
+            with self._locked_cache() as directory:
+                library = directory / f"{self.name}.so"
+                if library == instead_of:
+                    library.unlink(missing_ok=True)
+                if not self._is_whole(library):
+                    started = time.monotonic()
+                    if progress:
+                        progress(f"compiling the native kernels for {self.isa} (once, some seconds)")
+                    self._compile_into(library)
+                    self._remove_others(directory)
+                    if progress:
+                        progress(f"compiled the native kernels in {time.monotonic() - started:.1f} s")
+                return library
+        except OSError as error:
+            raise NativeUnavailable(
+                f"the native kernels cannot be compiled ({error}); set {CACHE_VARIABLE} to a directory with free space"
+            ) from error
+
+    def _compile_into(self, library: Path) -> None:
+        files = sorted(self.sources.glob("*.cpp"))
+        log = library.with_suffix(".log")
+        with tempfile.TemporaryDirectory(prefix=f"{self.label}-", suffix=".part", dir=library.parent) as name:
+            directory = Path(name)
+            exports = directory / "exports.map"
+            exports.write_text(_EXPORTS)
+            objects = [directory / f"{file.stem}.o" for file in files]
+            start = [*self.compiler, *self.flags]
+            commands = [[*start, "-c", str(file), "-o", str(obj)] for file, obj in zip(files, objects)]
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                done = list(pool.map(_run, commands))
+            result = directory / "library.so"
+            if not any(process.returncode for process in done):
+                only_exports = ["-Xlinker", f"--version-script={exports}"]
+                link = [*start, "-shared", *only_exports, *map(str, objects), "-o", str(result)]
+                done.append(_run(link))
+            log.write_text("\n".join(f"{shlex.join(process.args)}\n{process.stdout}" for process in done))
+            failed = next((process for process in done if process.returncode), None)
+            if failed is not None:
+                raise NativeUnavailable(
+                    f"{self.compiler[0]} cannot compile the native kernels for {self.isa}: {_first_error(failed.stdout)} "
+                    f"(the whole log is in {log}; a newer g++ may help)"
+                )
+            with result.open("ab") as file:
+                file.write(self.key.encode())
+            os.replace(result, library)
+
+    def _is_whole(self, library: Path) -> bool:
+        try:
+            with library.open("rb") as file:
+                file.seek(-len(self.key), os.SEEK_END)
+                return file.read() == self.key.encode()
+        except OSError:
+            return False
+
+    def _remove_others(self, directory: Path) -> None:
+        """Older entries of this variant, and what a compilation that was killed has left."""
+        for path in directory.glob(f"{self.label}-*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.stem != self.name:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked_cache(self) -> Iterator[Path]:
+        """The first cache that can be written; nobody else compiles this variant in it meanwhile."""
+        directories = _cache_directories()
+        problem: OSError | None = None
+        for directory in directories:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = (directory / f"{self.label}.lock").open("a")
+            except OSError as error:
+                problem = error
+                continue
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield directory
+            return
+        raise NativeUnavailable(
+            f"no place for the compiled native kernels, {' nor '.join(map(str, directories))} can be written "
+            f"({problem}): set {CACHE_VARIABLE} to a directory that can"
+        )
+
+
+def _cache_directories() -> list[Path]:
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return [Path(chosen).absolute()]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return [_CHECKOUT / ".run" / "native", home / "everbatch"]
+
+
+def _find_compiler() -> list[str]:
+    """The command that compiles C++: $CXX (with arguments, if it has any), else the first of the usual names."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in chosen[:1] or ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            return [path, *chosen[1:]]
+    if chosen:
+        raise NativeUnavailable(f"CXX names {chosen[0]!r}, which is no program: unset it or set it to a C++ compiler")
+    raise NativeUnavailable("no C++ compiler found: install g++ (apt-get install g++) for the native kernels")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a compiler, messages in English on `stdout`, and without the libraries that are preloaded into this process."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}
+    return subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if re.search(r"\berror\b", line)), lines[0] if lines else "no message")

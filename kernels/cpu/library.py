@@ -1,0 +1,34 @@
+"""The native kernels as a loaded library with declared functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import CDLL, POINTER, c_float, c_int32, c_int64, c_void_p
+
+from kernels.cpu import build
+from kernels.cpu.structs import BatchStruct, KVLayout, LinearStruct, ModelStruct
+
+# name -> (result, arguments)
+_FUNCTIONS = {
+    "everbatch_lanes": (c_int64, []),
+    "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
+    "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
+    "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
+    "everbatch_read": (c_int64, [c_void_p, c_int64, c_int32, c_int32]),
+    "everbatch_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
+    "everbatch_silu_mul": (None, [c_void_p, c_int64, c_int64, c_void_p]),
+    "everbatch_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "everbatch_kv_block_bytes": (c_int64, [POINTER(KVLayout)]),
+    "everbatch_new_workspace": (c_void_p, []),
+    "everbatch_free_workspace": (None, [c_void_p]),
+    "everbatch_step": (c_int64, [POINTER(ModelStruct), POINTER(BatchStruct), c_void_p]),
+}
+
+
+def load_kernels(isa: str | None = None, progress: Callable[[str], None] | None = None, sanitize: bool = False) -> CDLL:
+    """See build.load. The functions of native/step.cpp and parts.cpp can be called from Python then."""
+    library = build.load(isa, progress, sanitize)
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

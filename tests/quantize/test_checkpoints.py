@@ -1,0 +1,189 @@
+"""int8 checkpoints of compressed-tensors: what is read, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from backend.api import ConfigError
+from backend.layers.linear import DenseLinear, QuantizedLinear
+from backend.models.config import parse_model_config
+from backend.models.linears import LinearOptions
+from backend.models.llama import Llama
+from backend.models.loader import load_directory
+from benchmarks.quality import row_logits
+from kernels.quantize import dequantize, quantize_activations
+from tests.quantize.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
+
+CHANNEL, GROUP = WEIGHTS, WEIGHTS | dict(strategy="group", group_size=32)
+ROWS = torch.randint(131, (2, 33), generator=torch.Generator().manual_seed(0))
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(directory: Path, **options: object) -> Llama:
+    return load_directory(directory, None, "float32", torch.device("cpu"), LinearOptions(**options))
+
+
+class QuantizesActivations(DenseLinear):
+    """A float layer behind activations that have been quantised."""
+
+    group: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(dequantize(*quantize_activations(x, self.group), self.group))
+
+
+@pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("weights", [CHANNEL, GROUP], ids=["channel", "group"])
+@pytest.mark.parametrize(
+    "family, overrides",
+    [("llama", ODD | dict(attention_bias=True, mlp_bias=True)), ("qwen2", {}), ("qwen3", {}), ("llama3", {})],
+    ids=["odd", "qwen2", "qwen3", "tied"],
+)
+def test_a_weight_only_checkpoint_has_the_logits_of_its_dequantised_weights(
+    tmp_path, family, overrides, weights, format
+):
+    int8, floats = write_pair(tmp_path, family, quantization_config(format, weights=weights), **overrides)
+    model = load(int8)
+    assert {type(layer.attention.qkv) for layer in model.layers} == {QuantizedLinear}
+    assert type(model.lm_head) is DenseLinear, "lm_head is on the ignore list"
+    torch.testing.assert_close(row_logits(model, ROWS), row_logits(load(floats), ROWS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", [CHANNEL, GROUP], ids=["channel", "group"])
+def test_dynamic_int8_activations_are_quantised_per_token_and_group(tmp_path, weights):
+    section = quantization_config(weights=weights, input_activations=ACTIVATIONS)
+    int8, floats = write_pair(tmp_path, "llama", section)
+    sizes = {48: weights["group_size"] or 48, 80: weights["group_size"] or 80}  # hidden and intermediate columns
+
+    def make(weight, bias):
+        if weight.shape[0] == 131:
+            return DenseLinear(weight, bias)
+        layer = QuantizesActivations(weight, bias)
+        layer.group = sizes[weight.shape[1]]
+        return layer
+
+    measured, expected = row_logits(load(int8), ROWS), row_logits(load(floats, make=make), ROWS)
+    assert (measured - row_logits(load(floats), ROWS)).abs().max() > 1e-2, "activations were not quantised"
+    # A value half-way between two steps may round either way after a different order of addition.
+    assert (measured - expected).norm() < 0.01 * expected.norm()
+
+
+def test_layers_that_are_quantised_only_in_part_are_refused(tmp_path):
+    int8, floats = write_pair(tmp_path, "llama", quantization_config())
+    weights = load_file(int8 / "model.safetensors")
+    weights[Q_PROJ] = load_file(floats / "model.safetensors")[Q_PROJ]
+    del weights[Q_PROJ + "_scale"]
+    save_file(weights, int8 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="has model.layers.1.self_attn.k_proj, .* quantised and others .* not"):
+        load(int8)
+
+
+@pytest.mark.parametrize(
+    "format, change, message",
+    [
+        ("int-quantized", lambda w: w.update({Q_PROJ: w[Q_PROJ].float()}), "is torch.float32, torch.int8 is expected"),
+        ("int-quantized", lambda w: w.update({Q_PROJ: w[Q_PROJ][:, :8]}), r"has shape \[48, 8\]"),
+        ("int-quantized", lambda w: w.update({Q_PROJ + "_scale": torch.ones(48, 2)}), r"scale has shape \[48, 2\]"),
+        ("int-quantized", lambda w: w.update({Q_PROJ + "_zero_point": torch.ones(48, 1)}), "1 tensors .* not used"),
+        ("pack-quantized", lambda w: w.update({Q_PROJ + "_shape": torch.tensor([48, 47])}), r"says \[48, 47\]"),
+        ("pack-quantized", lambda w: w.pop(Q_PROJ + "_packed"), "lacks the tensor .*q_proj.weight_packed"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_format_are_refused(tmp_path, format, change, message):
+    int8, _ = write_pair(tmp_path, "llama", quantization_config(format))
+    weights = load_file(int8 / "model.safetensors")
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, int8 / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load(int8)
+
+
+def test_int8_weights_without_a_scale_are_refused(tmp_path):
+    int8, _ = write_pair(tmp_path, "llama", quantization_config())
+    weights = load_file(int8 / "model.safetensors")
+    del weights["model.layers.2.self_attn.o_proj.weight_scale"]
+    save_file(weights, int8 / "model.safetensors")
+    with pytest.raises(ConfigError, match="2.self_attn.o_proj.weight is torch.int8, torch.float32 or"):
+        load(int8)
+
+
+@pytest.mark.parametrize("activations, own, other", [(None, "int8", "w8a8"), (ACTIVATIONS, "w8a8", "int8")])
+def test_a_setting_may_repeat_the_checkpoint_s_format_but_not_contradict_it(tmp_path, activations, own, other):
+    int8, _ = write_pair(tmp_path, "llama", quantization_config(input_activations=activations))
+    assert type(load(int8, quantization=own).lm_head) is DenseLinear
+    with pytest.raises(ConfigError, match=f"model.quantization is {other}, but the checkpoint is quantised as {own}"):
+        load(int8, quantization=other)
+
+
+def refusal(section: object) -> str:
+    raw = dict(architectures=["LlamaForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8)
+    raw |= dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64, quantization_config=section)
+    with pytest.raises(ConfigError) as error:
+        parse_model_config(json.dumps(raw))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(weights=WEIGHTS | dict(num_bits=4)), "weights of 4 bits"),
+        (dict(weights=WEIGHTS | dict(type="float")), "weights of type float"),
+        (dict(weights=WEIGHTS | dict(symmetric=False)), "asymmetric weights"),
+        (dict(weights=WEIGHTS | dict(strategy="tensor")), "weight strategy tensor"),
+        (dict(weights=WEIGHTS | dict(strategy="group", group_size=0)), "weight group_size 0"),
+        (dict(weights=WEIGHTS | dict(actorder="group")), "weight actorder group"),
+        (dict(weights=None), "no weights"),
+        (dict(input_activations=ACTIVATIONS | dict(dynamic=False)), "static activations"),
+        (dict(input_activations=ACTIVATIONS | dict(dynamic="local")), "static activations"),
+        (dict(input_activations=ACTIVATIONS | dict(symmetric=False)), "asymmetric activations"),
+        (dict(input_activations=ACTIVATIONS | dict(strategy="tensor")), "activation strategy tensor"),
+        (dict(input_activations=ACTIVATIONS | dict(num_bits=4)), "activations of 4 bits"),
+        (dict(input_activations=ACTIVATIONS | dict(type="float")), "activations of type float"),
+        (dict(output_activations=ACTIVATIONS), "output_activations"),
+        (dict(targets=["re:.*down_proj"]), "targets ['re:.*down_proj']"),
+        (dict(format="float-quantized"), "format float-quantized"),
+        (dict(format="marlin-24"), "format marlin-24"),
+        (dict(config_groups={}), "0 config_groups"),
+        (dict(kv_cache_scheme=WEIGHTS), "kv_cache_scheme"),
+        (dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
+        (dict(transform_config=dict(config_groups={"R1": {}})), "transform_config"),
+    ],
+)
+def test_other_formats_of_compressed_tensors_are_refused_by_name(changes, reason):
+    message = refusal(quantization_config(**changes))
+    assert f"(compressed-tensors: {reason}), which is not supported" in message
+    assert message.endswith("or dynamic int8 by token")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "quark"])
+def test_other_methods_are_refused_by_name(method):
+    assert f"quantised ({method}), which is not supported; use a float checkpoint, or" in refusal(
+        dict(quant_method=method, bits=8)
+    )
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ([1], "quantised (unknown)"),
+        (dict(quant_method="compressed-tensors"), "wrong type"),
+        (quantization_config(config_groups={"group_0": dict(targets="Linear")}), "wrong type"),
+        (quantization_config(weights=WEIGHTS | dict(num_bits="eight")), "wrong type"),
+    ],
+)
+def test_a_section_that_is_not_what_it_should_be_is_refused(section, message):
+    assert message in refusal(section)
+
+
+def test_the_older_name_of_the_section_is_read(tmp_path):
+    int8, _ = write_pair(tmp_path, "llama", quantization_config())
+    raw = json.loads((int8 / "config.json").read_text())
+    raw["compression_config"] = raw.pop("quantization_config")
+    write_config(int8, raw)
+    assert type(load(int8).layers[0].mlp.down) is QuantizedLinear
