@@ -19,7 +19,8 @@ did not.
 u is made from (seed, counter) by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), applied to the seed and again to the sum with the counter times the golden gamma.
 
-There is no Triton kernel yet: each function is the torch reference, `sample` launches it on any device.
+There is no Triton kernel yet: each function is the torch reference, `sample` launches it on any device. On a CPU the native
+kernel (cpu/sampling.py) does all of this in one call.
 """
 
 from __future__ import annotations

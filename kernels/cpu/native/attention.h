@@ -14,7 +14,9 @@
 
 namespace everbatch {
 
-constexpr int SEGMENT = 256;
+constexpr int SEGMENT = 256;  // positions
+constexpr int AHEAD = 2;      // panels
+constexpr int MOST_HEAD_DIM = 1024;
 
 struct KVLayout {
     int32_t block_size, kv_heads, head_dim, is_int8;
@@ -45,52 +47,76 @@ struct KVHead {
     float* value_scales() const { return key_scales() + layout.block_size; }
 };
 
-// Where element (row, column) lies in packed panels of `rows` rows: bfloat16's order (int8 cells use it too), or float32's.
+// Where element (row, column) of one packed panel lies: in bfloat16's order (int8 cells use it too), or in float32's.
 template <bool IS_FLOAT>
-inline size_t packed_at(int64_t rows, int64_t row, int64_t column) {
-    const size_t panel = size_t(column / PANEL) * rows * PANEL, c = column % PANEL;
-    if (IS_FLOAT) return panel + row * PANEL + c;
-    return panel + row / 32 * 1024 + c / 16 * 512 + row % 32 / 2 * 32 + c % 16 * 2 + row % 2;
+constexpr size_t packed_at(int row, int column) {
+    if (IS_FLOAT) return size_t(row) * PANEL + column;
+    return size_t(row) / 32 * 1024 + column / 16 * 512 + row % 32 / 2 * 32 + column % 16 * 2 + row % 2;
 }
 
+// Puts a key and a value, [dim] cells each, at token `token` of a unit.
+template <class E>
+void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) {
+    constexpr bool IS_FLOAT = sizeof(E) == 4;
+    for (int d = 0; d < dim; d += PANEL) {
+        E *to_k = k + size_t(d) * PANEL + packed_at<IS_FLOAT>(0, token), *to_v = v + size_t(d) * PANEL + packed_at<IS_FLOAT>(token, 0);
+        for (int i = 0; i < PANEL; i++) to_k[packed_at<IS_FLOAT>(i, 0)] = key[d + i], to_v[packed_at<IS_FLOAT>(0, i)] = value[d + i];
+    }
+}
+
+// Fetches what write_cell touches: a key lies spread over a cache line for each pair of dimensions.
+template <class E>
+void prefetch_cell(const KVHead& head, int offset) {
+    const KVLayout& l = head.layout;
+    const int unit = offset / PANEL, token = offset % PANEL;
+    constexpr bool IS_FLOAT = sizeof(E) == 4;
+    constexpr int STEP = IS_FLOAT ? 1 : 2;
+    for (int d = 0; d < l.dim(); d += STEP)
+        __builtin_prefetch(head.keys<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<IS_FLOAT>(d % PANEL, token), 1);
+    for (int d = 0; d < l.dim(); d += 16)
+        __builtin_prefetch(head.values<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<IS_FLOAT>(token, d % PANEL), 1);
+}
+
+// Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the cells.
 template <class E>
 void write_cell(const KVHead& head, int offset, const float* key, const float* value) {
     const KVLayout& l = head.layout;
-    const int unit = offset / PANEL, token = offset % PANEL;
+    const int unit = offset / PANEL, token = offset % PANEL, dim = l.dim();
     E *k = head.keys<E>(unit), *v = head.values<E>(unit);
-    float key_scale = 1, value_scale = 1;
     if (token == 0) {  // the first of its panel: what nobody has written yet must not hold what could spread (NaN)
         memset((void*)k, 0, l.unit() * sizeof(E)), memset((void*)v, 0, l.unit() * sizeof(E));
         if (l.is_int8)
             for (int i = 0; i < PANEL; i++) head.key_scales()[offset + i] = head.value_scales()[offset + i] = 0;
     }
-    if constexpr (sizeof(E) == 1) {
-        float most_k = 0, most_v = 0;
-        for (int d = 0; d < l.head_dim; d++) most_k = std::max(most_k, std::fabs(key[d])), most_v = std::max(most_v, std::fabs(value[d]));
-        head.key_scales()[offset] = most_k / 127, head.value_scales()[offset] = most_v / 127;
-        key_scale = most_k > 0 ? 127 / most_k : 0, value_scale = most_v > 0 ? 127 / most_v : 0;
-    }
-    for (int d = 0; d < l.head_dim; d++) {
-        const size_t ki = packed_at<sizeof(E) == 4>(l.dim(), d, token), vi = packed_at<sizeof(E) == 4>(PANEL, token, d);
-        if constexpr (sizeof(E) == 4)
-            k[ki] = key[d], v[vi] = value[d];
-        else if constexpr (sizeof(E) == 2)
-            k[ki] = to_bf16(key[d]), v[vi] = to_bf16(value[d]);
-        else
-            k[ki] = E(std::nearbyint(key[d] * key_scale)), v[vi] = E(std::nearbyint(value[d] * value_scale));
+    if constexpr (sizeof(E) == 4) {
+        scatter_cell(k, v, dim, token, key, value);
+    } else {
+        alignas(64) E keys[MOST_HEAD_DIM], values[MOST_HEAD_DIM];
+        if constexpr (sizeof(E) == 2) {
+            for (int d = 0; d < dim; d += LANES) store_bf16(keys + d, load<Vec>(key + d)), store_bf16(values + d, load<Vec>(value + d));
+        } else {
+            int32_t sum;
+            quantize_group(key, dim, keys, head.key_scales() + offset, &sum);
+            quantize_group(value, dim, values, head.value_scales() + offset, &sum);
+        }
+        scatter_cell(k, v, dim, token, keys, values);
     }
 }
 
 // int8 cells -> a packed panel of T with `rows` rows. Scales belong to the columns (keys) or to the rows (values).
-template <class T>
-void dequantize_panel(const int8_t* q, int rows, const float* column_scales, const float* row_scales, T* out) {
-    for (int row = 0; row < rows; row++)
-        for (int c = 0; c < PANEL; c++) {
-            const float x = q[packed_at<false>(rows, row, c)] * (column_scales ? column_scales[c] : row_scales[row]);
+template <class T, bool OF_COLUMNS>
+void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out) {
+    for (int row = 0; row < rows; row += 2)
+        for (int c = 0; c < PANEL; c += LANES) {
+            const Short pairs = load<Short>(q + packed_at<false>(row, c));
+            const Vec lo_scale = OF_COLUMNS ? load<Vec>(scales + c) : splat(scales[row]);
+            const Vec hi_scale = OF_COLUMNS ? lo_scale : splat(scales[row + 1]);
+            const Vec lo = __builtin_convertvector(Short(pairs << 8) >> 8, Vec) * lo_scale;
+            const Vec hi = __builtin_convertvector(pairs >> 8, Vec) * hi_scale;
             if constexpr (sizeof(T) == 4)
-                out[packed_at<true>(rows, row, c)] = x;
+                store(out + packed_at<true>(row, c), lo), store(out + packed_at<true>(row + 1, c), hi);
             else
-                out[packed_at<false>(rows, row, c)] = to_bf16(x);
+                store_bf16_pairs(out + packed_at<false>(row, c), lo, hi);
         }
 }
 
@@ -104,14 +130,12 @@ struct Keys {
 // Scratch of one thread.
 template <class T>
 struct AttentionScratch {
-    std::vector<float> scores, sums, most, total;
-    std::vector<T> weights, panel;
+    Buffer<float> scores, sums, most, total;
+    Buffer<T> weights, panel;
 
     void shape(int rows, int dim) {
-        if (scores.size() < size_t(rows) * SEGMENT || sums.size() < size_t(rows) * dim) {
-            scores.resize(size_t(rows) * SEGMENT), sums.resize(size_t(rows) * dim), most.resize(rows), total.resize(rows);
-            weights.resize(size_t(rows) * (SEGMENT + 32)), panel.resize(size_t(PANEL) * dim);
-        }
+        scores.grow(size_t(rows) * SEGMENT), sums.grow(size_t(rows) * dim), most.grow(rows), total.grow(rows);
+        weights.grow(size_t(rows) * (SEGMENT + 32)), panel.grow(size_t(PANEL) * dim);
     }
 };
 
@@ -131,29 +155,35 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
     constexpr size_t WEIGHTS_LD = SEGMENT + 32;
     const int dim = l.dim(), rows = tokens * group, most_rows = rows_at_once<T>(), units = l.block_size / PANEL;
     s.shape(rows, dim);
-    std::fill(s.sums.begin(), s.sums.begin() + rows * dim, 0.0f);
-    std::fill(s.most.begin(), s.most.begin() + rows, -INFINITY);
-    std::fill(s.total.begin(), s.total.begin() + rows, 0.0f);
+    std::fill_n(s.sums.data(), rows * dim, 0.0f);
+    std::fill_n(s.most.data(), rows, -INFINITY);
+    std::fill_n(s.total.data(), rows, 0.0f);
+    float *most = s.most.data(), *total = s.total.data();
     const int64_t first_key = keys.window ? std::max<int64_t>(0, position - keys.window + 1) : 0, end = position + tokens;
     auto head_of = [&](int64_t unit) {
         return KVHead{l, const_cast<char*>(pool) + keys.table[unit / units] * l.block_bytes() + kv_head * l.head_bytes()};
     };
-    // What is read after the keys (values) at `key`: those of the next panel, else the values of the segment's first.
-    auto next_of = [&](int64_t key, int64_t to, bool is_keys) -> const char* {
-        const int64_t next = key + PANEL < to ? key + PANEL : key / SEGMENT * SEGMENT < first_key ? key : key / SEGMENT * SEGMENT;
-        const KVHead head = head_of(next / PANEL);
-        const int unit = int(next / PANEL % units);
-        return is_keys && key + PANEL < to ? (const char*)head.keys<T>(unit) : (const char*)head.values<T>(unit);
-    };
     for (int64_t base = first_key / SEGMENT * SEGMENT; base < end; base += SEGMENT) {
         const int64_t from = std::max(base, first_key / PANEL * PANEL), to = std::min(base + SEGMENT, (end + PANEL - 1) / PANEL * PANEL);
+        // Keys, then values, of the segment in the order in which they are read; `AHEAD` of them are on their way from memory.
+        const char* order[2 * SEGMENT / PANEL + AHEAD] = {};
+        const int count = int(to - from) / PANEL;
+        for (int i = 0; i < count; i++) {
+            const KVHead head = head_of(from / PANEL + i);
+            const int unit = int((from / PANEL + i) % units);
+            order[i] = (const char*)head.keys<T>(unit), order[count + i] = (const char*)head.values<T>(unit);
+        }
+        for (int i = 0; i < AHEAD; i++) order[2 * count + i] = order[2 * count - 1];
+        if (!l.is_int8)
+            for (int i = 0; i < AHEAD; i++)
+                for (size_t at = 0; at < l.unit() * sizeof(T); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
         for (int64_t key = from; key < to; key += PANEL) {
             const KVHead head = head_of(key / PANEL);
             const int unit = int(key / PANEL % units);
             const T* panel = head.keys<T>(unit);
-            const char* ahead = next_of(key, to, true);
+            const char* ahead = order[(key - from) / PANEL + AHEAD];
             if (l.is_int8) {
-                dequantize_panel<T>(head.keys<int8_t>(unit), dim, head.key_scales() + unit * PANEL, nullptr, s.panel.data());
+                dequantize_panel<T, true>(head.keys<int8_t>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data());
                 panel = s.panel.data();
             }
             for (int r = 0; r < rows; r += most_rows)
@@ -170,26 +200,26 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
             float* x = s.scores.data() + size_t(r) * SEGMENT;
             for (int i = lo; i < std::min(seen_from, hi); i++) x[i] = -INFINITY;
             for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
-            Vec most = splat(-INFINITY);
-            for (int i = lo; i < hi; i += LANES) most = vmax(most, load<Vec>(x + i));
-            const float before = s.most[r], now = std::max(before, reduce_max(most));
+            Vec greatest = splat(-INFINITY);
+            for (int i = lo; i < hi; i += LANES) greatest = vmax(greatest, load<Vec>(x + i));
+            const float before = most[r], now = std::max(before, reduce_max(greatest));
             const float shift = now == -INFINITY ? 0.0f : now;
             T* p = s.weights.data() + size_t(r) * WEIGHTS_LD;
-            Vec total{};
+            Vec sum{};
             for (int i = lo; i < hi; i += LANES) {
                 Vec e = exp_negative((load<Vec>(x + i) - shift) * scale);
-                total += e;
+                sum += e;
                 if constexpr (sizeof(T) == 4)
                     store(p + i, e);
                 else
                     store_bf16(p + i, e);
             }
             const float keep = before == -INFINITY ? 0.0f : exp_negative(splat((before - shift) * scale))[0];
-            s.total[r] = s.total[r] * keep + reduce_add(total);
-            s.most[r] = now;
+            total[r] = total[r] * keep + reduce_add(sum);
+            most[r] = now;
             if (keep != 1.0f) {
-                float* sum = s.sums.data() + size_t(r) * dim;
-                for (int d = 0; d < dim; d += LANES) store(sum + d, load<Vec>(sum + d) * keep);
+                float* sums = s.sums.data() + size_t(r) * dim;
+                for (int d = 0; d < dim; d += LANES) store(sums + d, load<Vec>(sums + d) * keep);
             }
         }
         for (int64_t key = from; key < to; key += PANEL) {
@@ -197,10 +227,10 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
             const int unit = int(key / PANEL % units);
             for (int d = 0; d < dim; d += PANEL) {
                 const T* panel = head.values<T>(unit) + size_t(d) * PANEL;
-                const char* ahead = next_of(key, to, false) + size_t(d) * PANEL * sizeof(T);
+                const char* ahead = order[count + (key - from) / PANEL + AHEAD] + size_t(d) * PANEL * sizeof(T);
                 if (l.is_int8) {
-                    dequantize_panel<T>(head.values<int8_t>(unit) + size_t(d) * PANEL, PANEL, nullptr,
-                                        head.value_scales() + unit * PANEL, s.panel.data());
+                    dequantize_panel<T, false>(head.values<int8_t>(unit) + size_t(d) * PANEL, PANEL, head.value_scales() + unit * PANEL,
+                                               s.panel.data());
                     panel = s.panel.data();
                 }
                 for (int r = 0; r < rows; r += most_rows)
@@ -211,7 +241,7 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
             }
         }
     }
-    for (int r = 0; r < rows; r++) put(r / group, r % group, s.sums.data() + size_t(r) * dim, 1.0f / s.total[r]);
+    for (int r = 0; r < rows; r++) put(r / group, r % group, s.sums.data() + size_t(r) * dim, 1.0f / total[r]);
 }
 
 }  // namespace everbatch

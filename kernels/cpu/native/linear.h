@@ -3,6 +3,7 @@
 // A thread takes a few panels at a time. For many rows a panel is cut along k, so that the piece stays in the innermost cache
 // while all rows pass it; the sums wait in a scratch of the thread. Weights are read from memory once.
 #pragma once
+#include "buffer.h"
 #include "team.h"
 #include "tiles.h"
 
@@ -44,7 +45,14 @@ struct Operand {
     }
 };
 
-constexpr int PIECE = 256;  // rows of a panel that are used on all rows of the batch before the next ones: 16 KB of bfloat16
+// Rows of a panel that are used on all rows of the batch before the next ones: as many as the innermost cache keeps, where the
+// products are fast enough (AMX) or the work of unpacking is to be shared; else the second cache's speed will do.
+constexpr int SHORT_PIECE = 256;
+#if defined(EVERBATCH_AMX)
+constexpr int PIECE = SHORT_PIECE;
+#else
+constexpr int PIECE = 2048;
+#endif
 constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
@@ -65,15 +73,7 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
             } else {
                 for (int b = 0; b < 4; b += 2) {
                     T* to = out + row / 32 * 1024 + (row % 32 + b) / 2 * 32 + column_offset<2, 512>(j);
-#if defined(__AVX512BF16__)
-                    alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-                    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[b + 1], (__m512)v[b]);
-                    store(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
-#else
-                    for (int l = 0; l < LANES; l++) to[2 * l] = to_bf16(v[b][l]), to[2 * l + 1] = to_bf16(v[b + 1][l]);
-#endif
+                    store_bf16_pairs(to, v[b], v[b + 1]);
                 }
             }
         }
@@ -88,7 +88,7 @@ void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int6
     const int64_t depth = l.depth();
     const int most = l.format == W8A8 ? INT8_ROWS : rows_at_once<T>();
     const int tiles = (rows + most - 1) / most;
-    alignas(64) T unpacked[PIECE * PANEL];
+    alignas(64) T unpacked[SHORT_PIECE * PANEL];
     const T* w = static_cast<const T*>(l.data) + (p * depth + first) * PANEL;
     const int8_t* q = static_cast<const int8_t*>(l.data) + p * depth * PANEL;
     const bf16* scales = l.scales + p * l.groups() * PANEL;
@@ -121,15 +121,16 @@ void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int6
 // T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
 template <class T, class Put>
 void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
-    static thread_local std::vector<float> scratch;
+    static thread_local Buffer<float> scratch;
     const int64_t depth = l.depth(), panels = l.panels();
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
         const int64_t together = m <= 32 ? 1 : 4;  // panels that share a pass over the activations
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, pieces = (depth + PIECE - 1) / PIECE;
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = l.format == INT8 ? SHORT_PIECE : PIECE;
+        const int64_t pieces = (depth + longest - 1) / longest;
         const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;
-        scratch.resize(size_t(together) * m * PANEL);
+        scratch.grow(size_t(together) * m * PANEL);
         const int64_t items = (panels + together - 1) / together;
         team.for_each(items, std::max<int64_t>(1, items / (team.size * 8)), [&](int64_t item) {
             const int64_t p0 = item * together, p1 = std::min(panels, p0 + together);

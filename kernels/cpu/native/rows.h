@@ -58,11 +58,11 @@ public:
         k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
         bytes_ = l.format == W8A8 ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // rows start in different sets of the cache
-        if (data_.size() < size_t(rows) * ld * bytes_) data_.resize(size_t(rows) * ld * bytes_);
+        data_.grow(size_t(rows) * ld * bytes_);
         view_ = {data_.data(), ld, nullptr, nullptr, 0};
         if (group_) {
             const size_t groups = size_t(l.groups());
-            if (scales_.size() < size_t(rows) * groups) scales_.resize(size_t(rows) * groups), sums_.resize(size_t(rows) * groups);
+            scales_.grow(size_t(rows) * groups), sums_.grow(size_t(rows) * groups);
             view_ = {data_.data(), ld, scales_.data(), sums_.data(), groups};
         }
     }
@@ -77,17 +77,17 @@ public:
             for (int64_t i = 0; i < depth_; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
         } else {
             for (size_t g = 0; g < view_.groups; g++)
-                quantize_group(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, &scales_[r * view_.groups + g],
-                               &sums_[r * view_.groups + g]);
+                quantize_group(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, scales_.data() + r * view_.groups + g,
+                               sums_.data() + r * view_.groups + g);
         }
     }
 
     const Operand& view() const { return view_; }
 
 private:
-    std::vector<char> data_;
-    std::vector<float> scales_;
-    std::vector<int32_t> sums_;
+    Buffer<char> data_;
+    Buffer<float> scales_;
+    Buffer<int32_t> sums_;
     Operand view_;
     int64_t k_ = 0, depth_ = 0, group_ = 0;
     size_t bytes_ = 0;

@@ -5,7 +5,7 @@
 
 #include <atomic>
 
-using namespace everbatch;
+using namespace everbatch::sampling;
 
 namespace {
 

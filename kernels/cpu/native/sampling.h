@@ -1,9 +1,9 @@
 // The probability distribution of one row, in weights that are whole numbers, and where a need is met on the way down from the
 // heaviest token. The formula is that of kernels/sampling.py.
 //
-// Weights reach 2^40 (1 + 2^-20), as float32 (floor of a float32 is one), and sums of them stay below 2^53: added up in double
-// they are exact, in any order. Up to the weights every operation is a single IEEE one on sixteen lanes in a fixed order, so a row
-// gets the same bits from any instruction set.
+// Weights reach 2^40 and are kept as float32 (a float32 rounded down to an integer is one); their sums stay below 2^53, so that
+// added up in double they are exact, in any order. The weights themselves are made by single IEEE operations, and sums of
+// exponentials on sixteen lanes in a fixed order: a row gets the same bits from any instruction set.
 //
 // Nothing is sorted. Tokens fall by (weight, then lower id first), so a place in that order is a weight, what lies above it, and a
 // number among its equals. The weight is found by halving an interval of weights; a pass reads only the blocks of tokens whose
@@ -11,17 +11,18 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "simd.h"
 
-namespace everbatch {
+namespace everbatch::sampling {
 
 constexpr int BLOCK = 128;    // tokens that are looked at, or passed over, together
-constexpr int FEW = 128;       // weights that are sorted rather than split further
+constexpr int FEW = 128;      // weights that are sorted rather than split further
 constexpr int WIDTH = 16;     // lanes of a sum, whatever LANES is
-constexpr float NOTHING = -30.0f;  // 2^22 tokens with e^-30 add up to less than float32 resolves beside the greatest with e^0
+constexpr float NOTHING = -33.0f;  // 2^22 tokens with e^-33 add up to less than a float32 resolves beside e^0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 typedef float Narrow __attribute__((vector_size(LANES * 2), aligned(4)));
@@ -53,7 +54,7 @@ ALWAYS_INLINE T product(T a, T b) {
     return p;
 }
 
-// e^x for x <= 0, within two units in the last place; 0 below -87. Cephes' expf without fused operations.
+// e^x for x <= 0, within one unit in the last place; 0 below -87. Cephes' expf without fused operations.
 ALWAYS_INLINE Vec exponential(Vec x) {
     const Vec least = splat(-87.0f);
     const IVec is_zero = x < least;
@@ -322,4 +323,4 @@ private:
     }
 };
 
-}  // namespace everbatch
+}  // namespace everbatch::sampling

@@ -30,6 +30,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t IVec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t UVec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef int16_t Short __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef int8_t Quarter __attribute__((vector_size(LANES), aligned(1)));
 
 typedef uint16_t bf16;  // the upper half of a float32
@@ -99,6 +100,19 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
     UVec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     UVec nan = (u >> 16) | 0x40;
     store(p, __builtin_convertvector((u & 0x7fffffff) > 0x7f800000 ? nan : rounded, Half));
+#endif
+}
+
+// Lane i of `lo` to p[2 * i], of `hi` to p[2 * i + 1].
+ALWAYS_INLINE void store_bf16_pairs(bf16* p, Vec lo, Vec hi) {
+#if defined(__AVX512BF16__)
+    alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    store(p, _mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo)));
+#else
+    alignas(64) bf16 l[LANES], h[LANES];
+    store_bf16(l, lo), store_bf16(h, hi);
+    for (int i = 0; i < LANES; i++) p[2 * i] = l[i], p[2 * i + 1] = h[i];
 #endif
 }
 

@@ -15,8 +15,6 @@ struct Piece {  // consecutive tokens of one row
     int32_t position;           // of the first, in its sequence
 };
 
-constexpr int MOST_HEAD_DIM = 1024;
-
 struct Best {
     float value;
     int64_t id;
@@ -41,42 +39,35 @@ std::vector<Piece> cut(const everbatch_batch& b, int most, int border) {
     return pieces;
 }
 
-void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
     for (int64_t i = 0; i < half; i++) {
         out[i] = x[i] * cos[i] - x[i + half] * sin[i];
         out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
     }
 }
 
-void put(float* x, float v) { *x = v; }
-void put(bf16* x, float v) { *x = to_bf16(v); }
+void convert(const float* x, int64_t n, float* out) { memcpy(out, x, size_t(n) * sizeof(float)); }
+void convert(const float* x, int64_t n, bf16* out) {
+    for (int64_t i = 0; i < n; i += LANES) store_bf16(out + i, load<Vec>(x + i));
+}
 
 }  // namespace
 
 // Memory of a step, kept from step to step. A buffer only grows.
 struct everbatch_workspace {
     struct Thread {
-        std::vector<float> row;
+        Buffer<float> row;
         AttentionScratch<float> of_floats;
         AttentionScratch<bf16> of_halves;
 
         AttentionScratch<float>& attention(float) { return of_floats; }
         AttentionScratch<bf16>& attention(bf16) { return of_halves; }
     };
-    std::vector<float> x, y, attended;
-    std::vector<char> queries;
+    Buffer<float> x, y, attended;
+    Buffer<char> queries;
     OperandBuffer normed, attention, activated, last;  // inputs of qkv and gate_up, out, down, lm_head
     std::vector<Thread> threads;
 };
-
-namespace {
-
-template <class V>
-void grow(V& v, int64_t size) {
-    if (v.size() < size_t(size)) v.resize(size_t(size));
-}
-
-}  // namespace
 
 namespace {
 
@@ -95,14 +86,14 @@ public:
         queries_ = cut(b, std::max(1, 32 / group_), 0);
         x_ld_ = round_up(m.hidden, 64), att_ld_ = round_up(m.heads * m.kv.head_dim, 64);
         y_ld_ = round_up(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate), 64);
-        grow(w.x, tokens_ * x_ld_), grow(w.y, tokens_ * y_ld_), grow(w.attended, tokens_ * att_ld_);
-        grow(w.queries, tokens_ * m.heads * dim_ * int64_t(sizeof(T)));
+        w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
+        w.queries.grow(tokens_ * m.heads * dim_ * sizeof(T));
         w.normed.shape(m.layers[0].qkv, tokens_, sizeof(T)), w.attention.shape(m.layers[0].out, tokens_, sizeof(T));
         w.activated.shape(m.layers[0].down, tokens_, sizeof(T));
         w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
-        grow(w.threads, b.threads);
+        if (w.threads.size() < size_t(b.threads)) w.threads = std::vector<everbatch_workspace::Thread>(b.threads);
         const int64_t widest = std::max({m.layers[0].qkv.depth(), m.layers[0].out.depth(), m.layers[0].down.depth(), m.lm_head.depth()});
-        for (auto& thread : w.threads) grow(thread.row, std::max<int64_t>(widest, m.kv.head_dim));
+        for (auto& thread : w.threads) thread.row.grow(std::max<int64_t>(widest, 2 * dim_));
         best_.assign(size_t(b.threads) * sampled_.size(), {-INFINITY, 0});
     }
 
@@ -181,8 +172,9 @@ private:
 
     // q, k, v of y: norm and rotate; queries to their buffer, keys and values to the pool.
     void append(Team& team, const everbatch_layer& l, char* pool) {
-        float* turned = scratch(team);
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
+        float *turned = scratch(team), *value = turned + dim_;
+        std::fill(turned + d, turned + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
         T* queries = reinterpret_cast<T*>(w_.queries.data());
         auto normed_rotated = [&](const float* x, const float* norm, int64_t position) {
             alignas(64) float normed[MOST_HEAD_DIM];
@@ -194,17 +186,19 @@ private:
             const int64_t h = item % kv_heads;
             const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
             const KVHead head{kv_, pool + table[piece.position / kv_.block_size] * kv_.block_bytes() + h * kv_.head_bytes()};
+            if (kv_.is_int8)
+                prefetch_cell<int8_t>(head, int(piece.position % kv_.block_size));
+            else
+                prefetch_cell<T>(head, int(piece.position % kv_.block_size));
             for (int t = 0; t < piece.count; t++) {
                 const int64_t position = piece.position + t, flat = piece.first + t;
                 const float* y = w_.y.data() + flat * y_ld_;
                 for (int g = 0; g < group_; g++) {
                     normed_rotated(y + (h * group_ + g) * d, l.q_norm, position);
-                    T* q = queries + ((h * tokens_ + flat) * group_ + g) * dim_;
-                    for (int64_t i = 0; i < d; i++) put(q + i, turned[i]);
-                    for (int64_t i = d; i < dim_; i++) put(q + i, 0.0f);
+                    convert(turned, dim_, queries + ((h * tokens_ + flat) * group_ + g) * dim_);
                 }
                 normed_rotated(y + (m_.heads + h) * d, l.k_norm, position);
-                const float* value = y + (m_.heads + kv_heads + h) * d;
+                memcpy(value, y + (m_.heads + kv_heads + h) * d, size_t(d) * sizeof(float));
                 const int offset = int(position % kv_.block_size);
                 if (kv_.is_int8)
                     write_cell<int8_t>(head, offset, turned, value);

@@ -1,0 +1,37 @@
+// Memory that grows and is never given back before its owner ends; begins at a cache line, which vectors of 64 bytes need to be
+// loaded at once.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace everbatch {
+
+template <class T>
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr, other.size_ = 0; }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { std::free(data_); }
+
+    // Room for `size` elements. New room is zero; what was there is lost when it grows.
+    void grow(size_t size) {
+        if (size <= size_) return;
+        std::free(data_);
+        const size_t bytes = (size * sizeof(T) + 63) / 64 * 64;
+        data_ = static_cast<T*>(std::aligned_alloc(64, bytes)), size_ = size;
+        if (!data_) throw std::bad_alloc();
+        std::memset(static_cast<void*>(data_), 0, bytes);
+    }
+
+    T* data() { return data_; }
+    const T* data() const { return data_; }
+
+private:
+    T* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+}  // namespace everbatch
