@@ -26,12 +26,12 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-typedef float Vec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int32_t IVec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t UVec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t Half __attribute__((vector_size(LANES * 2), aligned(2)));
-typedef int16_t Short __attribute__((vector_size(LANES * 2), aligned(2)));
-typedef int8_t Quarter __attribute__((vector_size(LANES), aligned(1)));
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IVec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t UVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
+typedef int16_t Short __attribute__((vector_size(LANES * 2)));
+typedef int8_t Quarter __attribute__((vector_size(LANES)));
 
 typedef uint16_t bf16;  // the upper half of a float32
 

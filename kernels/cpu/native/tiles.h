@@ -68,8 +68,9 @@ constexpr int column_offset(int j) {
     return j * LANES / 16 * HALF + j * LANES % 16 * PER_LANE;
 }
 
+// Never inlined: the sums must have all the registers.
 template <int LINES, int ROWS>
-void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
+__attribute__((noinline)) void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int i = 0; i < k; i++, w += PANEL) {
         prefetch<LINES>(ahead);
@@ -87,7 +88,7 @@ void product_rows(const float* a, size_t lda, const float* w, int k, float* c, s
 }
 
 template <int LINES, int ROWS>
-void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
+__attribute__((noinline)) void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int i = 0; i < k; i += 32, w += 1024) {
         for (int pair = 0; pair < 16; pair++) {
@@ -176,7 +177,7 @@ struct Int8Rows {
 
 // c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
 template <int LINES, int ROWS>
-void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+__attribute__((noinline)) void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
                        const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int g = 0, i = 0; g < num_groups; g++) {
@@ -187,7 +188,7 @@ void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int grou
             for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = WEIGHT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
         for (const int end = i + group; i < end; i += 4) {
             prefetch<LINES>(ahead);
-            const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
+            const int8_t* at = w + unsigned(i) / 64 * 2048 + unsigned(i) % 64 * 16;
             IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
             for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(at + column_offset<4, 1024>(j));
