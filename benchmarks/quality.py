@@ -1,7 +1,7 @@
 """What the int8 formats cost in quality, beside those of llama.cpp and OpenVINO: perplexity of the default model, and the
 error of its logits and of random models'.
 
-    ./everbatch bench quality                      a minute
+    ./everbatch bench quality                      a minute or two
     ./everbatch bench quality --tokens 32768       all of the held-out text
 
 Every format is computed by the torch tier in float32, so that the format's own error shows and nothing else; `bfloat16` alone
@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -47,11 +48,14 @@ from backend.layers.linear import (
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import DEFAULT_MODEL, load_directory
+from benchmarks.cpu.errors import Skipped
 from kernels.paged_attention import AttentionRows
 from kernels.quantize import dequantize, quantize_activations, quantize_weight
 from tools.make_random_model import make_random_model
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+LLAMACPP = ROOT / ".run" / "bench" / "env-llamacpp" / "bin" / "python"
 # What tools/train_default_model.py held out (seed 0, CPython 3.11.7): 1 % of the characters.
 HELD_OUT = (
     "turtledemo/lindenmayer.py",
@@ -69,7 +73,7 @@ ROW_TOKENS = 512
 ROWS_AT_ONCE = 4
 BLOCK_SIZE = 32
 Q8_0_BLOCK = 32
-Q8_0 = "q8_0 format, simulated"
+Q8_0, LLAMACPP_Q8_0 = "q8_0 format, simulated", "q8_0, llama.cpp itself"
 TIE = 1.02  # q8_0 and w8a8 in groups of 32 differ in the rounding of the scale alone: by up to 1.5 %, either way
 console = Console()
 Keeps = Callable[[Tensor], Tensor]  # values -> the values that a format keeps of them
@@ -195,11 +199,10 @@ def random_rows(model: Llama) -> Tensor:
     return torch.randint(model.config.vocab_size, (2, ROW_TOKENS // 2), generator=generator)
 
 
-def compare(expected: list[Tensor], model: Llama, rows: Tensor, is_text: bool) -> Measured:
-    """`expected`: the reference's logits of `rows`, ROWS_AT_ONCE at a time."""
+def compare(expected: Iterable[Tensor], measured: Iterable[Tensor], rows: Tensor, is_text: bool) -> Measured:
+    """The reference's and a format's logits of `rows`, both ROWS_AT_ONCE at a time."""
     differences = squares = divergence = loss = 0.0
-    for part, reference in zip(rows.split(ROWS_AT_ONCE), expected, strict=True):
-        logits = row_logits(model, part)
+    for part, reference, logits in zip(rows.split(ROWS_AT_ONCE), expected, measured, strict=True):
         differences += (logits - reference).norm().item() ** 2
         squares += reference.norm().item() ** 2
         log_p, log_q = reference.log_softmax(2), logits.log_softmax(2)
@@ -213,20 +216,46 @@ def compare(expected: list[Tensor], model: Llama, rows: Tensor, is_text: bool) -
     )
 
 
+def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
+    """llama.cpp's own logits with its own q8_0, embedding included. Raises Skipped with the reason if there are none."""
+    if not LLAMACPP.exists():
+        raise Skipped("llama.cpp is not installed here; ./everbatch bench peers installs it")
+    with tempfile.TemporaryDirectory() as scratch:
+        model, ids, logits = (str(Path(scratch) / name) for name in ("model.gguf", "rows.npy", "logits.npy"))
+        np.save(ids, rows.numpy())
+        threads = ["--threads", str(torch.get_num_threads())]
+        for module, *arguments in (
+            ("write_gguf", str(directory), model, "--type", "q8_0"),
+            ("llamacpp_logits", model, ids, logits, *threads),
+        ):
+            command = [str(LLAMACPP), "-m", f"benchmarks.cpu.{module}", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+                raise Skipped(f"{module} of {directory.name} failed: {last}")
+        return torch.from_numpy(np.load(logits)).split(ROWS_AT_ONCE)
+
+
 def measure(
     directory: Path, rows: Callable[[Llama], Tensor], is_text: bool, every: list[Format]
 ) -> dict[str, Measured]:
-    """Every format on one checkpoint."""
+    """Every format on one checkpoint, and llama.cpp where it is installed."""
     load = lambda format: load_directory(
         directory, None, format.dtype, torch.device("cpu"), LinearOptions(make=format.make)
     )
     reference = load(every[0])
     inputs = rows(reference)
-    expected = [row_logits(reference, part) for part in inputs.split(ROWS_AT_ONCE)]
-    return {
-        format.name: compare(expected, load(format), inputs, is_text)
-        for format in track(every, directory.name, console=console, transient=True)
-    }
+    parts = inputs.split(ROWS_AT_ONCE)
+    expected = [row_logits(reference, part) for part in parts]
+    found = {}
+    for format in track(every, directory.name, console=console, transient=True):
+        model = load(format)
+        found[format.name] = compare(expected, (row_logits(model, part) for part in parts), inputs, is_text)
+    try:
+        found[LLAMACPP_Q8_0] = compare(expected, llamacpp_logits(directory, inputs), inputs, is_text)
+    except Skipped as reason:
+        console.print(f"llama.cpp itself is skipped: {reason}")
+    return found
 
 
 def no_worse(results: dict[str, dict[str, Measured]], format: str) -> bool:
@@ -234,21 +263,21 @@ def no_worse(results: dict[str, dict[str, Measured]], format: str) -> bool:
     return all(of[format].error <= TIE * of[Q8_0].error for of in results.values())
 
 
-def is_ours(format: Format) -> bool:
-    return format.name.startswith(("int8", "w8a8"))
+def is_ours(format: str) -> bool:
+    return format.startswith(("int8", "w8a8"))
 
 
-def table(results: dict[str, dict[str, Measured]], every: list[Format]) -> Table:
+def table(results: dict[str, dict[str, Measured]], bits: dict[str, float]) -> Table:
     found = Table(title="quality of the formats (reference: float32)")
     found.add_column("format")
     for column in ("bits", "perplexity", *(f"{name}: error, KL" for name in results), "no worse than q8_0"):
         found.add_column(column, justify="right")
-    for format in every:
-        measured = [of[format.name] for of in results.values()]
-        perplexity = next(m.perplexity for m in measured if m.perplexity is not None)
-        verdict = ("yes" if no_worse(results, format.name) else "no") if is_ours(format) else ""
-        cells = [f"{m.error:.5f}, {m.divergence:.2e}" for m in measured]
-        found.add_row(format.name, f"{format.bits:g}", f"{perplexity:.4f}", *cells, verdict)
+    for format, width in bits.items():
+        measured = [of.get(format) for of in results.values()]
+        perplexity = next((f"{m.perplexity:.4f}" for m in measured if m and m.perplexity is not None), "")
+        verdict = ("yes" if no_worse(results, format) else "no") if is_ours(format) else ""
+        cells = [f"{m.error:.5f}, {m.divergence:.2e}" if m else "" for m in measured]
+        found.add_row(format, f"{width:g}", perplexity, *cells, verdict)
     return found
 
 
@@ -265,16 +294,18 @@ def main(
             "tiny": measure(make_random_model(Path(scratch) / "tiny", **tiny), random_rows, False, every),
             "S": measure(make_random_model(Path(scratch) / "S", shape="S"), random_rows, False, every),
         }
-    console.print(table(results, every))
-    winners = [format.name for format in every if is_ours(format) and no_worse(results, format.name)]
+    bits = {format.name: format.bits for format in every}
+    if any(LLAMACPP_Q8_0 in of for of in results.values()):
+        bits[LLAMACPP_Q8_0] = 8.5
+    console.print(table(results, bits))
+    winners = [name for name in bits if is_ours(name) and no_worse(results, name)]
     console.print(f"no worse than q8_0: {'; '.join(winners) or 'none'}")
     document = {
         "held_out_tokens": text.numel(),
         "no_worse_than_q8_0": winners,
         "formats": [
-            {"format": format.name, "bits": format.bits}
-            | {name: of[format.name]._asdict() for name, of in results.items()}
-            for format in every
+            {"format": name, "bits": width} | {model: of[name]._asdict() for model, of in results.items() if name in of}
+            for name, width in bits.items()
         ],
     }
     RESULTS.mkdir(exist_ok=True)

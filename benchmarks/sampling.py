@@ -5,8 +5,9 @@
 
 Logits are synthetic. *peaked*: a Zipf distribution over shuffled tokens, as a language model's are, a nucleus of tens of tokens;
 *flat*: normal, a nucleus of thousands, the hard case of top-p. Native and torch calls alternate on the same logits, which are
-written anew before each, outside the measured time. Figures are microseconds a step, the list of SampledToken included, of the
-fastest call: whatever else runs on the machine can only add to it.
+written anew before each, outside the measured time. Figures are microseconds of CPU time a step on one thread, the list of
+SampledToken included, of the fastest call: what else runs on the machine adds little to them. Both paths share a step's rows out
+among threads.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ MODES: dict[str, tuple[dict[str, object], str]] = {
 
 @dataclass
 class Cell:
-    """Microseconds a step."""
+    """Microseconds of CPU time a step."""
 
     rows: int
     vocab: int
@@ -105,10 +106,10 @@ def measure(rows: int, vocab: int, mode: str) -> Cell:
             if sum(times[name]) > SECONDS:
                 continue
             logits.copy_(original)
-            started = time.perf_counter()
+            started = time.process_time()
             call()
             if attempt > 0:  # the first one warms up
-                times[name].append(time.perf_counter() - started)
+                times[name].append(time.process_time() - started)
     native, reference = (min(times[name]) * 1e6 for name in ("native", "torch"))
     return Cell(rows, vocab, mode, round(native, 1), round(reference, 1), round(reference / native, 1))
 
@@ -116,7 +117,7 @@ def measure(rows: int, vocab: int, mode: str) -> Cell:
 def show(cells: list[Cell], title: str) -> None:
     table = Table(title=title)
     for column in ("rows", "vocabulary", "mode", "native, us", "torch, us", "torch / native"):
-        table.add_column(column, justify="left" if column == "mode" else "right")
+        table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     for cell in cells:
         table.add_row(
             str(cell.rows),
@@ -132,18 +133,15 @@ def show(cells: list[Cell], title: str) -> None:
 def main(
     rows: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "1,8,32,256",
     vocab: Annotated[str, typer.Option(help="Sizes of the vocabulary.")] = "32000,49152,128256",
-    threads: Annotated[int, typer.Option(help="Threads of both paths; 0: torch's own number.", min=0)] = 0,
 ) -> None:
     """Measure every mode; write a table, and the figures as JSON."""
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     shapes = [(int(size), int(count)) for size in vocab.split(",") for count in rows.split(",")]
     todo = [(count, size, mode) for size, count in shapes for mode in MODES]
     cells = [measure(*cell) for cell in track(todo, "measuring", console=console)]
-    title = f"sampling a step, {torch.get_num_threads()} threads, {best_isa()}"
-    show(cells, title)
+    show(cells, f"sampling a step, one thread, {best_isa()}")
     RESULTS.parent.mkdir(exist_ok=True)
-    document = {"threads": torch.get_num_threads(), "isa": best_isa(), "cells": [asdict(cell) for cell in cells]}
+    document = {"isa": best_isa(), "cells": [asdict(cell) for cell in cells]}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     console.print("written: benchmarks/results/sampling.json")
 

@@ -57,6 +57,10 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     batching: Batching = "fused"  # `separate`: a step holds context rows or generation rows, never both
     enable_chunked_context: bool = True  # cut long prompts, so that running streams keep streaming
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
+    max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
+    mixed_context_tokens: int | None = (
+        None  # of a step in which others generate, per waiting prompt; unset = 128 on a CPU
+    )
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
 
 
@@ -196,6 +200,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, math.inf),
     "scheduler.max_chunk_tokens": (1, math.inf),
+    "scheduler.max_context_tokens": (1, math.inf),
+    "scheduler.mixed_context_tokens": (1, math.inf),
     "limits.max_queue_size": (1, math.inf),
     "limits.max_queued_tokens": (1, math.inf),
     "limits.max_words": (0, 65536),

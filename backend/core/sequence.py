@@ -14,6 +14,7 @@ Who writes what:
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
     num_inflight_tokens            KVCacheManager.commit sets it, engine.update clears it
     slot                           KVCacheManager.commit
+    num_writable_cells, kv_due_at  KVCacheManager; they only say when it need not be asked
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
 """
 
@@ -75,6 +76,8 @@ class Sequence:
         self.seed = 0  # of the first turn that names one; later turns continue its random stream
         self.erase_when_finished = False  # a session that was stopped with END
         self.slot: SlotId | None = None
+        self.num_writable_cells = 0  # KV positions below it have blocks that no other sequence reads: no plan is needed
+        self.kv_due_at = 0  # KVCacheManager.advance has nothing to do before num_computed_tokens is this far
         self.status = Status.WAITING
         self.max_computed_tokens = (
             0  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
@@ -140,7 +143,11 @@ class Sequence:
     @property
     def is_generating(self) -> bool:
         """In the generation phase: everything but the newest output token is computed."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens <= 1
+        num_tokens = len(self.token_ids)
+        return (
+            num_tokens > self.num_prompt_tokens
+            and num_tokens - self.num_computed_tokens - self.num_inflight_tokens <= 1
+        )
 
     @property
     def num_sampled_tokens(self) -> int:

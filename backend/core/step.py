@@ -41,7 +41,7 @@ class NewRow(Struct, frozen=True):
     extra_inputs: dict[str, bytes] = {}  # besides tokens, for models that take them
 
 
-class Row(Struct, frozen=True, array_like=True):
+class Row(Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of one step."""
 
     slot: SlotId
@@ -63,7 +63,7 @@ class StepInput(Struct, frozen=True):
     num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
 
 
-class SampledToken(Struct, frozen=True, array_like=True):
+class SampledToken(Struct, frozen=True, array_like=True, gc=False):
     slot: SlotId
     token_id: int
     log_prob: float | None = None  # natural log, of the model's distribution before penalties and temperature

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,11 +30,29 @@ from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler, StepPlan
 
 log = logging.getLogger("everbatch.engine")
-MAX_ITERATION_STATS = 1000
 
 
 class WorkerFailure(EverbatchError):
     """A step could not be executed; it ends the requests that took part in it."""
+
+
+class _StepRecord(NamedTuple):
+    """What is kept of the latest step; `EngineCore.latest_iteration` makes statistics of it when somebody asks."""
+
+    iteration: int
+    started_ns: int
+    ended_ns: int
+    num_completed: int
+    num_generation: int
+    num_context: int
+    num_context_tokens: int
+
+
+def _check_samples(step: StepInput, output: StepOutput) -> None:
+    """Raise RuntimeError when the answers are not those of the rows that sample, in their order."""
+    expected = [row.slot for row in step.rows if row.samples]
+    if [sample.slot for sample in output.sampled] != expected:
+        raise RuntimeError(f"the workers answered for slots {[s.slot for s in output.sampled]}, expected {expected}")
 
 
 class EngineCore:
@@ -53,12 +71,12 @@ class EngineCore:
             config.scheduler.max_num_tokens,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.blocks.num_backed)
-        self.scheduler = Scheduler(config.scheduler, self.kv)
+        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.counters = EngineCounters()
-        self.iteration_stats: deque[IterationStats] = deque(maxlen=MAX_ITERATION_STATS)
         self.iteration = 0
+        self._latest: _StepRecord | None = None
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; entries of finished requests are skipped
         self._outbox: list[Response] = []
@@ -73,6 +91,10 @@ class EngineCore:
     def num_live(self) -> int:
         """Requests accepted and not finished."""
         return len(self._live)
+
+    def live_ids(self) -> list[RequestId]:
+        """Their ids, in order of acceptance."""
+        return list(self._live)
 
     def begin_poll(self) -> None:
         """The commands that follow, up to the next call, have arrived at the same moment."""
@@ -130,7 +152,7 @@ class EngineCore:
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
-        self.expire()
+        self._expire(started_ns)
         plan = self.scheduler.schedule()
         step = self.scheduler.commit(plan, self.iteration, started_ns)
         self._fail_rejected(plan)
@@ -152,7 +174,9 @@ class EngineCore:
 
     def expire(self) -> None:
         """End requests that are past their deadline, and sessions that nobody has used for long. Every step begins with it."""
-        now_ns = self.clock.monotonic_ns()
+        self._expire(self.clock.monotonic_ns())
+
+    def _expire(self, now_ns: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             deadline_ns, request_id = heapq.heappop(self._deadlines)
             seq = self._live.get(request_id)
@@ -162,10 +186,30 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
-        latest = self.iteration_stats[-1] if self.iteration_stats else IterationStats()
+        latest = self.latest_iteration()
         if not self.has_work:
-            latest = IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns)
-        return EngineStats(self._gauges(latest), self.counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
+            latest = self._gauges(IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns))
+        totals = dict(self.counters.requests_finished_total)
+        counters = msgspec.structs.replace(self.counters, requests_finished_total=totals)
+        return EngineStats(latest, counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
+
+    def latest_iteration(self) -> IterationStats:
+        """What the latest step did, with gauges of the present state."""
+        step = self._latest
+        if step is None:
+            return self._gauges(IterationStats())
+        return self._gauges(
+            IterationStats(
+                iter=step.iteration,
+                timestamp_ns=self.clock.time_ns() - (self.clock.monotonic_ns() - step.ended_ns),
+                iter_latency_ms=(step.ended_ns - step.started_ns) / 1e6,
+                num_completed_requests=step.num_completed,
+                num_scheduled_requests=step.num_generation + step.num_context,
+                num_context_requests=step.num_context,
+                num_gen_requests=step.num_generation,
+                num_ctx_tokens=step.num_context_tokens,
+            )
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
@@ -182,6 +226,7 @@ class EngineCore:
             return
         try:
             output = self.workers.execute(step)
+            _check_samples(step, output)
         except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
             log.exception("step %d failed", step.step_id)
             self._lose_step(plan, error)
@@ -190,23 +235,32 @@ class EngineCore:
 
     def _update(self, plan: StepPlan, output: StepOutput) -> None:
         now_ns = self.clock.monotonic_ns()
-        samples = {sample.slot: sample for sample in output.sampled}
-        for seq, num_tokens in plan.rows:
+        self.counters.generated_tokens_total += len(output.sampled)
+        samples = iter(output.sampled)
+        for seq, sample in zip(plan.generation, samples):
+            update.advance_by_newest(seq)
+            if seq.num_computed_tokens >= seq.kv_due_at:
+                self.kv.advance(seq)
+            update.append_token(seq, sample, now_ns)
+            self._judge(seq)
+        for seq, num_tokens in plan.context:
             context, recomputed = update.advance(seq, num_tokens)
             self.counters.context_tokens_total += context
             self.counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
-            sample = samples.get(seq.slot)
-            if sample is not None:
-                update.append_token(seq, sample, now_ns)
-                self.counters.generated_tokens_total += 1
-            elif seq.num_uncomputed_tokens or seq.max_output_tokens:
+            if seq.num_uncomputed_tokens:
                 continue  # a chunk of the context; more is to come
-            reason = update.finish_reason(seq)
-            if reason is not FinishReason.NOT_FINISHED:
-                self._finish(seq, reason)
-            elif seq.request.streaming:
-                self._outbox.append(publish.result_response(seq, self.iteration))
+            if seq.max_output_tokens:
+                update.append_token(seq, next(samples), now_ns)
+            self._judge(seq)
+
+    def _judge(self, seq: Sequence) -> None:
+        """End a sequence, or tell what is new of it."""
+        reason = update.finish_reason(seq)
+        if reason is not FinishReason.NOT_FINISHED:
+            self._finish(seq, reason)
+        elif seq.request.streaming:
+            self._outbox.append(publish.result_response(seq, self.iteration))
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
@@ -279,20 +333,14 @@ class EngineCore:
         counters.pauses_total += len(plan.paused)
         counters.cached_tokens_total += plan.num_cached_tokens
         counters.sequences_evicted_total += plan.num_evicted
-        context = plan.rows[plan.num_generation_rows :]
-        self.iteration_stats.append(
-            self._gauges(
-                IterationStats(
-                    iter=self.iteration,
-                    timestamp_ns=self.clock.time_ns(),
-                    iter_latency_ms=(self.clock.monotonic_ns() - started_ns) / 1e6,
-                    num_completed_requests=self._num_completed,
-                    num_scheduled_requests=len(plan.rows),
-                    num_context_requests=len(context),
-                    num_gen_requests=plan.num_generation_rows,
-                    num_ctx_tokens=sum(num_tokens for _, num_tokens in context),
-                )
-            )
+        self._latest = _StepRecord(
+            self.iteration,
+            started_ns,
+            self.clock.monotonic_ns(),
+            self._num_completed,
+            len(plan.generation),
+            len(plan.context),
+            sum(num_tokens for _, num_tokens in plan.context),
         )
         self._num_completed = 0
 

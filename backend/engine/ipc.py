@@ -43,6 +43,12 @@ class StopSession(Struct, frozen=True, tag="stop_session"):
 Command = Submit | Cancel | StopSession
 
 
+class ClientGone(Struct, frozen=True):
+    """What the server tells the loop when a connection has ended. No client can send it."""
+
+    client_index: int
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First message of the engine on every connection."""
 

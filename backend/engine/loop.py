@@ -14,7 +14,7 @@ from backend.api.errors import EngineUnavailable
 from backend.api.response import Response
 from backend.api.stats import EngineStats
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Cancel, Command, StopSession, Submit
+from backend.engine.ipc import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
 
 MAX_IDLE_S = 1.0
 
@@ -33,11 +33,11 @@ class EngineLoop:
         self._publish_stats = publish_stats
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
         self._stopping = False
         self._drain = False
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command | ClientGone) -> None:
         """Hand a command over; it is applied before the next step."""
         self._inbox.put(command)
 
@@ -71,7 +71,7 @@ class EngineLoop:
         while not self._inbox.empty():
             self._apply(self._inbox.get())
 
-    def _apply(self, command: Command | None) -> None:
+    def _apply(self, command: Command | ClientGone | None) -> None:
         match command:
             case Submit(request_id, request):
                 self._core.enqueue(request_id, request)
@@ -79,6 +79,10 @@ class EngineLoop:
                 self._core.cancel(request_id, keep_output_tokens)
             case StopSession(request_id, session_id, end):
                 self._core.stop_session(request_id, session_id, end)
+            case ClientGone(client_index):
+                for request_id in self._core.live_ids():
+                    if request_id >> CLIENT_SHIFT == client_index:
+                        self._core.cancel(request_id)
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -10,28 +10,30 @@ from backend.core.sequence import Sequence
 
 def result_response(seq: Sequence, iteration: int) -> Response:
     """The next Response of a sequence. Streaming: tokens since the last one; otherwise everything. Marks them published."""
-    request = seq.request
+    request, output = seq.request, seq.request.output_config
     first = seq.num_published_tokens
     if not request.streaming or request.return_all_generated_tokens:
         first = seq.num_prompt_tokens
     tokens = seq.token_ids[first:]
-    if not (request.streaming or request.output_config.exclude_input_from_output):
+    if not (request.streaming or output.exclude_input_from_output):
         tokens = request.input_token_ids + tokens
-    seq.num_published_tokens = seq.num_tokens
+    seq.num_published_tokens = len(seq.token_ids)
     is_final = seq.finish_reason is not FinishReason.NOT_FINISHED
-    wants_log_probs = request.output_config.return_log_probs
+    if not (is_final or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
+        result = Result([tokens], decoding_iter=iteration, num_prompt_tokens=seq.num_prompt_tokens)
+        return Response(seq.request_id, request.client_id, result)
     start = first - seq.num_prompt_tokens
     result = Result(
         output_token_ids=[tokens],
         is_final=is_final,
         is_sequence_final=is_final,
         finish_reasons=(seq.finish_reason,),
-        cum_log_probs=[seq.cum_log_prob] if wants_log_probs else None,
-        log_probs=[seq.log_probs[start:]] if wants_log_probs else None,
+        cum_log_probs=[seq.cum_log_prob] if output.return_log_probs else None,
+        log_probs=[seq.log_probs[start:]] if output.return_log_probs else None,
         top_log_probs=_top_log_probs(seq, start),
         decoding_iter=iteration,
         num_prompt_tokens=seq.num_prompt_tokens,
-        perf_metrics=_perf_metrics(seq) if request.output_config.return_perf_metrics else None,
+        perf_metrics=_perf_metrics(seq) if output.return_perf_metrics else None,
     )
     return Response(seq.request_id, request.client_id, result)
 

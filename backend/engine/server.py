@@ -1,8 +1,8 @@
 """EngineServer: lets several clients talk to one EngineLoop over a private AF_UNIX socket.
 
-Each connection has a reader thread (decodes commands into the loop's inbox) and a writer thread (sends frames from a bounded
-queue), so the engine's own thread neither decodes nor waits for a socket. A client that does not read its responses is cut
-off; the requests of a client that is gone are cancelled.
+Each connection has a reader thread, which decodes commands into the loop's inbox, and a bounded backlog with a writer thread of
+its own, so the engine's thread never waits for a socket. A client that does not read its responses is cut off; the requests of
+a client that is gone are cancelled.
 """
 
 from __future__ import annotations
@@ -10,71 +10,123 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import queue
 import socket
 import struct
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
 from backend.engine.ipc import (
     CLIENT_SHIFT,
-    Cancel,
+    ClientGone,
     Command,
     Hello,
     Message,
     Responses,
     Stats,
-    Submit,
     decode_command,
     encode_frame,
     receive_frame,
 )
 
 log = logging.getLogger("everbatch.engine")
-MAX_QUEUED_FRAMES = 20_000  # of one connection; a reader that lags this far behind is gone
+MAX_BACKLOG = (
+    20_000  # frames of one connection that the socket did not take; a reader that lags this far behind is gone
+)
+
+
+class ClientTooSlow(Exception):
+    """A client leaves its responses unread."""
+
+
+class Outgoing:
+    """Frames on their way to one client: sent by the caller while the socket takes them, by a thread when it does not.
+
+    To wake a thread for every step would cost more than the sending, on the cores that the model computes on.
+    """
+
+    def __init__(self, sock: socket.socket, name: str):
+        self._sock = sock
+        self._backlog: deque[memoryview] = deque()  # the first one is being sent by the thread
+        self._lock = threading.Lock()
+        self._to_do = threading.Semaphore(0)  # frames of the backlog, and one more for the end
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, frame: bytes) -> None:
+        """Never blocks. Raises OSError when the client is gone, ClientTooSlow when the backlog is full."""
+        with self._lock:
+            sent = 0 if self._backlog else self._try_to_send(frame)
+            if sent == len(frame):
+                return
+            if len(self._backlog) >= MAX_BACKLOG:
+                raise ClientTooSlow
+            self._backlog.append(memoryview(frame)[sent:])
+        self._to_do.release()
+
+    def finish(self) -> None:
+        """Let the thread end after what is queued, and hang up."""
+        self._to_do.release()
+
+    def _try_to_send(self, frame: bytes) -> int:
+        try:
+            return self._sock.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _write(self) -> None:
+        try:
+            while self._to_do.acquire() and self._backlog:
+                self._sock.sendall(self._backlog[0])
+                with self._lock:
+                    self._backlog.popleft()
+        except OSError:
+            pass  # the reader sees the same end and cleans up
+        finally:
+            _hang_up(self._sock)
+            self._sock.close()
 
 
 class Connection:
-    """One client. Only the loop's thread calls `send`; `live` is shared between reader and loop and guarded by its lock."""
+    """One client. Its first message must be a Hello; the later ones are sent by the loop's thread."""
 
     def __init__(
-        self, index: int, sock: socket.socket, post: Callable[[Command], None], on_closed: Callable[[int], None]
+        self,
+        index: int,
+        sock: socket.socket,
+        post: Callable[[Command | ClientGone], None],
+        on_closed: Callable[[int], None],
     ):
         self.index = index
         self._sock = sock
         self._post = post
         self._on_closed = on_closed
-        self._outgoing: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED_FRAMES)
-        self._live: set[RequestId] = set()
-        self._lock = threading.Lock()
+        self._outgoing = Outgoing(sock, f"engine-writer-{index}")
 
-    def start(self, hello: Hello) -> None:
-        self._outgoing.put(encode_frame(hello))
-        threading.Thread(target=self._write, name=f"engine-writer-{self.index}", daemon=True).start()
+    def start(self) -> None:
+        self._outgoing.start()
         threading.Thread(target=self._read, name=f"engine-reader-{self.index}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Queue a message; never blocks."""
+        """Never blocks; a client that does not read is cut off."""
         try:
-            self._outgoing.put_nowait(encode_frame(message))
-        except queue.Full:
+            self._outgoing.send(encode_frame(message))
+        except ClientTooSlow:
             log.error("client %d does not read its responses; it is cut off", self.index)
             _hang_up(self._sock)
-
-    def send_responses(self, responses: list[Response]) -> None:
-        with self._lock:
-            self._live.difference_update(response.request_id for response in responses if response.is_final)
-        self.send(Responses(responses))
+        except OSError:
+            pass  # the reader sees the same end and cleans up
 
     def finish(self) -> None:
-        """Let the writer end after what is queued."""
-        self._outgoing.put(None)
+        """End after what is queued."""
+        self._outgoing.finish()
 
     def _read(self) -> None:
         try:
@@ -84,34 +136,18 @@ class Connection:
             log.warning("client %d: %s", self.index, type(error).__name__)
         finally:
             self._on_closed(self.index)
-            with self._lock:
-                abandoned = list(self._live)
-            for request_id in abandoned:
-                self._post(Cancel(request_id))
-            self._outgoing.put(None)
+            self._post(ClientGone(self.index))
+            self._outgoing.finish()
 
     def _accept(self, command: Command) -> None:
         if command.request_id >> CLIENT_SHIFT != self.index:
             log.warning("client %d uses a request id that is not its own; the command is dropped", self.index)
             return
-        if isinstance(command, Submit):
-            with self._lock:
-                self._live.add(command.request_id)
         self._post(command)
-
-    def _write(self) -> None:
-        try:
-            while (frame := self._outgoing.get()) is not None:
-                self._sock.sendall(frame)
-        except OSError:
-            pass  # the reader sees the same end and cleans up
-        finally:
-            _hang_up(self._sock)
-            self._sock.close()
 
 
 class EngineServer:
-    def __init__(self, socket_path: str, post: Callable[[Command], None], hello: Callable[[int], Hello]):
+    def __init__(self, socket_path: str, post: Callable[[Command | ClientGone], None], hello: Callable[[int], Hello]):
         """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced)."""
         self._post = post
         self._hello = hello
@@ -128,13 +164,13 @@ class EngineServer:
 
     def deliver(self, responses: list[Response]) -> None:
         """Route the responses of one step: one message per client."""
-        by_client: dict[int, list[Response]] = {}
+        by_client: dict[int, list[Response]] = defaultdict(list)
         for response in responses:
-            by_client.setdefault(response.request_id >> CLIENT_SHIFT, []).append(response)
+            by_client[response.request_id >> CLIENT_SHIFT].append(response)
         for index, batch in by_client.items():
             connection = self._connections.get(index)
             if connection is not None:
-                connection.send_responses(batch)
+                connection.send(Responses(batch))
 
     def publish_stats(self, stats: EngineStats) -> None:
         for connection in list(self._connections.values()):
@@ -159,9 +195,10 @@ class EngineServer:
                 continue
             index = next(self._next_index)
             connection = Connection(index, sock, self._post, self._forget)
+            connection.send(self._hello(index))
             with self._lock:
                 self._connections[index] = connection
-            connection.start(self._hello(index))
+            connection.start()
 
     def _forget(self, index: int) -> None:
         with self._lock:

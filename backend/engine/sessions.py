@@ -71,6 +71,8 @@ class SessionTable:
 
     def expire(self, now_ns: int) -> None:
         """Erase idle sessions that nobody has used for `idle_ttl_s`."""
+        if not self._sessions:
+            return
         limit_ns = now_ns - int(self._config.idle_ttl_s * 1e9)
         old = itertools.takewhile(lambda session_id: self._last_used_ns[session_id] <= limit_ns, self._sessions)
         for session_id in [key for key in old if self._sessions[key].status is Status.IDLE]:

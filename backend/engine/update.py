@@ -21,6 +21,13 @@ def advance(seq: Sequence, num_tokens: int) -> tuple[int, int]:
     return context, recomputed
 
 
+def advance_by_newest(seq: Sequence) -> None:
+    """`advance` of a generation row: its one token was sampled by the step before, so it was never computed earlier."""
+    seq.num_inflight_tokens -= 1
+    seq.num_computed_tokens += 1
+    seq.max_computed_tokens = seq.num_computed_tokens
+
+
 def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
     """Append a sampled token and what was asked for about it."""
     seq.token_ids.append(sample.token_id)
@@ -37,11 +44,11 @@ def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
 def finish_reason(seq: Sequence) -> FinishReason:
     """Judge a sequence after its newest token; NOT_FINISHED when it goes on. End ids go before stop words before length."""
     request = seq.request
-    num_output = seq.num_output_tokens
+    num_output = len(seq.token_ids) - seq.num_prompt_tokens
     if num_output and num_output >= (request.sampling_config.min_tokens or 0):
         if seq.token_ids[-1] in request.end_ids:
             return FinishReason.END_ID
-        if any(_ends_with(seq, word) for word in request.stop_words):
+        if request.stop_words and any(_ends_with(seq, word) for word in request.stop_words):
             return FinishReason.STOP_WORDS
     if num_output >= seq.max_output_tokens:
         return FinishReason.LENGTH

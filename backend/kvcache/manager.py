@@ -15,6 +15,7 @@ changed are lost. The tokens never are; what is missing is simply computed again
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -135,6 +136,8 @@ class KVCacheManager:
 
         Writes slot and num_computed_tokens of every sequence it admits or pauses.
         """
+        if not (plan.grants or plan.pauses):
+            return KVCommit({}, [])
         for seq in plan.pauses:
             self._unlock(self.records[seq.seq_id], keep=True)
             self._release_slot(seq)
@@ -151,10 +154,12 @@ class KVCacheManager:
             if grant.copy_from is not None:
                 block_id = grant.copy_from.block_id
                 self.blocks.release(block_id, keep=grant.admitted or self.trie.holds(block_id))
+        for grant in grants:
+            grant.seq.num_writable_cells = self._num_writable_cells(grant.seq)
         return KVCommit(changes, copies)
 
     def advance(self, seq: Sequence) -> None:
-        """Take note that `seq.num_computed_tokens` has grown. Must follow every executed step of the sequence."""
+        """Take note that `seq.num_computed_tokens` has grown. Must follow every step that takes it to `seq.kv_due_at`."""
         record = self.records[seq.seq_id]
         full = seq.num_computed_tokens // self.block_size
         if self.enable_block_reuse and full > record.depth:
@@ -164,6 +169,7 @@ class KVCacheManager:
             )
         if self._window is not None:
             self._drop_outside_window(seq, record)
+        seq.kv_due_at = self._next_due(full, record)
 
     def release(self, seq: Sequence, keep: bool) -> None:
         """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence."""
@@ -200,6 +206,7 @@ class KVCacheManager:
         self.records[child.seq_id] = Record(list(handles), True, source.num_dropped, source.node, source.depth)
         child.slot = self.slots.acquire(child.seq_id)
         child.num_computed_tokens = parent.num_computed_tokens
+        parent.num_writable_cells = 0
 
     def block_ids(self, seq: Sequence) -> list[BlockId]:
         """The block table; -1 where the window has let a block go."""
@@ -251,6 +258,8 @@ class KVCacheManager:
             covered = len(self.records[seq.seq_id].handles) * self.block_size
             cells = seq.num_computed_tokens + seq.num_inflight_tokens
             assert cells <= covered, f"{seq!r} has {cells} KV cells in {covered}"
+            writable = seq.num_writable_cells
+            assert writable <= max(cells, self._num_writable_cells(seq)), f"{seq!r} must not write up to {writable}"
 
     def _lock_found(self, grant: Grant) -> None:
         for handle in (*grant.kept, *([grant.copy_from] if grant.copy_from else [])):
@@ -268,6 +277,7 @@ class KVCacheManager:
         record.node, record.depth = None, 0
         self._discard(stale)
         grant.seq.num_computed_tokens = grant.computed
+        grant.seq.kv_due_at = 0
 
     def _allocate(self, grant: Grant, copies: list[tuple[BlockId, BlockId]]) -> TableChange:
         seq = grant.seq
@@ -299,6 +309,7 @@ class KVCacheManager:
         if seq.slot is not None:
             self.slots.release(seq.slot)
             seq.slot = None
+        seq.num_writable_cells = 0
 
     def _discard(self, handles: Iterable[BlockHandle]) -> None:
         """Free cached blocks that nobody can ask for any more."""
@@ -307,6 +318,21 @@ class KVCacheManager:
                 continue
             if self.blocks.blocks[handle.block_id].handle == handle:
                 self.blocks.discard(handle.block_id)
+
+    def _num_writable_cells(self, seq: Sequence) -> int:
+        """Positions up to the first block, from the one that the next token goes to, that is shared or not there yet."""
+        handles = self.records[seq.seq_id].handles
+        index = (seq.num_computed_tokens + seq.num_inflight_tokens) // self.block_size
+        while index < len(handles) and self.blocks.blocks[handles[index].block_id].ref_count == 1:
+            index += 1
+        return index * self.block_size
+
+    def _next_due(self, num_full: int, record: Record) -> int:
+        """Computed tokens at which another block is full, or the first one that is left lies outside the window."""
+        due = (num_full + 1) * self.block_size if self.enable_block_reuse else sys.maxsize
+        if self._window is not None:
+            due = min(due, (record.num_dropped + 1) * self.block_size + self._window - 1)
+        return due
 
     def _num_outside_window(self, position: int) -> int:
         """Blocks that no token from `position` on reads: it attends to (position - window, position]."""

@@ -13,15 +13,19 @@ from backend.api.errors import ConfigError
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, make_torch_linear
 from backend.models.compressed_tensors import Int8Checkpoint, take_int8
 from backend.models.tensors import TensorSource
-from kernels.quantize import DEFAULT_GROUP, quantize_weight
+from kernels.quantize import DEFAULT_GROUPS, quantize_weight
 
 
 class LinearOptions(NamedTuple):
     """How linear layers are held."""
 
     quantization: Quantization = "none"  # of float weights while loading; none = as the checkpoint has them
-    group: int = DEFAULT_GROUP  # columns that share a scale, of weights quantised here
+    group: int | None = None  # columns that share a scale, of weights quantised here; None = the format's DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
+
+    @property
+    def columns_per_scale(self) -> int:
+        return self.group or DEFAULT_GROUPS[self.quantization]
 
 
 class LinearBuilder:
@@ -50,8 +54,9 @@ class LinearBuilder:
     def from_tensor(self, weight: Tensor) -> Linear:
         """A layer whose weight [n, k] stays in use elsewhere (a tied embedding)."""
         if self._checkpoint is None and self._options.quantization != "none":
-            q, scale = quantize_weight(weight, self._options.group)
-            return self._options.make(QuantizedWeight(q, scale, self._options.group, self._options.quantization), None)
+            group = self._options.columns_per_scale
+            q, scale = quantize_weight(weight, group)
+            return self._options.make(QuantizedWeight(q, scale, group, self._options.quantization), None)
         return self._options.make(weight, None)
 
     def _are_quantized(self, rows: Mapping[str, int]) -> bool:
@@ -71,7 +76,7 @@ class LinearBuilder:
 
     def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
         """From the values as they are stored, not as the model's dtype would round them."""
-        group, num_rows, device = self._options.group, sum(rows.values()), self._source.device
+        group, num_rows, device = self._options.columns_per_scale, sum(rows.values()), self._source.device
         q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
         scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
         start = 0

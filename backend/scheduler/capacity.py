@@ -35,7 +35,8 @@ class GuaranteedNoEvict:
         self._kv = kv
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
-        return plan.admit(seq, max_cells(seq), sum(self._growth(plan, other) for other in (*running, *admitted)))
+        promised = sum(self._growth(plan, other) for other in (*running, *admitted)) if plan.free_slots else 0
+        return plan.admit(seq, max_cells(seq), promised)
 
     def _growth(self, plan: KVPlan, seq: Sequence) -> int:
         """Blocks promised to a sequence that it does not hold yet, not even by this plan."""
@@ -59,7 +60,7 @@ class MaxUtilization:
 
 
 def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[SequenceId, int]) -> list[Sequence]:
-    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence (none: it rests), oldest first.
+    """Plan KV for `num_tokens[seq_id]` more positions of each running sequence (none: it needs none), oldest first.
 
     While there is no room, the youngest is paused, at last the sequence itself. Returns those that keep running.
     """

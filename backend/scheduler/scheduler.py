@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backend.api.config import SchedulerConfig
-from backend.core.sequence import Event, Sequence
-from backend.core.step import NewRow, Row, SequenceId, StepInput
-from backend.kvcache.manager import KVCacheManager, KVCommit
+from backend.core.sequence import Event, Sequence, Status
+from backend.core.step import BlockId, NewRow, Row, SequenceId, StepInput
+from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
 from backend.scheduler.capacity import CapacityScheduler, GuaranteedNoEvict, MaxUtilization, extend_or_pause
 from backend.scheduler.micro_batch import MicroBatchScheduler
@@ -28,12 +28,17 @@ from backend.scheduler.queue import WaitingQueue
 @dataclass(slots=True)
 class StepPlan:
     kv: KVPlan
-    rows: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, tokens to run), in flat-batch order
+    generation: list[Sequence] = field(default_factory=list)  # one token each; the first rows of the flat batch
+    context: list[tuple[Sequence, int]] = field(default_factory=list)  # the rows behind them, with the tokens to run
     admitted: list[Sequence] = field(default_factory=list)
     rejected: list[Sequence] = field(default_factory=list)  # will never fit
-    num_generation_rows: int = 0  # the first of `rows`; the others are context chunks
     num_cached_tokens: int = 0  # written by commit: KV found by turns that are admitted for the first time
     num_evicted: int = 0  # written by commit: admitted sequences that had lost KV
+
+    @property
+    def rows(self) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens to run), in flat-batch order."""
+        return [*((seq, 1) for seq in self.generation), *self.context]
 
     @property
     def paused(self) -> list[Sequence]:
@@ -41,15 +46,15 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.rows or self.paused or self.rejected)
+        return not (self.generation or self.context or self.paused or self.rejected)
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager):
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool):
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
-        self._micro_batch = MicroBatchScheduler(config)
+        self._micro_batch = MicroBatchScheduler(config, on_cpu)
         self._separate = config.batching == "separate"
         policies = {"guaranteed_no_evict": GuaranteedNoEvict, "max_utilization": MaxUtilization}
         self._capacity: CapacityScheduler = policies[config.policy](kv)
@@ -64,7 +69,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of wherever it is. Its blocks and slot are the caller's business."""
-        if seq in self.running:
+        if seq.status is Status.RUNNING:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
@@ -73,21 +78,32 @@ class Scheduler:
         """Plan one step. Deterministic in the state of queue, sequences and cache."""
         plan = StepPlan(self._kv.plan())
         context, generation = self._split_by_phase()
+        growing = [s for s in generation if s.num_computed_tokens + s.num_inflight_tokens >= s.num_writable_cells]
+        if not (growing or context or len(self.waiting)):
+            plan.generation = generation  # all go on in the blocks they hold, and nobody waits
+            return plan
         admit_first = self._separate and not context  # no chunk is open: a step for new ones, else for generation
         if admit_first:
-            self._admit(plan, [], self._micro_batch.max_num_tokens)
+            self._admit(plan, [], self._context_budget(plan, [], []))
         if self._separate and (context or plan.admitted):
-            generation = []
-        budget = self._micro_batch.max_num_tokens - len(generation)
-        shares = self._extend(plan, context, generation, budget)
-        plan.rows = [(seq, 1) for seq in generation if seq.seq_id in shares]
-        plan.num_generation_rows = len(plan.rows)
+            generation, growing = [], []
+        budget = self._context_budget(plan, generation, context)
+        shares = self._cut(plan, context, budget)
+        num_tokens = {seq.seq_id: 1 for seq in growing}
+        num_tokens.update((seq.seq_id, share) for seq, share in zip(context, shares, strict=True))
+        if num_tokens:
+            extend_or_pause(plan.kv, self.running, num_tokens)
+        plan.generation = generation
         if plan.paused:  # the others run what room was planned for, and nobody is admitted
-            plan.rows += [(seq, shares[seq.seq_id]) for seq in context if shares.get(seq.seq_id)]
+            paused = {seq.seq_id for seq in plan.paused}
+            plan.generation = [seq for seq in generation if seq.seq_id not in paused]
+            rows = zip(context, shares, strict=True)
+            plan.context = [(seq, share) for seq, share in rows if share and seq.seq_id not in paused]
             return plan
         if not admit_first:
             self._admit(plan, context, budget)
-        self._add_context_rows(plan, context, budget)
+        rows = [*context, *plan.admitted]
+        plan.context = [(seq, share) for seq, share in zip(rows, self._cut(plan, rows, budget), strict=True) if share]
         return plan
 
     def commit(self, plan: StepPlan, step_id: int, now_ns: int) -> StepInput:
@@ -104,9 +120,10 @@ class Scheduler:
             self.running.append(seq)
             seq.apply(Event.ADMIT)
             self._note_admission(plan, seq, known[seq.seq_id], now_ns)
-        for seq, num_tokens in plan.rows:
-            seq.num_inflight_tokens += num_tokens
-        return _step_input(step_id, plan, changes, self._kv)
+        rows = _take_rows(plan, changes.changes)
+        # Changes that no row has told: the sequence is new to its slot, or has new blocks but no tokens in this step.
+        new_rows = [_new_row(plan.kv.grants[seq_id].seq, self._kv) for seq_id in changes.changes]
+        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.blocks.num_backed)
 
     @staticmethod
     def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> None:
@@ -125,14 +142,9 @@ class Scheduler:
             (generation if seq.is_generating else context).append(seq)
         return context, generation
 
-    def _extend(
-        self, plan: StepPlan, context: list[Sequence], generation: list[Sequence], budget: int
-    ) -> dict[SequenceId, int]:
-        """Plan KV for what the running rows compute in this step. Returns the tokens of those that still run."""
-        num_tokens = {seq.seq_id: 1 for seq in generation}
-        num_tokens.update(zip((seq.seq_id for seq in context), self._cut(plan, context, budget), strict=True))
-        kept = extend_or_pause(plan.kv, self.running, num_tokens)
-        return {seq.seq_id: num_tokens[seq.seq_id] for seq in kept if seq.seq_id in num_tokens}
+    def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
+        num_waiting = len(context) + min(len(self.waiting), plan.kv.free_slots)
+        return self._micro_batch.context_budget(len(generation), num_waiting)
 
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
@@ -147,15 +159,8 @@ class Scheduler:
             else:
                 plan.admitted.append(seq)
                 wants.append(self._uncomputed(plan, seq))
-        if (
-            not (plan.rows or context or plan.admitted or plan.rejected or self.running)
-            and self.waiting.head is not None
-        ):
+        if not (plan.admitted or plan.rejected or self.running) and self.waiting.head is not None:
             plan.rejected.append(self.waiting.head)  # nothing runs and still there is no room: it would wait for ever
-
-    def _add_context_rows(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
-        rows = [*context, *plan.admitted]
-        plan.rows += [(seq, share) for seq, share in zip(rows, self._cut(plan, rows, budget), strict=True) if share]
 
     def _cut(self, plan: StepPlan, rows: list[Sequence], budget: int) -> list[int]:
         return self._micro_batch.cut([self._uncomputed(plan, seq) for seq in rows], budget)
@@ -167,19 +172,27 @@ class Scheduler:
         return seq.num_uncomputed_tokens
 
 
-def _step_input(step_id: int, plan: StepPlan, commit: KVCommit, kv: KVCacheManager) -> StepInput:
+def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[Row]:
+    """The rows of a step; their tokens are in flight from now on. Takes out of `changes` what the rows tell."""
     rows = []
-    for seq, num_tokens in plan.rows:
-        change = commit.changes.pop(seq.seq_id, None)
+    for seq in plan.generation:
+        new_blocks = _take_new_blocks(seq, changes) if changes else []
+        rows.append(Row(seq.slot, seq.num_computed_tokens, 1, True, new_blocks))
+        seq.num_inflight_tokens += 1
+    for seq, num_tokens in plan.context:
+        seq.num_inflight_tokens += num_tokens
         samples = seq.num_uncomputed_tokens == 0 and seq.max_output_tokens > 0
-        appended = change.new_block_ids if change and not change.is_new else []
-        rows.append(Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, appended))
-        if change and change.is_new:
-            commit.changes[seq.seq_id] = change
-    # What is left is new to its slot, or has new blocks but no tokens in this step: it is told in full.
-    grants = plan.kv.grants
-    new_rows = [_new_row(grants[seq_id].seq, kv) for seq_id in commit.changes]
-    return StepInput(step_id, rows, new_rows, commit.copies, kv.blocks.num_backed)
+        rows.append(Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, _take_new_blocks(seq, changes)))
+    return rows
+
+
+def _take_new_blocks(seq: Sequence, changes: dict[SequenceId, TableChange]) -> list[BlockId]:
+    """Blocks appended to a table that the worker knows; a table that is new to it stays in `changes`."""
+    change = changes.get(seq.seq_id)
+    if change is None or change.is_new:
+        return []
+    del changes[seq.seq_id]
+    return change.new_block_ids
 
 
 def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:

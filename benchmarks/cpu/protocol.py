@@ -71,6 +71,8 @@ class Timing:
 
 
 class Engine(Protocol):
+    note: str  # what a reader of the figures should know, or nothing
+
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         """Generate exactly `new` tokens greedily for each prompt, all at once."""
         ...
@@ -109,8 +111,8 @@ class Stopwatch:
         return Timing(self._all_started - self._began, self._last - self._all_started, decoded)
 
 
-def serve(load: Callable[[Load], Engine], packages: Sequence[str], note: Callable[[], str] = str) -> None:
-    """Answer requests until standard input ends. `packages`: whose versions are reported; `note`: told after loading."""
+def serve(load: Callable[[Load], Engine], packages: Sequence[str]) -> None:
+    """Answer requests until standard input ends. `packages`: those whose versions are reported."""
     channel = _claim_stdout()
     engine: Engine | None = None
     for line in sys.stdin:
@@ -120,7 +122,7 @@ def serve(load: Callable[[Load], Engine], packages: Sequence[str], note: Callabl
                 engine = load(Load(**request["load"]))
                 answer: dict[str, Any] = {
                     "versions": {name: metadata.version(name) for name in packages},
-                    "note": note(),
+                    "note": engine.note,
                 }
             else:
                 answer = _measure(engine, Measure(**request["measure"]))

@@ -31,7 +31,9 @@ class Everbatch:
         room = load.max_concurrency * (load.max_length + KvCacheConfig().block_size)
         kv_cache = KvCacheConfig(max_tokens=room, free_memory_fraction=0.9, watermark=0.0, enable_block_reuse=False)
         config = EngineConfig(section, kv_cache, scheduler)
-        self._executor = Executor.in_process(config, InProcessWorkerGroup(section, scheduler), load.model)
+        workers = InProcessWorkerGroup(section, scheduler, kv_cache)
+        self._executor = Executor.in_process(config, workers, load.model)
+        self.note = f"{self._executor.hello.model.kernels} kernels"
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         done = threading.Event()

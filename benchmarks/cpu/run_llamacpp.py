@@ -8,11 +8,13 @@ from typing import Any
 
 from benchmarks.cpu.protocol import Load, Timing, serve
 
-_BATCH_TOKENS = 2048
+_MIN_BATCH_TOKENS = 2048
 _CELLS_MULTIPLE = 256  # of a context's size
 
 
 class LlamaCpp:
+    note = ""
+
     def __init__(self, load: Load):
         import llama_cpp
 
@@ -23,18 +25,17 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
-        self._model = llama_cpp.llama_model_load_from_file(
-            load.model.encode(), llama_cpp.llama_model_default_params()
-        )
+        self._model = llama_cpp.llama_model_load_from_file(load.model.encode(), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {load.model}")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+        self._batch_tokens = max(_MIN_BATCH_TOKENS, load.max_length, load.max_concurrency)
+        self._batch = llama_cpp.llama_batch_init(self._batch_tokens, 0, 1)
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         self._prepare(len(prompts))
         length = len(prompts[0])
-        group = max(1, _BATCH_TOKENS // length)  # whole prompts in one batch
+        group = max(1, self._batch_tokens // length)  # whole prompts in one batch
         began = time.perf_counter()
         current: list[int] = []
         for first in range(0, len(prompts), group):
@@ -58,7 +59,7 @@ class LlamaCpp:
             cells = -(-self._load.max_length // _CELLS_MULTIPLE) * _CELLS_MULTIPLE
             parameters.n_ctx = concurrency * cells
             parameters.n_seq_max = concurrency
-            parameters.n_batch = _BATCH_TOKENS
+            parameters.n_batch = self._batch_tokens
             parameters.n_threads = parameters.n_threads_batch = self._load.threads
             self._context = api.llama_init_from_model(self._model, parameters)
             if not self._context:

@@ -1,4 +1,4 @@
-"""Runner of transformers: `generate` over a static batch. (Its continuous batching is slower on a CPU, document perf.md.)"""
+"""Runner of transformers: `generate` over a static batch. (Its continuous batching is slower on a CPU.)"""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from benchmarks.cpu.protocol import Load, Timing, serve
 
 
 class Transformers:
+    note = ""
+
     def __init__(self, load: Load):
         import torch
         from transformers import AutoModelForCausalLM

@@ -9,6 +9,8 @@ from benchmarks.cpu.protocol import Load, Stopwatch, Timing, serve
 
 
 class Vllm:
+    note = ""
+
     def __init__(self, load: Load):
         cores = sorted(os.sched_getaffinity(0))[: load.threads]
         os.environ |= {

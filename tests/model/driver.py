@@ -1,4 +1,4 @@
-"""Driver: hand-made steps for the real worker group. It plays the engine: hands out blocks, counts, takes samples in.
+"""Driver: hand-made steps for a real model runner. It plays the engine: hands out blocks, counts, takes samples in.
 
 Blocks are handed out in a shuffled order, and the whole pool is filled with NaN first: a cell that is read before it
 was written shows in the logits.
@@ -13,48 +13,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backend.api.config import ModelConfigSection, SchedulerConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, Row, SampledToken, StepInput
-from backend.models.llama import Llama
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.model_runner import ModelRunner
+from tests.model.tiers import TORCH, TierCase
 
 
-class SpyModel:
-    """Passes everything on, and keeps the hidden states and the number of tokens of each forward."""
-
-    def __init__(self, model: Llama):
-        self._model = model
-        self.config = model.config
-        self.num_tokens: list[int] = []
-
-    def forward(self, token_ids: Tensor, *others: object) -> Tensor:
-        self.num_tokens.append(len(token_ids))
-        self.hidden = self._model.forward(token_ids, *others)
-        return self.hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+def poison(memory: Tensor) -> None:
+    """Make every number in it NaN: float32, bfloat16, float16, and the scales of int8 KV alike."""
+    memory.view(torch.uint8).fill_(255)
 
 
 class Driver:
     def __init__(
-        self,
-        group: InProcessWorkerGroup,
-        block_size: int = 4,
-        num_blocks: int = 400,
-        seed: int = 0,
-        window: int | None = None,
+        self, runner: ModelRunner, block_size: int, num_blocks: int = 100, seed: int = 0, window: int | None = None
     ):
         """`window`: blocks that have left it are given back and become NaN, like any block of a new owner."""
-        self.group = group
-        self.info = group.load()
-        group.initialize_kv_cache(num_blocks, block_size, num_blocks)
-        self.runner = group.runner
-        self.spy = self.runner.model = SpyModel(group.model)
-        for pool in self.runner.storage.pools:
-            pool.fill_(torch.nan)
+        self.runner = runner
         self.block_size, self.num_blocks, self.window = block_size, num_blocks, window
+        runner.storage.grow(num_blocks)
+        for pool in runner.storage.pools:
+            poison(pool)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tokens: dict[int, list[int]] = {}
@@ -62,11 +43,6 @@ class Driver:
         self.tables: dict[int, list[int]] = {}
         self._new_rows: list[NewRow] = []
         self._copies: list[tuple[int, int]] = []
-
-    @classmethod
-    def of(cls, directory: Path, dtype: str = "float32", **options: object) -> Driver:
-        section = ModelConfigSection(path=str(directory), dtype=dtype, num_threads=1, device="cpu")
-        return cls(InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=8, max_num_tokens=1024)), **options)
 
     def begin(self, slot: int, tokens: Sequence[int], computed: int = 0, table: Sequence[int] = ()) -> None:
         """Put a sequence in a slot from the next step on. `table` holds the KV of its first `computed` tokens."""
@@ -78,24 +54,29 @@ class Driver:
         self._copies.append((source, self.free[-1]))
         return self.free.pop()
 
-    def step(self, chunks: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
-        """Run (slot, tokens) chunks as one step; a row that reaches its end samples. Returns logits [tokens, vocab]."""
+    def make_step(self, chunks: Sequence[tuple[int, int]]) -> StepInput:
+        """(slot, tokens) chunks as one step; a row that reaches its end samples. Blocks are handed out for it."""
         rows = [self._row(slot, num_tokens) for slot, num_tokens in chunks]
         step = StepInput(0, rows, self._new_rows, self._copies, self.num_blocks)
         self._new_rows, self._copies = [], []
-        with torch.inference_mode():
-            sampling, logits = self.runner.forward(step)
-            every = self.spy.logits(self.spy.hidden).split([num_tokens for _, num_tokens in chunks])
-            own = iter(logits)  # what the worker itself hands to the sampler stands for the last token's
-            for row, part in zip(rows, every, strict=True):
-                if row.samples:
-                    part[-1] = next(own)
-            assert next(own, None) is None
-            assert [row.slot for row in sampling] == [row.slot for row in rows if row.samples]
-            self._take_in(self.runner.sample(sampling, logits))
-        for slot, num_tokens in chunks:
-            self.computed[slot] += num_tokens
-            self._let_go(slot)
+        return step
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
+        """Run (slot, tokens) chunks as one step; a row that reaches its end samples. Returns logits [tokens, vocab]."""
+        runner, step = self.runner, self.make_step(chunks)
+        slots = [row.slot for row in step.rows if row.samples]
+        runner.prepare(step)
+        # First as the worker runs it; what it hands to the sampler stands for the last token's logits.
+        greedy, own = self._run(step, [int(row.samples) for row in step.rows])
+        every = self._run(step, [num_tokens for _, num_tokens in chunks])[1].split([tokens for _, tokens in chunks])
+        for index, part in enumerate([part for row, part in zip(step.rows, every) if row.samples]):
+            part[-1] = own[index]
+        samples = runner.sampler.sample(
+            own, slots, runner.batch.token_ids, [len(self.tokens[slot]) for slot in slots], greedy
+        )
+        runner.batch.append_tokens(samples)
+        self._finish(chunks, samples)
         return dict(zip((slot for slot, _ in chunks), every, strict=True))
 
     def run(self, slot: int, chunks: Sequence[int]) -> Tensor:
@@ -107,15 +88,22 @@ class Driver:
         steps = [self.step([(slot, 1) for slot in slots]) for _ in range(num_tokens)]
         return {slot: torch.cat([step[slot] for step in steps]) for slot in slots}
 
+    def _run(self, step: StepInput, num_logits: list[int]) -> tuple:
+        runner = self.runner
+        return runner.tier.run(runner.batch, step.rows, num_logits, runner.storage.pools, wants_logits=True)
+
     def _row(self, slot: int, num_tokens: int) -> Row:
         end = self.computed[slot] + num_tokens
         new = [self.free.pop() for _ in range(-(-end // self.block_size) - len(self.tables[slot]))]
         self.tables[slot] += new
         return Row(slot, self.computed[slot], num_tokens, end == len(self.tokens[slot]), new)
 
-    def _take_in(self, samples: list[SampledToken]) -> None:
+    def _finish(self, chunks: Sequence[tuple[int, int]], samples: list[SampledToken]) -> None:
         for sample in samples:
             self.tokens[sample.slot].append(sample.token_id)
+        for slot, num_tokens in chunks:
+            self.computed[slot] += num_tokens
+            self._let_go(slot)
 
     def _let_go(self, slot: int) -> None:
         """The token at position `computed` sees positions from computed - window + 1 on."""
@@ -124,6 +112,46 @@ class Driver:
             block = self.tables[slot][index]
             if block >= 0:
                 for pool in self.runner.storage.pools:
-                    pool[block] = torch.nan
+                    poison(pool[block])
                 self.tables[slot][index] = -1
                 self.free.insert(0, block)
+
+
+class GroupDriver(Driver):
+    """Over a whole worker group; `info` is what it told of its model."""
+
+    def __init__(self, group: InProcessWorkerGroup, block_size: int, num_blocks: int = 100, **options: object):
+        self.group, self.info = group, group.load()
+        group.initialize_kv_cache(num_blocks, block_size, num_blocks)
+        super().__init__(group.runner, block_size, num_blocks, **options)
+
+    def execute(self, chunks: Sequence[tuple[int, int]]) -> list[SampledToken]:
+        """Run chunks as the engine does, without looking at logits. Returns what was sampled."""
+        samples = self.group.execute(self.make_step(chunks)).sampled
+        self._finish(chunks, samples)
+        return samples
+
+    @classmethod
+    def of(
+        cls,
+        directory: Path,
+        tier: TierCase = TORCH,
+        dtype: str = "float32",
+        block_size: int | None = None,
+        **options: object,
+    ) -> GroupDriver:
+        return cls(make_group(directory, tier, block_size, dtype=dtype), block_size or tier.block, **options)
+
+
+def make_group(
+    directory: Path,
+    tier: TierCase,
+    block_size: int | None = None,
+    max_batch_size: int = 8,
+    max_num_tokens: int = 1024,
+    **fields: object,
+) -> InProcessWorkerGroup:
+    """On one thread of the CPU. `fields`: of the model's section."""
+    section = ModelConfigSection(path=str(directory), kernels=tier.kernels, num_threads=1, device="cpu", **fields)
+    scheduler = SchedulerConfig(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+    return InProcessWorkerGroup(section, scheduler, KvCacheConfig(block_size=block_size or tier.block))

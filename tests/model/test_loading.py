@@ -16,19 +16,20 @@ from backend.models.config import parse_model_config
 from backend.models.convert import hf_to_meta, meta_to_hf
 from backend.models.loader import read_eos_ids
 from backend.worker.group import InProcessWorkerGroup
-from tests.model.driver import Driver
+from tests.model.driver import Driver, GroupDriver
+from tests.model.tiers import NATIVE, TORCH, TierCase
 from tools.make_random_model import make_random_model
 
 SCHEDULER = SchedulerConfig(max_batch_size=8)
 QWEN2_WINDOW = dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4)
 
 
-def section(path: Path | str, **fields: object) -> ModelConfigSection:
-    return ModelConfigSection(path=str(path), num_threads=1, device="cpu", **fields)
+def section(path: Path | str, tier: TierCase = TORCH, **fields: object) -> ModelConfigSection:
+    return ModelConfigSection(path=str(path), num_threads=1, device="cpu", kernels=tier.kernels, **fields)
 
 
-def load(path: Path | str, **fields: object):
-    return InProcessWorkerGroup(section(path, **fields), SCHEDULER).load()
+def load(path: Path | str, tier: TierCase = TORCH, **fields: object):
+    return InProcessWorkerGroup(section(path, tier, **fields), SCHEDULER).load()
 
 
 def greedy(driver: Driver) -> list[int]:
@@ -57,11 +58,12 @@ def edit_weights(directory: Path, change) -> None:
 
 
 @pytest.mark.feature("000-01")
-def test_a_directory_is_loaded_and_described(checkpoint):
-    info = load(checkpoint("llama2"), dtype="bfloat16", max_seq_len=100)
+def test_a_directory_is_loaded_and_described(checkpoint, tier):
+    info = load(checkpoint("llama2"), tier, dtype="bfloat16", max_seq_len=100)
     assert (info.vocab_size, info.max_seq_len, info.sliding_window, info.eos_ids) == (131, 100, None, (1,))
-    assert info.kv_bytes_per_token == 3 * 2 * 2 * 8 * 2  # layers, key and value, kv heads, head_dim, bytes
-    assert (info.dtype, info.device) == ("bfloat16", "cpu")
+    head_dim = 32 if tier is NATIVE else 8  # native blocks are padded to whole panels
+    assert info.kv_bytes_per_token == 3 * 2 * 2 * head_dim * 2  # layers, key and value, kv heads, head_dim, bytes
+    assert (info.dtype, info.device, info.kernels) == ("bfloat16", "cpu", tier.kernels)
 
 
 def test_more_positions_than_the_model_has_are_refused(checkpoint):
@@ -91,12 +93,12 @@ def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch):
 
 @pytest.mark.feature("000-02")
 @pytest.mark.parametrize("name", ["llama2", "llama3_tied_sharded", "qwen3"])
-def test_buffers_and_directory_give_the_same_tokens(checkpoint, name):
+def test_buffers_and_directory_give_the_same_tokens(checkpoint, tier, name):
     directory = checkpoint(name)
     weights = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
     json_config = (directory / "config.json").read_text()
-    buffers = InProcessWorkerGroup.from_buffers(weights, json_config, section("", dtype="float32"), SCHEDULER)
-    from_buffers, from_directory = Driver(buffers), Driver.of(directory)
+    buffers = InProcessWorkerGroup.from_buffers(weights, json_config, section("", tier, dtype="float32"), SCHEDULER)
+    from_buffers, from_directory = GroupDriver(buffers, tier.block), GroupDriver.of(directory, tier)
     assert greedy(from_buffers) == greedy(from_directory)
     assert from_buffers.info.eos_ids == from_directory.info.eos_ids == (1,)
 
@@ -330,7 +332,7 @@ def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(checkpoi
 
     def logits(tensors):
         group = InProcessWorkerGroup.from_buffers(tensors, json.dumps(config), section("", dtype="float32"), SCHEDULER)
-        driver = Driver(group)
+        driver = GroupDriver(group, TORCH.block)
         driver.begin(0, [3, 1, 4, 1, 5, 9, 2, 6])
         return driver.run(0, [8])
 

@@ -1,7 +1,8 @@
-"""Runs prompts through the whole engine in float32, and records the logits behind each sampled token."""
+"""Runs prompts through the whole engine, and records the logits behind each sampled token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +11,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend.api import EngineConfig, OutputConfig, Request
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.core.step import Row
 from backend.engine.core import EngineCore
-from backend.sampling.sampler import Sampler
 from backend.scheduler.scheduler import StepPlan
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.input_batch import InputBatch
+from backend.worker.tier import KVBlock, Tier
+from tests.model.tiers import NATIVE, TORCH, TierCase
 
 NEAR_TIE = 1e-4  # two best logits closer than this: either token is right
-BLOCK = 8
+BLOCK = {TORCH: 8, NATIVE: 32}
 
 
 @dataclass
@@ -28,28 +32,50 @@ class Recording:
     logits: list[Tensor] = field(default_factory=list)
 
 
-class RecordingEngine:
-    """An EngineCore over the real worker group; logits are copied on their way into the Sampler."""
+class RecordingTier:
+    """Passes everything on, and tells of the logits [vocab] of each slot that samples."""
 
-    def __init__(self, hf: PreTrainedModel, monkeypatch, max_num_tokens: int, policy: str = "max_utilization"):
-        section = ModelConfigSection(dtype="float32", num_threads=1)
-        scheduler = SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy=policy)
-        config = EngineConfig(section, KvCacheConfig(block_size=BLOCK, max_tokens=BLOCK * 400), scheduler)
-        workers = InProcessWorkerGroup.from_buffers(hf.state_dict(), hf.config.to_json_string(), section, scheduler)
+    def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]):
+        self.name = tier.name
+        self._tier = tier
+        self._record = record
+
+    def kv_block(self) -> KVBlock:
+        return self._tier.kv_block()
+
+    def run(
+        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+    ) -> tuple:
+        greedy, logits = self._tier.run(batch, rows, num_logits, pools, wants_logits=True)
+        slots = [row.slot for row, count in zip(rows, num_logits) if count]
+        for slot, of_slot in zip(slots, logits, strict=True):
+            self._record(slot, of_slot.clone())
+        return greedy, logits
+
+
+class RecordingEngine:
+    """An EngineCore over the real worker group; logits are copied on their way to the sampler."""
+
+    def __init__(self, config: EngineConfig, workers: InProcessWorkerGroup):
         self.core = EngineCore(config, workers)
+        workers.runner.tier = RecordingTier(workers.runner.tier, self._record)
         self._recordings: dict[int, Recording] = {}
         self._next_id = 1
-        original = Sampler.sample
 
-        def sample(sampler, logits, slots, token_ids, num_tokens):
-            by_slot = {seq.slot: seq.request_id for seq in self.core.scheduler.running}
-            for slot, row in zip(slots, logits, strict=True):
-                self._recordings[by_slot[slot]].logits.append(row.clone())
-            return original(sampler, logits, slots, token_ids, num_tokens)
+    @classmethod
+    def of_transformers(cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int) -> RecordingEngine:
+        """In float32, on one thread, over a model of transformers."""
+        config = EngineConfig(
+            ModelConfigSection(dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"),
+            KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400),
+            SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
+        )
+        workers = InProcessWorkerGroup.from_buffers(
+            hf.state_dict(), hf.config.to_json_string(), config.model, config.scheduler, config.kv_cache
+        )
+        return cls(config, workers)
 
-        monkeypatch.setattr(Sampler, "sample", sample)
-
-    def start(self, prompt: list[int], max_tokens: int, **fields: object) -> Recording:
+    def start(self, prompt: Sequence[int], max_tokens: int, **fields: object) -> Recording:
         recording = self._recordings[self._next_id] = Recording(list(prompt))
         output = OutputConfig(exclude_input_from_output=True)
         self.core.begin_poll()
@@ -78,9 +104,13 @@ class RecordingEngine:
         self.core.scheduler.commit(plan, step_id=-1, now_ns=0)
         self.core.kv.lose_everything()
 
+    def _record(self, slot: int, logits: Tensor) -> None:
+        request_id = next(seq.request_id for seq in self.core.scheduler.running if seq.slot == slot)
+        self._recordings[request_id].logits.append(logits)
+
 
 @torch.inference_mode()
-def excused_ties(hf: PreTrainedModel, recording: Recording, history: list[int] = ()) -> int:
+def excused_ties(hf: PreTrainedModel, recording: Recording, history: Sequence[int] = ()) -> int:
     """Check a recording against transformers: logits within 1e-4, each token the best one. Returns the near ties excused."""
     ids = [*history, *recording.prompt, *recording.tokens]
     first = len(ids) - len(recording.tokens) - 1

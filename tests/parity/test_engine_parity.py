@@ -1,7 +1,8 @@
 """Logits and greedy tokens equal transformers', whatever the engine does to the KV on the way.
 
 Every combination of {whole, chunked} x {prefix miss, hit} x {stays, evicted and returned} x {alone, in a batch of 7}, for a random
-tiny model of each family and for the default model.
+tiny model of each family and for the default model, on both tiers. Lengths are told in blocks, so that prefixes and what is
+computed again cross their borders on both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.parity.scenario import RecordingEngine, excused_ties, load_default
+from backend.api import SessionConfig
+from tests.parity.scenario import BLOCK, RecordingEngine, excused_ties, load_default
 
 TINY = dict(
     vocab_size=199,
@@ -63,22 +65,24 @@ def hf(request):
     return model
 
 
-COMBINATIONS = list(itertools.product((512, 16), (False, True), (None, 23), (1, 7)))
+COMBINATIONS = list(itertools.product((64, 2), (False, True), (None, 23), (1, 7)))
 
 
 @pytest.mark.feature("004-14", "004-26", "001-29", "001-33")
-@pytest.mark.parametrize("max_num_tokens, prefix_hit, evict_every, batch", COMBINATIONS)
-def test_the_engine_equals_transformers(hf, monkeypatch, max_num_tokens, prefix_hit, evict_every, batch):
-    engine = RecordingEngine(hf, monkeypatch, max_num_tokens)
-    rng = random.Random(max_num_tokens + batch)
-    common = [rng.randrange(4, hf.config.vocab_size) for _ in range(37)]
+@pytest.mark.parametrize("blocks_a_step, prefix_hit, evict_every, batch", COMBINATIONS)
+def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evict_every, batch):
+    block = BLOCK[tier]
+    engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=blocks_a_step * block)
+    rng = random.Random(blocks_a_step + batch)
+    common = random_tokens(rng, hf, 4 * block + block // 2 + 1)
     if prefix_hit:
         engine.start(common, 1)
         engine.run()
-    prompts = [common + [rng.randrange(4, hf.config.vocab_size) for _ in range(1 + 3 * i)] for i in range(batch)]
+    prompts = [common + random_tokens(rng, hf, 1 + 3 * i * block // 8) for i in range(batch)]
     recordings = [engine.start(prompt, NUM_TOKENS) for prompt in prompts]
     engine.run(evict_every)
     counters = engine.core.counters
+    assert engine.core.model.kernels == tier.kernels
     assert (counters.cached_tokens_total > 0) or not prefix_hit
     assert (counters.recomputed_tokens_total > 0) == (evict_every is not None)
     assert all(len(recording.tokens) == NUM_TOKENS for recording in recordings)
@@ -87,11 +91,11 @@ def test_the_engine_equals_transformers(hf, monkeypatch, max_num_tokens, prefix_
 
 @pytest.mark.feature("004-05", "004-13", "004-14")
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, monkeypatch, evicted):
-    from backend.api import SessionConfig
-
-    engine = RecordingEngine(hf, monkeypatch, 64)
-    first = engine.start(list(range(10, 40)), 20, session=SessionConfig(1, start=True))
+def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, evicted):
+    block = BLOCK[tier]
+    engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=8 * block)
+    prompt = random_tokens(random.Random(0), hf, 3 * block + 6)
+    first = engine.start(prompt, 20, session=SessionConfig(1, start=True))
     engine.run()
     if evicted:
         engine.core.kv.lose_everything()
@@ -99,8 +103,14 @@ def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, monkeyp
     before = engine.core.counters.context_tokens_total
     engine.run()
     ran = engine.core.counters.context_tokens_total - before
-    assert ran == (30 + 20 + 3 if evicted else 3 + 1), "a warm turn runs its new tokens and the last sampled one"
+    assert ran == (len(prompt) + 20 + 3 if evicted else 3 + 1), (
+        "a warm turn runs its new tokens and the last sampled one"
+    )
     excused_ties(hf, second, history=first.prompt + first.tokens)
+
+
+def random_tokens(rng: random.Random, hf, count: int) -> list[int]:
+    return [rng.randrange(4, hf.config.vocab_size) for _ in range(count)]
 
 
 def test_near_ties_are_rare():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kernels.quantize import (
     CASES,
-    DEFAULT_GROUP,
     ELEMENTS_AT_ONCE,
     dequantize,
     quantize_activations,
@@ -21,12 +20,18 @@ def random_values(rows: int, columns: int, dtype: torch.dtype = torch.float32) -
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)).to(dtype)
 
 
-def naive(x: Tensor, group: int) -> tuple[list[list[int]], list[list[float]]]:
+def least_bfloat16_from(x: Tensor) -> Tensor:
+    nearest = x.bfloat16()
+    return (nearest if nearest >= x else torch.nextafter(nearest, torch.tensor(torch.inf, dtype=torch.bfloat16))).float()
+
+
+def naive(x: Tensor, group: int, is_weight: bool) -> tuple[list[list[int]], list[list[float]]]:
     q, scales = [], []
     for row in x.float():
         row_q, row_scales = [], []
         for values in row.split(group):
             scale = values.abs().max() / 127
+            scale = least_bfloat16_from(scale) if is_weight else scale
             row_scales.append(scale.item())
             row_q += [max(-127, min(127, round((value / scale).item()))) if scale > 0 else 0 for value in values]
         q.append(row_q)
@@ -43,7 +48,7 @@ def test_quantising_follows_its_formula(rows, columns, group, quantize, dtype):
     assert (q.dtype, scale.dtype) == (torch.int8, torch.float32)
     assert (q.shape, scale.shape) == (x.shape, (rows, -(-columns // group)))
     assert q.is_contiguous()
-    assert (q.tolist(), scale.tolist()) == naive(x, group)
+    assert (q.tolist(), scale.tolist()) == naive(x, group, quantize is quantize_weight)
 
 
 @pytest.mark.parametrize("rows, columns, group", CASES)
@@ -59,13 +64,20 @@ def test_dequantising_multiplies_each_value_by_the_scale_of_its_group(rows, colu
             assert abs(restored[row, column] - x[row, column]) <= 0.5001 * step
 
 
-def test_the_largest_value_of_a_group_becomes_127():
-    q, _ = quantize_weight(torch.tensor([[0.0, -3.0, 1.5, 0.1, 0.1, 0.05]]), 3)
+def test_the_largest_value_of_a_group_of_activations_becomes_127():
+    q, _ = quantize_activations(torch.tensor([[0.0, -3.0, 1.5, 0.1, 0.1, 0.05]]), 3)
     assert q.tolist() == [[0, -127, 64, 127, 127, 64]]  # 63.5 goes to the even 64
 
 
+def test_the_scales_of_a_weight_are_bfloat16_and_large_enough():
+    w = random_values(40, 256)
+    _, scale = quantize_weight(w, 32)
+    assert torch.equal(scale.bfloat16().float(), scale)
+    assert (scale * 127 >= w.view(40, 8, 32).abs().amax(2)).all()
+
+
 def test_a_group_of_zeros_has_scale_zero_and_stays_zero():
-    q, scale = quantize_weight(torch.tensor([[0.0, 0.0, 5.0, -5.0]]), 2)
+    q, scale = quantize_activations(torch.tensor([[0.0, 0.0, 5.0, -5.0]]), 2)
     assert (q.tolist(), scale[0, 0].item()) == ([[0, 0, 127, -127]], 0.0)
     assert dequantize(q, scale, 2)[0, :2].tolist() == [0.0, 0.0]
 
@@ -78,7 +90,8 @@ def test_values_too_small_for_a_scale_become_zero():
 def test_a_large_weight_is_quantised_in_slices_as_if_at_once():
     w = random_values(2 * ELEMENTS_AT_ONCE // 1000, 1000)
     assert len(row_slices(*w.shape)) > 1
-    for part, whole in zip(quantize_weight(w, DEFAULT_GROUP), quantize_activations(w, DEFAULT_GROUP)):
+    halves = [quantize_weight(half, 64) for half in w.split(w.shape[0] // 2)]
+    for whole, part in zip(quantize_weight(w, 64), (torch.cat(parts) for parts in zip(*halves))):
         assert torch.equal(part, whole)
 
 

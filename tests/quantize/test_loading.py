@@ -17,7 +17,7 @@ from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality import row_logits
-from kernels.quantize import DEFAULT_GROUP, quantize_weight
+from kernels.quantize import DEFAULT_GROUPS, quantize_weight
 from tests.quantize.checkpoints import ODD
 from tools.make_random_model import make_random_model
 
@@ -69,8 +69,8 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make, format):
     expected += [stacked(weights, layer, names) for layer in range(3) for names in NAMES.values()]
     assert len(recorder.weights) == len(expected)
     for measured, stored in zip(recorder.weights, expected):
-        q, scale = quantize_weight(stored, DEFAULT_GROUP)
-        assert (measured.group, measured.format) == (DEFAULT_GROUP, format)
+        q, scale = quantize_weight(stored, DEFAULT_GROUPS[format])
+        assert (measured.group, measured.format) == (DEFAULT_GROUPS[format], format)
         assert torch.equal(measured.q, q) and torch.equal(measured.scale, scale)
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].bfloat16())
     assert model.norm.dtype == model.layers[0].input_norm.dtype == torch.bfloat16

@@ -76,11 +76,11 @@ def test_logits_of_rows_are_those_of_each_alone():
         torch.testing.assert_close(row_logits(model, row[None])[0], logits, rtol=0, atol=1e-4)
 
 
-def test_a_model_compared_with_itself_has_no_error_and_its_own_perplexity():
+def test_logits_compared_with_themselves_have_no_error_and_their_own_perplexity():
     model = load_directory(DEFAULT_MODEL, None, "float32", torch.device("cpu"))
     rows = held_out_rows(512)
     logits = row_logits(model, rows)
-    measured = compare([logits], model, rows, is_text=True)
+    measured = compare([logits], [logits], rows, is_text=True)
     assert (measured.error, measured.divergence) == (0.0, 0.0)
     chances = [logits[0, i].softmax(0)[rows[0, i + 1]].item() for i in range(511)]
     assert measured.perplexity == pytest.approx(math.exp(-sum(map(math.log, chances)) / 511), rel=1e-4)
@@ -89,7 +89,8 @@ def test_a_model_compared_with_itself_has_no_error_and_its_own_perplexity():
 def test_an_error_is_relative_to_the_logits():
     model = load_directory(DEFAULT_MODEL, None, "float32", torch.device("cpu"))
     rows = held_out_rows(512)
-    measured = compare([2 * row_logits(model, rows)], model, rows, is_text=False)
+    logits = row_logits(model, rows)
+    measured = compare([2 * logits], [logits], rows, is_text=False)
     assert measured.error == pytest.approx(0.5, rel=1e-5)
     assert measured.divergence > 0
     assert measured.perplexity is None

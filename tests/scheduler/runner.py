@@ -59,7 +59,7 @@ class Runner:
             scheduled = self._watch_schedule()
             self._collect(self.core.step())
             self.core.check_integrity()
-            latest = self.core.iteration_stats[-1]
+            latest = self.core.latest_iteration()
             self.seen.append(Seen(list(scheduled), scheduled, latest.num_context_requests, latest.num_gen_requests))
 
     def run(self) -> int:

@@ -140,7 +140,7 @@ def test_no_more_sequences_run_than_there_are_slots() -> None:
     runner.run()
     assert max(len(seen.running) for seen in runner.seen) == 3
     assert {row.slot for step in runner.trace for row in step.rows} == {0, 1, 2}
-    assert runner.core.iteration_stats[-1].max_num_active_requests == 3
+    assert runner.core.latest_iteration().max_num_active_requests == 3
 
 
 @pytest.mark.feature("004-03")
@@ -183,14 +183,14 @@ def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
     runner.ask(1, [2], 9)
     scheduler = runner.core.scheduler
     plan = scheduler.schedule()
-    assert [(seq.request_id, tokens) for seq, tokens in plan.rows] == [(0, 1), (1, 1)] and plan.num_generation_rows == 0
+    assert [(seq.request_id, tokens) for seq, tokens in plan.rows] == [(0, 1), (1, 1)] and plan.generation == []
     assert [seq.request_id for seq in plan.admitted] == [0, 1]
     assert (plan.paused, plan.rejected, plan.is_empty) == ([], [], False)
     while not plan.paused:
         runner.step()
         plan = scheduler.schedule()
     assert [seq.request_id for seq in plan.paused] == [1]
-    assert [seq.request_id for seq, _ in plan.rows] == [0] and plan.num_generation_rows == 1
+    assert [seq.request_id for seq, _ in plan.rows] == [0] and plan.context == []
 
 
 @pytest.mark.feature("003-34")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def check_invariants(simulation: Simulation) -> None:
     simulation.core.check_integrity()
     _check_order(simulation)
+    _check_context_limits(simulation)
     _check_tables(simulation)
     _check_sessions(simulation)
     _check_eviction_order(simulation)
@@ -29,9 +30,20 @@ def _check_order(simulation: Simulation) -> None:
     assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost: {arrivals}"
     if scheduler.policy == "guaranteed_no_evict" and not simulation.was_resized:
         assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
-    if scheduler.batching == "separate" and core.iteration_stats:
-        latest = core.iteration_stats[-1]
+    if scheduler.batching == "separate":
+        latest = core.latest_iteration()
         assert not (latest.num_context_requests and latest.num_gen_requests), f"context beside generation: {latest}"
+
+
+def _check_context_limits(simulation: Simulation) -> None:
+    """Context tokens of a step stay within their own limits, so that those who generate are not held up."""
+    latest, scheduler = simulation.core.latest_iteration(), simulation.setup.config.scheduler
+    if not scheduler.enable_chunked_context:
+        return
+    most = scheduler.max_context_tokens or scheduler.max_num_tokens
+    if latest.num_gen_requests and scheduler.mixed_context_tokens:
+        most = min(most, scheduler.mixed_context_tokens * (scheduler.max_batch_size - latest.num_gen_requests))
+    assert latest.num_ctx_tokens <= most, f"more than {most} context tokens: {latest}"
 
 
 def _check_tables(simulation: Simulation) -> None:

@@ -167,7 +167,7 @@ def cancel_answers_nothing(set_attribute: SetAttribute) -> None:
 
 
 def deadlines_ignored(set_attribute: SetAttribute) -> None:
-    set_attribute(EngineCore, "expire", lambda self: self.sessions.expire(self.clock.monotonic_ns()))
+    set_attribute(EngineCore, "_expire", lambda self, now_ns: self.sessions.expire(now_ns))
 
 
 def unlocked_head_first(set_attribute: SetAttribute) -> None:
@@ -279,6 +279,22 @@ def nothing_left_to_run(set_attribute: SetAttribute) -> None:
 def one_token_over_the_budget(set_attribute: SetAttribute) -> None:
     cut = MicroBatchScheduler.cut
     set_attribute(MicroBatchScheduler, "cut", lambda self, wants, budget: cut(self, wants, budget + 1))
+
+
+def context_holds_up_generation(set_attribute: SetAttribute) -> None:
+    budget = MicroBatchScheduler.context_budget
+    set_attribute(MicroBatchScheduler, "context_budget", lambda self, rows, waiting: budget(self, 0, waiting) - rows)
+
+
+def context_starves_beside_generation(set_attribute: SetAttribute) -> None:
+    set_attribute(MicroBatchScheduler, "context_budget", lambda self, rows, waiting: 0 if rows else self.max_num_tokens)
+
+
+def a_block_too_many_is_taken_for_writable(set_attribute: SetAttribute) -> None:
+    def writable(self: KVCacheManager, seq: Sequence) -> int:
+        return (len(self.records[seq.seq_id].handles) + 1) * self.block_size
+
+    set_attribute(KVCacheManager, "_num_writable_cells", writable)
 
 
 def slot_given_out_twice(set_attribute: SetAttribute) -> None:

@@ -55,4 +55,6 @@ def _random_scheduler(rng: Random) -> SchedulerConfig:
         enable_chunked_context=rng.random() < 0.7,
         max_chunk_tokens=rng.choice((None, None, rng.randint(1, max_num_tokens))),
         chunking_policy=rng.choice(("first_come_first_served", "equal_progress")),
+        max_context_tokens=rng.choice((None, rng.randint(1, max_num_tokens))),
+        mixed_context_tokens=rng.choice((None, 1, rng.randint(1, max_num_tokens))),
     )

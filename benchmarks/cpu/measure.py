@@ -1,0 +1,190 @@
+"""Carries a plan out: loads, pauses, measures; collects what each contestant reached."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu import commands, plan
+from benchmarks.cpu.engines import EngineSpec
+from benchmarks.cpu.environments import BENCH
+from benchmarks.cpu.errors import Skipped
+from benchmarks.cpu.models import Model
+from benchmarks.cpu.plan import Action, Step
+from benchmarks.cpu.protocol import Load, Measure
+from benchmarks.cpu.runners import Runner
+from deploy.progress import Progress
+
+MEMORY_SHARE = 0.9  # of what is available that engines may take together
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured. `prompt`, `new`: tokens of each request."""
+
+    model: Model
+    weights: str
+    concurrencies: tuple[int, ...]
+    prompt: int
+    new: int
+    repeats: int
+    threads: int
+    seed: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        return max(self.concurrencies) * (self.prompt + self.new) * self.model.kv_bytes_per_token
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rates of one measurement, in tokens a second over all requests."""
+
+    decode: float
+    prefill: float
+
+
+@dataclass
+class Contestant:
+    """An engine in one setting, and what was found out. `skipped`: why it takes no part (any more)."""
+
+    engine: EngineSpec
+    setting: str
+    skipped: str = ""
+    python: Path | None = None
+    form: Path | None = None  # the model as this engine reads it
+    load_s: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    samples: dict[int, list[Sample]] = field(default_factory=dict)  # by concurrency
+    peak_rss_gib: dict[int, float] = field(default_factory=dict)  # by concurrency: the highest until then
+
+    @property
+    def label(self) -> str:
+        """The engine's name, with the setting where it has several."""
+        several = any(self.setting in choice and len(choice) > 1 for choice in self.engine.settings.values())
+        return f"{self.engine.name} ({self.setting})" if several else self.engine.name
+
+
+@dataclass
+class Outcome:
+    """`bandwidth`: the highest that was measured, bytes a second. `alternated`: else one engine after the other."""
+
+    contestants: list[Contestant]
+    bandwidth: float
+    alternated: bool
+
+
+def fit_together(engines: Sequence[EngineSpec], work: Work, available_bytes: int) -> bool:
+    """Whether all of them can be held in memory at once, by estimate."""
+    resident = work.model.resident_bytes(work.weights)
+    needed = sum(engine.peak_bytes(resident, work.kv_bytes) for engine in engines)
+    return needed <= MEMORY_SHARE * available_bytes
+
+
+def available_memory() -> int:
+    """Bytes that could be had without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024
+
+
+def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Outcome:
+    """Measure everybody who has not been skipped. A contestant that fails is skipped from there on."""
+    present = [contestant for contestant in contestants if not contestant.skipped]
+    alternated = fit_together([contestant.engine for contestant in present], work, available_memory())
+    if not alternated:
+        progress.step("memory does not suffice for all engines at once: they are measured one after the other")
+    make = plan.alternating if alternated else plan.one_by_one
+    with ExitStack() as stack:
+        session = _Session(work, present, progress, stack)
+        for step in make(len(present), work.concurrencies, work.repeats):
+            session.do(step)
+    return Outcome(contestants, session.bandwidth, alternated)
+
+
+class _Session:
+    """The runners of one plan; all but the one at work are paused."""
+
+    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack):
+        self.bandwidth = 0.0
+        self._work = work
+        self._contestants = contestants
+        self._progress = progress
+        self._stack = stack
+        self._runners: dict[int, Runner] = {}
+        self._concurrency = 0
+
+    def do(self, step: Step) -> None:
+        if step.action is Action.ROOF:
+            self._measure_roof()
+            return
+        contestant = self._contestants[step.contestant]
+        if contestant.skipped:
+            return
+        try:
+            if step.action is Action.LOAD:
+                self._load(step.contestant)
+            elif step.action is Action.END:
+                self._runners[step.contestant].close()
+            else:
+                self._run(step)
+        except Skipped as reason:
+            contestant.skipped = str(reason)
+            self._progress.step(f"{contestant.engine.name} is skipped: {reason}")
+            self._runners[step.contestant].close()
+
+    def _measure_roof(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.cpu.roof", "--threads", str(self._work.threads)]
+        output = commands.run(command, self._progress, "measuring the read bandwidth")
+        self.bandwidth = max(self.bandwidth, float(output[-1]))
+
+    def _load(self, index: int) -> None:
+        work, contestant = self._work, self._contestants[index]
+        self._progress.step(f"loading {work.model.name} {work.weights} into {contestant.label}")
+        self._progress.note("at work")
+        log = BENCH / f"run-{contestant.engine.name}-{index}.log"
+        began = time.monotonic()
+        runner = Runner(contestant.python, contestant.engine.module, work.threads, log, self._progress.tick)
+        self._runners[index] = runner
+        self._stack.callback(runner.close)
+        answer = runner.load(
+            Load(
+                str(contestant.form),
+                work.weights,
+                contestant.setting,
+                work.threads,
+                max(work.concurrencies),
+                work.prompt + work.new,
+                work.model.kv_bytes_per_token,
+            )
+        )
+        contestant.load_s = time.monotonic() - began
+        contestant.versions, contestant.note = answer["versions"], answer["note"]
+        runner.pause()
+
+    def _run(self, step: Step) -> None:
+        work, contestant, runner = self._work, self._contestants[step.contestant], self._runners[step.contestant]
+        if step.concurrency != self._concurrency:
+            self._concurrency = step.concurrency
+            self._progress.step(f"measuring {work.repeats} times at concurrency {step.concurrency}")
+        warm_up = step.action is Action.WARM_UP
+        self._progress.note(f"{contestant.label}, {'warm-up' if warm_up else f'{step.repeat + 1} of {work.repeats}'}")
+        new = min(work.new, WARM_UP_TOKENS) if warm_up else work.new
+        round_number = 0 if warm_up else 1 + step.repeat
+        seed = (work.seed * 1000 + step.concurrency) * 1000 + round_number  # no prompt is seen twice
+        runner.resume()
+        answer = runner.measure(Measure(step.concurrency, work.prompt, new, seed, work.model.vocab_size))
+        runner.pause()
+        contestant.peak_rss_gib[step.concurrency] = answer["peak_rss_gib"]
+        if not warm_up:
+            contestant.samples.setdefault(step.concurrency, []).append(_sample(step.concurrency * work.prompt, answer))
+
+
+def _sample(prompt_tokens: int, answer: dict[str, Any]) -> Sample:
+    return Sample(answer["decode_tokens"] / answer["decode_s"], prompt_tokens / answer["prefill_s"])

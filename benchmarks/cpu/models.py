@@ -1,0 +1,144 @@
+"""The measured checkpoints: shapes made by seed or any directory, their sizes, and their forms for engines that want their own.
+
+What is made is kept under .run/bench: models/NAME and forms/NAME-KEY, the key being that of the checkpoint's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu import commands
+from benchmarks.cpu.engines import EngineSpec
+from benchmarks.cpu.environments import BENCH
+from benchmarks.cpu.errors import Skipped
+from deploy import ROOT
+from deploy.errors import UserError
+from deploy.progress import Progress
+
+SHAPES = ("S", "M", "L")  # of tools/make_random_model.py
+BYTES = {"bf16": 2, "int8": 1}  # of one weight
+_KV_BYTES = 2  # of one number in the KV of the roof
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face checkpoint directory of the Llama family, and its config.json."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config["vocab_size"]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of one sequence."""
+        return self.config["max_position_embeddings"]
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+
+    @property
+    def linear_weights(self) -> int:
+        """Numbers read in every decode step: all linear layers and the output head, not the embedding."""
+        config = self.config
+        hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+        attention = hidden * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
+        return config["num_hidden_layers"] * (attention + 3 * hidden * inter) + self.vocab_size * hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config["num_hidden_layers"] * 2 * self.num_kv_heads * self.head_dim * _KV_BYTES
+
+    def step_bytes(self, weights: str, concurrency: int, mean_length: float) -> float:
+        """What a decode step must read: the weights once and the KV of every sequence (in two bytes a number)."""
+        kv = concurrency * mean_length * self.kv_bytes_per_token
+        return self.linear_weights * BYTES[weights] + kv
+
+    def resident_bytes(self, weights: str) -> int:
+        """Of the weights in memory, an embedding of its own included."""
+        embedding = 0 if self.config.get("tie_word_embeddings") else self.vocab_size * self.config["hidden_size"]
+        return self.linear_weights * BYTES[weights] + embedding * BYTES["bf16"]
+
+
+def of_directory(directory: Path, name: str = "") -> Model:
+    """Raises UserError when it is no checkpoint of a Llama shape."""
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); --model-dir is a Hugging Face checkpoint directory"
+        ) from None
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    if missing := [key for key in needed if key not in config]:
+        raise UserError(f"{file} has no {missing[0]}; models of the Llama family can be compared")
+    return Model(name or directory.resolve().name, directory.resolve(), config)
+
+
+def of_shape(shape: str, progress: Progress) -> Model:
+    """A model of random weights, made by seed if it is not there yet. Raises CommandFailed."""
+    directory = BENCH / "models" / shape
+    if not directory.exists():
+        unfinished = _unfinished(directory)
+        make = [sys.executable, "-m", "tools.make_random_model", str(unfinished), "--shape", shape]
+        tokenizer = ["--tokenizer-from", str(ROOT / "models" / "default")]
+        commands.run([*make, *tokenizer], progress, f"making the {shape} shape of random weights (once)")
+        unfinished.rename(directory)
+    return of_directory(directory)
+
+
+def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, progress: Progress) -> Path:
+    """The model in the form that the engine reads, made with the engine's own environment. Raises Skipped."""
+    if engine.name not in ("openvino", "llamacpp"):
+        return model.directory
+    form = BENCH / "forms" / f"{model.name}-{_key(model)}" / f"{engine.name}-{weights}"
+    if form.exists():
+        return form
+    unfinished = _unfinished(form)
+    if engine.name == "openvino":
+        kind = {"bf16": "fp16", "int8": "int8"}[weights]  # the CPU plug-in turns fp16 weights into bf16 as it loads
+        export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(model.directory)]
+        command = [*export, "--task", "text-generation-with-past", "--weight-format", kind, str(unfinished)]
+    else:
+        kind = {"bf16": "bf16", "int8": "q8_0"}[weights]
+        writer = [str(python), "-m", "benchmarks.cpu.write_gguf", str(model.directory)]
+        command = [*writer, str(unfinished), "--type", kind]
+    title = f"converting {model.name} for {engine.name}, {weights} (once)"
+    log = BENCH / f"convert-{engine.name}.log"
+    try:
+        commands.run(command, progress, title, environment={"HF_HUB_OFFLINE": "1"}, log=log)
+    except commands.CommandFailed as failure:
+        raise Skipped(f"{model.name} cannot be converted for it: {failure}") from None
+    unfinished.rename(form)
+    return form
+
+
+def _unfinished(path: Path) -> Path:
+    """Where `path` is made before it gets its name."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if unfinished.is_dir():
+        shutil.rmtree(unfinished)
+    unfinished.unlink(missing_ok=True)
+    return unfinished
+
+
+def _key(model: Model) -> str:
+    """Changes with the checkpoint's place and files."""
+    files = sorted(model.directory.glob("*.safetensors")) + [model.directory / "config.json"]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:12]

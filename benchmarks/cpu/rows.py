@@ -1,0 +1,91 @@
+"""From samples to rows: one for each engine and concurrency, with its ratio to the best peer and its share of the roof.
+
+`decode_tokens_per_s` and `prefill_tokens_per_s` are the best of the repeats, as are the ratios made of them; each has a `median_`
+beside it. An engine that was measured in several settings counts, at each concurrency, with the one that decodes fastest;
+`settings` has them all. Figures that there are none of are null, and `skipped` says why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.cpu import roof
+from benchmarks.cpu.engines import OURS
+from benchmarks.cpu.measure import Contestant, Outcome, Sample, Work
+
+Row = dict[str, Any]
+RATIOS = {
+    "ratio_to_best_peer": "decode_tokens_per_s",
+    "median_ratio_to_best_peer": "median_decode_tokens_per_s",
+    "prefill_ratio_to_best_peer": "prefill_tokens_per_s",
+}
+
+
+def make_rows(work: Work, outcome: Outcome) -> list[Row]:
+    """Rows in the order of concurrencies, then of engines."""
+    engines: dict[str, list[Contestant]] = {}
+    for contestant in outcome.contestants:
+        engines.setdefault(contestant.engine.name, []).append(contestant)
+    rows = []
+    for concurrency in work.concurrencies:
+        some = [_row(work, outcome, settings, concurrency) for settings in engines.values()]
+        add_ratios(some)
+        rows += some
+    return rows
+
+
+def add_ratios(rows: Sequence[Row]) -> None:
+    """Divide by the best peer among rows of one model, weights and concurrency; null where no peer was measured."""
+    for ratio, rate in RATIOS.items():
+        rates = [row[rate] for row in rows if row["engine"] != OURS and row[rate] is not None]
+        for row in rows:
+            known = rates and row[rate] is not None
+            row[ratio] = row[rate] / max(rates) if known else None
+
+
+def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: int) -> Row:
+    measured = [contestant for contestant in settings if contestant.samples.get(concurrency)]
+    figures = {contestant.setting: summarise(contestant.samples[concurrency]) for contestant in measured}
+    best = max(measured, key=lambda contestant: figures[contestant.setting]["decode_tokens_per_s"], default=settings[0])
+    own = figures.get(best.setting, dict.fromkeys(summarise([Sample(1.0, 1.0)])))
+    step_bytes = work.model.step_bytes(work.weights, concurrency, work.prompt + work.new / 2)
+    roof_rate = roof.tokens_per_s(concurrency, step_bytes, outcome.bandwidth)
+    decode = own["decode_tokens_per_s"]
+    return {
+        "engine": best.engine.name,
+        "model": work.model.name,
+        "weights": work.weights,
+        "concurrency": concurrency,
+        "setting": best.setting,
+        **own,
+        **dict.fromkeys(RATIOS),
+        "roof_fraction": decode / roof_rate if decode else None,
+        "roof_tokens_per_s": roof_rate,
+        "bandwidth_gb_per_s": outcome.bandwidth / 1e9,
+        "prompt": work.prompt,
+        "new": work.new,
+        "repeats": len(best.samples.get(concurrency, [])),
+        "threads": work.threads,
+        "alternated": outcome.alternated,
+        "load_s": best.load_s,
+        "peak_rss_gib": best.peak_rss_gib.get(concurrency),
+        "versions": best.versions,
+        "note": best.note,
+        "settings": figures,
+        "skipped": None if measured else best.skipped,
+    }
+
+
+def summarise(samples: Sequence[Sample]) -> dict[str, float]:
+    """Best and median of both rates."""
+    columns: dict[str, Callable[[Sample], float]] = {
+        "decode_tokens_per_s": lambda sample: sample.decode,
+        "prefill_tokens_per_s": lambda sample: sample.prefill,
+    }
+    return {
+        f"{prefix}{name}": choose(map(column, samples))
+        for name, column in columns.items()
+        for prefix, choose in (("", max), ("median_", statistics.median))
+    }

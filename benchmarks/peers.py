@@ -1,0 +1,172 @@
+"""This engine beside OpenVINO GenAI, llama.cpp, vLLM and transformers: the same models, prompts and threads, in one run.
+
+    ./everbatch bench peers                                    the shapes M and L of random weights, bf16
+    ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
+
+Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
+repeat each is measured in turn while the others are stopped. Decode tokens/s: tokens that come after every request has its first
+one, over that time. Prefill tokens/s: all prompt tokens over the time until then. Prompts are random and new in each repeat,
+decoding is greedy, no end token ends it, no prefix is reused. Ratios compare the best of the repeats on both sides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from benchmarks.cpu import environments, models
+from benchmarks.cpu.commands import CommandFailed
+from benchmarks.cpu.engines import PEERS, EngineSpec, ours
+from benchmarks.cpu.errors import Skipped
+from benchmarks.cpu.measure import Contestant, Work, measure
+from benchmarks.cpu.plot import plot
+from benchmarks.cpu.rows import Row, make_rows
+from benchmarks.cpu.table import make_table, reasons
+from deploy.errors import UserError
+from deploy.progress import Progress
+
+RESULTS = Path(__file__).parent / "results"
+console = Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def main(
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory; without it the shapes are made.")
+    ] = None,
+    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, L.")] = "M,L",
+    weights: Annotated[Literal["bf16", "int8"], typer.Option(help="How every engine holds the weights.")] = "bf16",
+    concurrency: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
+    new: Annotated[int, typer.Option(help="Tokens that a request generates.", min=2)] = 128,
+    repeats: Annotated[int, typer.Option(help="Measurements of each engine at each concurrency.", min=1)] = 5,
+    peers: Annotated[str, typer.Option(help="From " + ", ".join(PEERS) + ".")] = ",".join(PEERS),
+    threads: Annotated[int | None, typer.Option(help="Of every engine; all cores without it.", min=1)] = None,
+    our_int8: Annotated[Literal["w8a8", "int8"], typer.Option(help="Our model.quantization with int8.")] = "w8a8",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write one JSON object a row to this file.")] = None,
+) -> None:
+    """Measure this engine and its peers side by side; write a table, a plot and the figures."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # runners are ended with us
+    progress = Progress()
+    try:
+        concurrencies = tuple(sorted(set(whole_numbers(concurrency, "--concurrency"))))
+        names = choices(peers, tuple(PEERS), "--peers")
+        chosen = [] if model_dir is not None else choices(shapes, models.SHAPES, "--shapes")
+        with alone():
+            rows: list[Row] = []
+            for shape in chosen or [None]:
+                model = models.of_shape(shape, progress) if shape else models.of_directory(model_dir)
+                work = Work(model, weights, concurrencies, prompt, new, repeats, threads or num_cores())
+                check(work)
+                rows += compare(work, [ours(our_int8), *(PEERS[name] for name in names)], progress)
+                if json_file is not None:
+                    json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except UserError as error:
+        console.print(f"[red]bench peers: {error}[/red]", soft_wrap=True)
+        raise typer.Exit(error.exit_code) from None
+    except CommandFailed as error:
+        console.print(f"[red]bench peers: {error}[/red]", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[Row]:
+    """Measure one model and show and write what came out. Returns the rows."""
+    contestants = [contestant for engine in engines for contestant in prepare(engine, work, progress)]
+    outcome = measure(work, contestants, progress)
+    rows = make_rows(work, outcome)
+    title = (
+        f"{work.model.name} {work.weights}: {work.prompt} prompt + {work.new} new tokens, best of {work.repeats}, "
+        f"{work.threads} threads, {'alternating' if outcome.alternated else 'one engine after the other'}, "
+        f"{outcome.bandwidth / 1e9:.1f} GB/s read"
+    )
+    console.print(make_table(rows, title))
+    for reason in reasons(rows):
+        console.print(reason, soft_wrap=True, highlight=False)
+    RESULTS.mkdir(exist_ok=True)
+    name = f"peers-{work.model.name}-{work.weights}"
+    document = {"cpu": cpu_name(), "cores": num_cores(), "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    plot(rows, RESULTS / f"{name}.png", title)
+    console.print(f"written: benchmarks/results/{name}.json and .png")
+    return rows
+
+
+def prepare(engine: EngineSpec, work: Work, progress: Progress) -> list[Contestant]:
+    """An engine in each of its settings, installed and with the model in its form; or one contestant that is skipped."""
+    settings = engine.settings.get(work.weights)
+    if not settings:
+        return [Contestant(engine, "", skipped=engine.lacks)]
+    try:
+        python = environments.python_of(engine, progress)
+        form = models.form_for(engine, python, work.model, work.weights, progress)
+    except Skipped as reason:
+        progress.step(f"{engine.name} is skipped: {reason}")
+        return [Contestant(engine, settings[0], skipped=str(reason))]
+    return [Contestant(engine, setting, python=python, form=form) for setting in settings]
+
+
+def check(work: Work) -> None:
+    """Raise UserError for what the model cannot do."""
+    if work.prompt + work.new > work.model.max_length:
+        raise UserError(
+            f"--prompt {work.prompt} and --new {work.new} are more than the {work.model.max_length} tokens of "
+            f"{work.model.name}; ask for fewer"
+        )
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """`1,8,32` as numbers. Raises UserError."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise UserError(f"{option} is {text!r}; write numbers from 1 on, separated by commas, such as 1,8,32")
+    return numbers
+
+
+def choices(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    """`M,L` as names, each once. Raises UserError."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} has {name!r}; choose from {', '.join(known)}, separated by commas")
+    return names
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep a second run out: two at once would measure each other. Raises UserError."""
+    environments.BENCH.mkdir(parents=True, exist_ok=True)
+    with open(environments.BENCH / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("another `bench peers` runs in this checkout; wait until it has ended") from None
+        yield
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,141 @@
+"""From measurements to rows, table and picture; sizes of models and the roof."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cpu import models, roof
+from benchmarks.cpu.engines import GIB, PEERS, ours
+from benchmarks.cpu.measure import Contestant, Outcome, Sample, Work, fit_together
+from benchmarks.cpu.models import Model
+from benchmarks.cpu.plot import plot
+from benchmarks.cpu.rows import add_ratios, make_rows
+from benchmarks.cpu.table import make_table, reasons
+
+M = Model(
+    "M",
+    Path("M"),
+    {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 30,
+        "vocab_size": 49152,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+)
+WORK = Work(M, "int8", (1, 8), prompt=128, new=128, repeats=2, threads=2)
+
+
+def measured(engine, setting: str, rates: dict[int, list[float]]) -> Contestant:
+    contestant = Contestant(engine, setting, load_s=1.0, versions={"package": "1.0"})
+    contestant.samples = {at: [Sample(rate, 10 * rate) for rate in some] for at, some in rates.items()}
+    contestant.peak_rss_gib = dict.fromkeys(rates, 0.5)
+    return contestant
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    default, quantised = PEERS["openvino"].settings["int8"]
+    contestants = [
+        measured(ours("w8a8"), "w8a8", {1: [90.0, 120.0], 8: [500.0, 400.0]}),
+        measured(PEERS["openvino"], default, {1: [50.0, 60.0], 8: [250.0, 200.0]}),
+        measured(PEERS["openvino"], quantised, {1: [80.0, 70.0], 8: [100.0, 150.0]}),
+        Contestant(PEERS["vllm"], "", skipped=PEERS["vllm"].lacks),
+    ]
+    return Outcome(contestants, bandwidth=20e9, alternated=True)
+
+
+def rows_by_engine(outcome: Outcome, concurrency: int) -> dict:
+    return {row["engine"]: row for row in make_rows(WORK, outcome) if row["concurrency"] == concurrency}
+
+
+def test_rows_have_the_best_the_median_and_the_ratios_of_both(outcome: Outcome) -> None:
+    row = rows_by_engine(outcome, 1)["everbatch"]
+    assert (row["decode_tokens_per_s"], row["median_decode_tokens_per_s"]) == (120.0, 105.0)
+    assert row["ratio_to_best_peer"] == 120 / 80
+    assert row["median_ratio_to_best_peer"] == 105 / 75
+    assert (row["prefill_tokens_per_s"], row["prefill_ratio_to_best_peer"]) == (1200.0, 1.5)
+
+
+def test_an_engine_in_two_settings_counts_with_the_better_at_each_concurrency(outcome: Outcome) -> None:
+    default, quantised = PEERS["openvino"].settings["int8"]
+    alone, crowded = rows_by_engine(outcome, 1)["openvino"], rows_by_engine(outcome, 8)["openvino"]
+    assert (alone["setting"], alone["decode_tokens_per_s"]) == (quantised, 80.0)
+    assert (crowded["setting"], crowded["decode_tokens_per_s"]) == (default, 250.0)
+    assert set(alone["settings"]) == {default, quantised}
+    assert alone["ratio_to_best_peer"] == crowded["ratio_to_best_peer"] == 1.0
+
+
+def test_a_skipped_engine_has_rows_with_its_reason_and_no_figures(outcome: Outcome) -> None:
+    row = rows_by_engine(outcome, 8)["vllm"]
+    assert row["skipped"] == PEERS["vllm"].lacks
+    assert {row[key] for key in ("decode_tokens_per_s", "prefill_tokens_per_s", "ratio_to_best_peer")} == {None}
+    assert row["roof_fraction"] is None
+
+
+def test_without_a_measured_peer_there_is_no_ratio() -> None:
+    rates = {
+        "decode_tokens_per_s": 10.0,
+        "median_decode_tokens_per_s": 9.0,
+        "prefill_tokens_per_s": 5.0,
+        "median_prefill_tokens_per_s": 5.0,
+    }
+    rows = [{"engine": "everbatch", **rates}, {"engine": "vllm", **dict.fromkeys(rates)}]
+    add_ratios(rows)
+    assert [row["ratio_to_best_peer"] for row in rows] == [None, None]
+
+
+def test_rows_can_be_written_as_json(outcome: Outcome) -> None:
+    rows = make_rows(WORK, outcome)
+    assert [json.loads(json.dumps(row)) for row in rows] == rows
+    assert len(rows) == 2 * 3
+
+
+def test_the_weights_of_a_step_are_those_of_all_linears_and_the_head() -> None:
+    assert M.linear_weights * models.BYTES["bf16"] == pytest.approx(269e6, rel=0.01)
+    assert M.kv_bytes_per_token == 30 * 2 * 3 * 64 * 2
+    assert M.step_bytes("int8", 8, 192) == M.linear_weights + 8 * 192 * M.kv_bytes_per_token
+
+
+def test_an_embedding_of_its_own_is_resident_but_not_read() -> None:
+    untied = Model("untied", Path(), M.config | {"tie_word_embeddings": False})
+    assert untied.linear_weights == M.linear_weights
+    assert untied.resident_bytes("bf16") - M.resident_bytes("bf16") == 49152 * 576 * 2
+
+
+def test_the_roof_share_is_decoding_over_what_the_bandwidth_allows(outcome: Outcome) -> None:
+    row = rows_by_engine(outcome, 8)["everbatch"]
+    roof_rate = roof.tokens_per_s(8, M.step_bytes("int8", 8, 192), 20e9)
+    assert row["roof_tokens_per_s"] == roof_rate == pytest.approx(8 * 20e9 / (134.5e6 + 8 * 192 * 23040), rel=0.01)
+    assert row["roof_fraction"] == 500 / roof_rate
+
+
+def test_engines_are_loaded_together_only_where_memory_suffices() -> None:
+    engines = [ours("w8a8"), PEERS["openvino"]]
+    needed = sum(engine.peak_bytes(M.resident_bytes("int8"), WORK.kv_bytes) for engine in engines)
+    assert fit_together(engines, WORK, int(needed / 0.89))
+    assert not fit_together(engines, WORK, needed)
+    assert needed > GIB
+
+
+def test_the_table_has_a_line_for_each_row_and_the_reasons_follow(outcome: Outcome) -> None:
+    rows = make_rows(WORK, outcome)
+    console = Console(width=120, file=io.StringIO())
+    console.print(make_table(rows, "M int8"))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["1", "everbatch", "120.0", "105.0", "1.50", "1.40"] in [line[:6] for line in lines]
+    assert ["8", "vllm", *"-" * 9] in lines
+    assert reasons(rows) == [f"vllm is skipped: {PEERS['vllm'].lacks}"]
+
+
+def test_the_picture_is_drawn_also_where_an_engine_is_missing(outcome: Outcome, tmp_path: Path) -> None:
+    plot(make_rows(WORK, outcome), tmp_path / "peers.png", "M int8")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,81 @@
+"""One checkpoint as the native tier and as the torch tier, each behind a Driver (tests/model/driver.py)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import CDLL
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from backend.layers.linear import MakeLinear, make_torch_linear
+from backend.models.linears import LinearOptions
+from backend.models.llama import Llama
+from backend.models.loader import open_directory
+from backend.sampling.sampler import Sampler
+from backend.worker.input_batch import InputBatch
+from backend.worker.kv_storage import KVStorage
+from backend.worker.model_runner import ModelRunner
+from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.tier import Tier
+from backend.worker.torch_tier import TorchTier
+from tests.model.driver import Driver
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 8
+
+
+class Format(NamedTuple):
+    """What a model is computed in and held in."""
+
+    dtype: str = "float32"
+    quantization: str = "none"
+    int8_kv: bool = False
+    group: int = 64  # columns that share a scale of int8 weights
+
+    def __str__(self) -> str:
+        return "-".join([self.dtype, self.quantization, *(["int8_kv"] if self.int8_kv else [])])
+
+
+def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
+    """`options`: the Driver's."""
+    model = load(directory, form, PackLinears(library))
+    return _driver(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, options)
+
+
+def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
+    """KV in the model's dtype, whatever `form` says of it."""
+    model = load(directory, form, make_torch_linear)
+    return _driver(TorchTier(model, block_size), model, None, block_size, options)
+
+
+def load(directory: Path, form: Format, make: MakeLinear) -> Llama:
+    options = LinearOptions(form.quantization, form.group, make)
+    return open_directory(directory).build(None, getattr(torch, form.dtype), CPU, options)
+
+
+def prompt(length: int, vocab: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's number of threads, which is also the native kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _driver(tier: Tier, model: Llama, library: CDLL | None, block_size: int, options: dict[str, object]) -> Driver:
+    block = tier.kv_block()
+    storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
+    batch = InputBatch(NUM_SLOTS, model.cos.shape[0], block_size, CPU)
+    sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
+    return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
