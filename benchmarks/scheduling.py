@@ -10,8 +10,8 @@ the machine. A figure is the median over blocks of 32 steps, in each of which ev
     hot        the device answers at once: EngineCore.step() and its parts
     cold       the device reads and writes 64 MiB first, without the GIL, as a model's weights go through the caches; what the
                host touches comes from memory again, as it does in earnest
-    delivery   what EngineLoop and EngineServer add on the loop's thread: inbox, routing, waking the writer (cold)
-    writer     the connection's writer thread: encoding, sending to a client in another process (cold)
+    loop       the loop's thread with delivery: inbox, routing, encoding, sending to a client in another process (cold)
+    process    all threads of the engine process (cold)
 """
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ VOCAB = 32_000
 COLD_BLOCKS = 4  # a cold step takes some 15 ms
 SWEEP_BYTES = 64 << 20
 GOALS_MS = {32: 0.3, 256: 1.5}
+LOOP, PROCESS, SCHEDULE, COMMIT = range(4)  # a NullDevice's clocks; the last two only where they are added
+COLUMNS = {
+    "hot": "hot_ms",
+    "(best)": "hot_best_ms",
+    "schedule": "schedule_ms",
+    "commit": "commit_ms",
+    "update, publish": "update_ms",
+    "cold": "cold_ms",
+    "loop": "loop_ms",
+    "process": "process_ms",
+}
 console = Console()
 
 
@@ -65,13 +76,13 @@ class Figures:
     commit_ms: float
     update_ms: float
     cold_ms: float
-    delivery_ms: float
-    writer_ms: float
+    loop_ms: float
+    process_ms: float
     goal_ms: float | None
 
 
 class NullDevice:
-    """A WorkerGroup without a model: random tokens at once. Reads the clocks while `rows` rows generate."""
+    """A WorkerGroup without a model: random tokens. Reads its `clocks` while `rows` rows generate, and none else runs."""
 
     def __init__(self, rows: int, num_blocks: int, is_cold: bool):
         self._rows = rows
@@ -80,7 +91,8 @@ class NullDevice:
         self._random = random.Random(0)
         self._own_ns = 0
         self._num_steps = 0
-        self.marks: list[tuple[int, int]] = []  # (ns of the loop's thread, ns of the process), every BLOCK_STEPS steps
+        self.clocks = [lambda: time.thread_time_ns() - self._own_ns, lambda: time.process_time_ns() - self._own_ns]
+        self._marks: list[list[int]] = []  # all clocks, every BLOCK_STEPS steps
         self.is_done = threading.Event()
 
     def load(self) -> ModelInfo:
@@ -99,24 +111,18 @@ class NullDevice:
         self._own_ns += time.thread_time_ns() - started_ns
         if len(step.rows) == self._rows and all(row.num_tokens == 1 for row in step.rows):
             if self._num_steps % BLOCK_STEPS == 0:
-                self.marks.append((time.thread_time_ns() - self._own_ns, time.process_time_ns() - self._own_ns))
+                self._marks.append([clock() for clock in self.clocks])
             self._num_steps += 1
-            if len(self.marks) > self._num_blocks:
+            if len(self._marks) > self._num_blocks:
                 self.is_done.set()
         return StepOutput(step.step_id, sampled)
 
     def shutdown(self) -> None:
         pass
 
-    def thread_ms(self) -> list[float]:
-        """Of each block, per step: the thread that calls `execute`."""
-        return self._per_step(0)
-
-    def process_ms(self) -> list[float]:
-        return self._per_step(1)
-
-    def _per_step(self, clock: int) -> list[float]:
-        marks = [mark[clock] for mark in self.marks[1:]]  # the first block still holds the last prompts' ends
+    def per_step_ms(self, clock: int) -> list[float]:
+        """What one of the clocks showed per step, for each block but the first, which holds the end of the last prompts."""
+        marks = [mark[clock] for mark in self._marks[1:]]
         return [(after - before) / BLOCK_STEPS / 1e6 for before, after in zip(marks, marks[1:])]
 
 
@@ -124,15 +130,19 @@ class Stopwatch:
     """Adds up the CPU time of a method while it stands in for it."""
 
     def __init__(self, owner: object, name: str):
-        self.total_ns = 0
+        self._total_ns = 0
         self._call: Callable = getattr(owner, name)
-        setattr(owner, name, self)
+        setattr(owner, name, self._timed)
 
-    def __call__(self, *arguments: object) -> object:
+    def _timed(self, *arguments: object) -> object:
         started_ns = time.thread_time_ns()
         result = self._call(*arguments)
-        self.total_ns += time.thread_time_ns() - started_ns
+        self._total_ns += time.thread_time_ns() - started_ns
         return result
+
+    def read(self) -> int:
+        """Nanoseconds so far."""
+        return self._total_ns
 
 
 def make_core(rows: int, device: NullDevice) -> EngineCore:
@@ -175,15 +185,14 @@ def run_core(
 
 def split_core(rows: int, queued: int, num_blocks: int) -> tuple[float, float]:
     """Shares of schedule and commit in the CPU time of a step."""
-    watches: list[Stopwatch] = []
 
     def prepare(core: EngineCore) -> None:
-        watches.extend(Stopwatch(core.scheduler, name) for name in ("schedule", "commit"))
+        for name in ("schedule", "commit"):
+            core.workers.clocks.append(Stopwatch(core.scheduler, name).read)
 
-    started_ns = time.thread_time_ns()
     device = run_core(rows, queued, num_blocks, prepare=prepare)
-    total_ns = time.thread_time_ns() - started_ns - device._own_ns
-    return watches[0].total_ns / total_ns, watches[1].total_ns / total_ns
+    whole, schedule, commit = (sum(device.per_step_ms(clock)) for clock in (LOOP, SCHEDULE, COMMIT))
+    return schedule / whole, commit / whole
 
 
 def run_loop(rows: int, queued: int, num_blocks: int) -> NullDevice:
@@ -226,12 +235,11 @@ def client(socket_path: str, count: int, num_blocks: int) -> None:
 
 
 def measure(rows: int, queued: int, num_blocks: int) -> Figures:
-    hot_ms = run_core(rows, queued, num_blocks).thread_ms()
+    hot_ms = run_core(rows, queued, num_blocks).per_step_ms(LOOP)
     schedule, commit = split_core(rows, queued, num_blocks)
     hot = statistics.median(hot_ms)
-    cold = statistics.median(run_core(rows, queued, COLD_BLOCKS, is_cold=True).thread_ms())
+    cold = statistics.median(run_core(rows, queued, COLD_BLOCKS, is_cold=True).per_step_ms(LOOP))
     device = run_loop(rows, queued, COLD_BLOCKS)
-    loop = statistics.median(device.thread_ms())
     return Figures(
         rows=rows,
         queued=queued,
@@ -241,8 +249,8 @@ def measure(rows: int, queued: int, num_blocks: int) -> Figures:
         commit_ms=commit * hot,
         update_ms=(1 - schedule - commit) * hot,
         cold_ms=cold,
-        delivery_ms=loop - cold,
-        writer_ms=statistics.median(device.process_ms()) - loop,
+        loop_ms=statistics.median(device.per_step_ms(LOOP)),
+        process_ms=statistics.median(device.per_step_ms(PROCESS)),
         goal_ms=GOALS_MS.get(rows),
     )
 
@@ -250,34 +258,11 @@ def measure(rows: int, queued: int, num_blocks: int) -> Figures:
 def show(figures: list[Figures]) -> None:
     """A table; a goal is met when the cold figure is within it."""
     table = Table(title=f"CPU time of a step, ms (null device, prompts of {PROMPT_TOKENS}, all rows stream)")
-    names = (
-        "rows",
-        "queued",
-        "hot",
-        "best",
-        "schedule",
-        "commit",
-        "update, publish",
-        "cold",
-        "delivery",
-        "writer",
-        "goal",
-    )
-    for name in names:
+    for name in ("rows", "queued", *COLUMNS, "goal"):
         table.add_column(name, justify="right")
     for f in figures:
-        parts = (
-            f.hot_ms,
-            f.hot_best_ms,
-            f.schedule_ms,
-            f.commit_ms,
-            f.update_ms,
-            f.cold_ms,
-            f.delivery_ms,
-            f.writer_ms,
-        )
         goal = "" if f.goal_ms is None else f"{f.goal_ms} {'met' if f.cold_ms <= f.goal_ms else 'missed'}"
-        table.add_row(str(f.rows), str(f.queued), *(f"{part:.3f}" for part in parts), goal)
+        table.add_row(str(f.rows), str(f.queued), *(f"{getattr(f, field):.3f}" for field in COLUMNS.values()), goal)
     console.print(table)
 
 

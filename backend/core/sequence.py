@@ -21,6 +21,7 @@ Who writes what:
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
@@ -62,36 +63,75 @@ class IllegalTransition(RuntimeError):
     """An event that the table does not allow; the sequence is unchanged."""
 
 
+@dataclass(slots=True, init=False, eq=False, repr=False)
 class Sequence:
-    """See the module's text for what the counters mean and who writes them."""
+    """See the module's text for what the counters mean and who writes them. What each step reads stands first."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_inflight_tokens: int
+    num_writable_cells: int  # KV positions below it have blocks that no other sequence reads: no plan is needed
+    kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens is this far
+    max_computed_tokens: int  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
+    max_output_tokens: int
+    num_published_tokens: int  # token_ids up to here have left in responses
+    slot: SlotId | None
+    request: Request
+    request_id: RequestId
+    finish_reason: FinishReason
+    first_token_ns: int
+    last_token_ns: int
+
+    seq_id: SequenceId
+    session_id: SessionId | None
+    namespace: str
+    status: Status
+    arrival: int  # order of acceptance: the scheduling priority, smaller runs first
+    arrival_ns: int
+    deadline_ns: int | None
+    num_history_tokens: int
+    seed: int  # of the first turn that names one; later turns continue its random stream
+    num_sampled_before: int  # tokens sampled in earlier turns: the RNG counter continues from here
+    erase_when_finished: bool  # a session that was stopped with END
+    cum_log_prob: float
+    log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]]
+    first_scheduled_ns: int
+    num_cached_tokens: int
+    num_context_tokens: int
+    num_recomputed_tokens: int
+    num_evictions: int
+    num_pauses: int
+    num_new_blocks: int
+    num_reused_blocks: int
+    _random_state_before: tuple[int, int]  # for undo_turn
 
     def __init__(self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int):
         self.seq_id = seq_id
-        self.session_id: SessionId | None = request.session.id if request.session else None
+        self.session_id = request.session.id if request.session else None
         self.namespace = request.namespace
-        self.token_ids: list[int] = []
+        self.token_ids = []
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
-        self.num_sampled_before = 0  # tokens sampled in earlier turns: the RNG counter continues from here
-        self.seed = 0  # of the first turn that names one; later turns continue its random stream
-        self.erase_when_finished = False  # a session that was stopped with END
-        self.slot: SlotId | None = None
-        self.num_writable_cells = 0  # KV positions below it have blocks that no other sequence reads: no plan is needed
-        self.kv_due_at = 0  # KVCacheManager.advance has nothing to do before num_computed_tokens is this far
+        self.num_writable_cells = 0
+        self.kv_due_at = 0
+        self.max_computed_tokens = 0
+        self.num_sampled_before = 0
+        self.seed = 0
+        self.erase_when_finished = False
+        self.slot = None
         self.status = Status.WAITING
-        self.max_computed_tokens = (
-            0  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
-        )
         self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
 
     def begin_turn(
         self, request_id: RequestId, request: Request, new_ids: list[int], arrival: int, arrival_ns: int
     ) -> None:
         """Append a turn's prompt and reset all that belongs to one request. Status is the caller's business."""
-        self._random_state_before = (self.seed, self.num_sampled_before)  # for undo_turn
+        self._random_state_before = (self.seed, self.num_sampled_before)
         self.request_id = request_id
         self.request = request
-        self.arrival = arrival  # order of acceptance: the scheduling priority, smaller runs first
+        self.arrival = arrival
         self.arrival_ns = arrival_ns
         self.num_history_tokens = len(self.token_ids)
         self.token_ids.extend(new_ids)
@@ -99,12 +139,12 @@ class Sequence:
         self.max_output_tokens = request.max_tokens
         if request.sampling_config.seed is not None:
             self.seed, self.num_sampled_before = request.sampling_config.seed, 0
-        self.deadline_ns: int | None = None
-        self.num_published_tokens = self.num_prompt_tokens  # token_ids up to here have left in responses
+        self.deadline_ns = None
+        self.num_published_tokens = self.num_prompt_tokens
         self.finish_reason = FinishReason.NOT_FINISHED
         self.cum_log_prob = 0.0
-        self.log_probs: list[float] = []
-        self.top_log_probs: list[list[tuple[int, float]]] = []
+        self.log_probs = []
+        self.top_log_probs = []
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0

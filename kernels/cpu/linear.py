@@ -19,6 +19,7 @@ class PackedLinear:
     def __init__(self, library: CDLL, packed: Tensor, scales: Tensor | None, bias: Tensor | None, struct: LinearStruct):
         self._library = library
         self._held = (packed, scales, bias)  # what `struct` points to
+        self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format in (kind, INT8, W8A8)]
         self.struct = struct
 
     @classmethod
@@ -80,6 +81,11 @@ class PackedLinear:
         return sum(tensor.nbytes for tensor in self._held if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Float weights take x in their own dtype, int8 ones float32 or bfloat16. Raises TypeError, ValueError for another x."""
+        if x.dtype not in self._takes:
+            raise TypeError(f"x is {x.dtype}, this layer takes {' or '.join(map(str, self._takes))}; convert x")
+        if x.shape[-1] != self.struct.k:
+            raise ValueError(f"x has {x.shape[-1]} columns, this layer takes {self.struct.k}")
         rows = x.reshape(-1, x.shape[-1]).float().contiguous()
         out = torch.empty(rows.shape[0], self.struct.n)
         self._library.everbatch_linear(

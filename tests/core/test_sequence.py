@@ -18,7 +18,8 @@ def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: in
 
 
 def state_of(seq: Sequence) -> dict[str, object]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in vars(seq).items()}
+    state = {name: getattr(seq, name) for name in Sequence.__slots__}
+    return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
 @pytest.mark.feature("003-05")

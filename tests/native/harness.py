@@ -25,6 +25,7 @@ from backend.worker.torch_tier import TorchTier
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
+SANITIZE = "EVERBATCH_TEST_SANITIZE"  # set for a process of its own, which was started with the sanitizer
 NUM_SLOTS = 8
 
 
@@ -34,7 +35,7 @@ class Format(NamedTuple):
     dtype: str = "float32"
     quantization: str = "none"
     int8_kv: bool = False
-    group: int = 64  # columns that share a scale of int8 weights
+    group: int | None = None  # columns that share a scale of int8 weights
 
     def __str__(self) -> str:
         return "-".join([self.dtype, self.quantization, *(["int8_kv"] if self.int8_kv else [])])

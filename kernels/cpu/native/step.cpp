@@ -65,7 +65,7 @@ struct everbatch_workspace {
     };
     Buffer<float> x, y, attended;
     Buffer<char> queries;
-    OperandBuffer normed, attention, activated, last;  // inputs of qkv and gate_up, out, down, lm_head
+    OperandBuffer normed[4], attention[4], activated[4], last;  // inputs of qkv and gate_up, out, down, by format; of lm_head
     std::vector<Thread> threads;
 };
 
@@ -86,14 +86,19 @@ public:
         queries_ = cut(b, std::max(1, 32 / group_), 0);
         x_ld_ = round_up(m.hidden, 64), att_ld_ = round_up(m.heads * m.kv.head_dim, 64);
         y_ld_ = round_up(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate), 64);
+        int64_t widest = std::max<int64_t>(m.lm_head.depth(), 2 * dim_);
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
         w.queries.grow(tokens_ * m.heads * dim_ * sizeof(T));
-        w.normed.shape(m.layers[0].qkv, tokens_, sizeof(T)), w.attention.shape(m.layers[0].out, tokens_, sizeof(T));
-        w.activated.shape(m.layers[0].down, tokens_, sizeof(T));
+        for (int64_t i = 0; i < m.num_layers; i++) {  // a checkpoint may have left some layers unquantised
+            const everbatch_layer& l = m.layers[i];
+            for (const Linear* of_norm : {&l.qkv, &l.gate_up}) w.normed[of_norm->format].shape(*of_norm, tokens_, sizeof(T));
+            w.attention[l.out.format].shape(l.out, tokens_, sizeof(T));
+            w.activated[l.down.format].shape(l.down, tokens_, sizeof(T));
+            widest = std::max({widest, l.qkv.depth(), l.gate_up.depth(), l.out.depth(), l.down.depth()});
+        }
         w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
         if (w.threads.size() < size_t(b.threads)) w.threads = std::vector<everbatch_workspace::Thread>(b.threads);
-        const int64_t widest = std::max({m.layers[0].qkv.depth(), m.layers[0].out.depth(), m.layers[0].down.depth(), m.lm_head.depth()});
-        for (auto& thread : w.threads) thread.row.grow(std::max<int64_t>(widest, 2 * dim_));
+        for (auto& thread : w.threads) thread.row.grow(widest);
         best_.assign(size_t(b.threads) * sampled_.size(), {-INFINITY, 0});
     }
 
@@ -142,14 +147,14 @@ private:
     }
 
     void to_y(Team& team, const Linear& l, int64_t rows) {
-        linear<T>(team, l, w_.normed.view(), rows, [&](int64_t r, int64_t column, const float* sums) {
+        linear<T>(team, l, w_.normed[l.format].view(), rows, [&](int64_t r, int64_t column, const float* sums) {
             memcpy(w_.y.data() + r * y_ld_ + column, sums, PANEL * sizeof(float));
         });
     }
 
     void layer(Team& team, int64_t index) {
         const everbatch_layer& l = m_.layers[index];
-        prepare_normed(team, w_.normed, l.input_norm, all_);
+        prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_);
         to_y(team, l.qkv, tokens_);
         append(team, l, b_.pools[index]);
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
@@ -157,17 +162,17 @@ private:
         attention(team, l, b_.pools[index]);
         team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
             memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
-            w_.attention.put(r, scratch(team));
+            w_.attention[l.out.format].put(r, scratch(team));
         });
-        add_to_x(team, l.out, w_.attention, picked);
-        prepare_normed(team, w_.normed, l.post_norm, picked);
+        add_to_x(team, l.out, w_.attention[l.out.format], picked);
+        prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked);
         to_y(team, l.gate_up, int64_t(picked.size()));
         team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
             silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
-            w_.activated.put(r, scratch(team));
+            w_.activated[l.down.format].put(r, scratch(team));
         });
-        add_to_x(team, l.down, w_.activated, picked);
+        add_to_x(team, l.down, w_.activated[l.down.format], picked);
     }
 
     // q, k, v of y: norm and rotate; queries to their buffer, keys and values to the pool.
@@ -261,22 +266,16 @@ private:
 
 // The first row that names a token or a block that does not exist, or -1.
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
+    int64_t widest = 1;  // tokens that some layer sees of a sequence
+    for (int64_t i = 0; i < m.num_layers; i++) widest = std::max(widest, m.layers[i].window ? m.layers[i].window : m.max_seq_len);
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
-        const int64_t end = int64_t(row.num_computed) + row.num_tokens;
+        const int64_t end = int64_t(row.num_computed) + row.num_tokens, block_size = m.kv.block_size;
         if (row.num_computed < 0 || row.num_tokens < 1 || end > m.max_seq_len) return r;
-        if (row.num_logits < 0 || row.num_logits > row.num_tokens) return r;
-        const int64_t blocks = (end + m.kv.block_size - 1) / m.kv.block_size;
-        if (blocks > b.max_blocks) return r;
-        for (int64_t i = 0; i < m.num_layers; i++) {
-            const int64_t window = m.layers[i].window;
-            const int64_t first = window ? std::max<int64_t>(0, row.num_computed - window + 1) : 0;
-            for (int64_t block = first / m.kv.block_size; block < blocks; block++) {
-                const int32_t id = b.block_tables[row.slot * b.max_blocks + block];
-                if (id < 0 || id >= b.num_blocks) return r;
-            }
-            if (i + 1 < m.num_layers && m.layers[i + 1].window == window) i = m.num_layers - 2;  // as uniform models are
-        }
+        if (row.num_logits < 0 || row.num_logits > row.num_tokens || (end + block_size - 1) / block_size > b.max_blocks) return r;
+        const int32_t* table = b.block_tables + row.slot * b.max_blocks;
+        for (int64_t block = std::max<int64_t>(0, row.num_computed - widest + 1) / block_size; block * block_size < end; block++)
+            if (table[block] < 0 || table[block] >= b.num_blocks) return r;
         for (int64_t t = row.num_computed; t < end; t++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if (id < 0 || id >= m.vocab) return r;

@@ -1,0 +1,38 @@
+"""The native kernels in every variant that this machine runs, and with AddressSanitizer in a process of test_sanitized."""
+
+from __future__ import annotations
+
+import os
+from ctypes import CDLL
+
+import pytest
+
+from kernels.cpu.build import NativeUnavailable
+from kernels.cpu.isa import AMX_EMULATED, supported_isas
+from kernels.cpu.library import load_kernels
+from tests.model.tiers import native_kernels  # noqa: F401 (fixture)
+from tests.native.harness import SANITIZE
+
+VARIANTS = supported_isas()[:1] if SANITIZE in os.environ else (*supported_isas(), AMX_EMULATED)
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def kernels(isa: str) -> CDLL:
+    return _load(isa)
+
+
+@pytest.fixture(scope="session")
+def best_kernels() -> CDLL:
+    return _load(None)
+
+
+def _load(isa: str | None) -> CDLL:
+    try:
+        return load_kernels(isa, sanitize=SANITIZE in os.environ)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
