@@ -41,6 +41,7 @@ from backend.core.step import ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.ipc import Command, Hello
 from backend.engine.loop import EngineLoop
+from backend.engine.process import calm_garbage_collector
 from backend.engine.server import EngineServer
 
 RESULTS = Path(__file__).parent / "results"
@@ -150,7 +151,9 @@ def make_core(rows: int, device: NullDevice) -> EngineCore:
         kv_cache=KvCacheConfig(block_size=BLOCK_STEPS, max_tokens=2 * rows * request_tokens(device._num_blocks)),
         scheduler=SchedulerConfig(max_batch_size=rows, max_num_tokens=max(1024, 4 * rows)),
     )
-    return EngineCore(config, device)
+    core = EngineCore(config, device)
+    calm_garbage_collector()
+    return core
 
 
 def request_tokens(num_blocks: int) -> int:

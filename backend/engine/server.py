@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,65 +33,9 @@ from backend.engine.ipc import (
     encode_frame,
     receive_frame,
 )
+from backend.engine.outgoing import ClientTooSlow, Outgoing, hang_up
 
 log = logging.getLogger("everbatch.engine")
-MAX_BACKLOG = (
-    20_000  # frames of one connection that the socket did not take; a reader that lags this far behind is gone
-)
-
-
-class ClientTooSlow(Exception):
-    """A client leaves its responses unread."""
-
-
-class Outgoing:
-    """Frames on their way to one client: sent by the caller while the socket takes them, by a thread when it does not.
-
-    To wake a thread for every step would cost more than the sending, on the cores that the model computes on.
-    """
-
-    def __init__(self, sock: socket.socket, name: str):
-        self._sock = sock
-        self._backlog: deque[memoryview] = deque()  # the first one is being sent by the thread
-        self._lock = threading.Lock()
-        self._to_do = threading.Semaphore(0)  # frames of the backlog, and one more for the end
-        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def send(self, frame: bytes) -> None:
-        """Never blocks. Raises OSError when the client is gone, ClientTooSlow when the backlog is full."""
-        with self._lock:
-            sent = 0 if self._backlog else self._try_to_send(frame)
-            if sent == len(frame):
-                return
-            if len(self._backlog) >= MAX_BACKLOG:
-                raise ClientTooSlow
-            self._backlog.append(memoryview(frame)[sent:])
-        self._to_do.release()
-
-    def finish(self) -> None:
-        """Let the thread end after what is queued, and hang up."""
-        self._to_do.release()
-
-    def _try_to_send(self, frame: bytes) -> int:
-        try:
-            return self._sock.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
-    def _write(self) -> None:
-        try:
-            while self._to_do.acquire() and self._backlog:
-                self._sock.sendall(self._backlog[0])
-                with self._lock:
-                    self._backlog.popleft()
-        except OSError:
-            pass  # the reader sees the same end and cleans up
-        finally:
-            _hang_up(self._sock)
-            self._sock.close()
 
 
 class Connection:
@@ -120,7 +64,7 @@ class Connection:
             self._outgoing.send(encode_frame(message))
         except ClientTooSlow:
             log.error("client %d does not read its responses; it is cut off", self.index)
-            _hang_up(self._sock)
+            hang_up(self._sock)
         except OSError:
             pass  # the reader sees the same end and cleans up
 
@@ -178,7 +122,7 @@ class EngineServer:
 
     def close(self) -> None:
         """Stop listening; connections end once what is queued for them has been sent."""
-        _hang_up(self._listener)
+        hang_up(self._listener)
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.finish()
@@ -203,14 +147,6 @@ class EngineServer:
     def _forget(self, index: int) -> None:
         with self._lock:
             self._connections.pop(index, None)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """Wake whoever blocks on a socket: closing alone would not."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the other side was first
 
 
 def _peer_uid(sock: socket.socket) -> int:

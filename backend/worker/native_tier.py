@@ -123,4 +123,4 @@ def _regrouped(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
             f"int8 weights have a scale for each {group} columns; the native kernels take multiples of 32: "
             f"use --set model.kernels=torch"
         )
-    return weight.q, weight.scale.repeat_interleave(group // 32, dim=1), 32
+    return weight.q, weight.scale.repeat_interleave(group // 32, dim=1)[:, : -(-columns // 32)], 32

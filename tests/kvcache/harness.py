@@ -76,7 +76,9 @@ class Cache:
         """Compute `num_tokens` known tokens (default: all); behind the last one, append the token that is sampled."""
         num_tokens = seq.num_uncomputed_tokens if num_tokens is None else num_tokens
         plan = self.kv.plan()
-        assert plan.extend(seq, seq.num_computed_tokens + num_tokens)
+        end = seq.num_computed_tokens + num_tokens
+        assert plan.extend(seq, end)
+        assert end > seq.num_writable_cells or not plan.grants, f"{seq!r} was told that it needs no plan"
         commit = self.kv.commit(plan)
         samples = num_tokens == seq.num_uncomputed_tokens
         change = commit.changes.get(seq.seq_id)
@@ -84,7 +86,8 @@ class Cache:
         row = Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, new_ids)
         output = self._send(commit.copies, [seq] if change and change.is_new else [], [row])
         seq.num_computed_tokens += num_tokens
-        self.kv.advance(seq)
+        if seq.num_computed_tokens >= seq.kv_due_at:
+            self.kv.advance(seq)
         seq.token_ids += [sample.token_id for sample in output.sampled]
         return commit
 

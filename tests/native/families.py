@@ -1,0 +1,87 @@
+"""Random models of odd shapes, and random steps for them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from torch import Tensor
+
+from tests.model.driver import Driver
+from tests.native.harness import NUM_SLOTS, prompt
+from tools.make_random_model import make_random_model
+
+VOCAB, LONGEST = 131, 420
+NUM_FAMILIES = 8
+
+
+def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
+    """(checkpoint in bfloat16, its window): head sizes, heads for each kv head and families all differ from seed to seed."""
+    rng = random.Random(seed)
+    head_dim, ratio = (6, 20, 80, 128)[seed % 4], (1, 3, 7, 8)[(seed + seed // 4) % 4]
+    kv_heads = rng.choice([1, 2, 3])
+    family = ("llama", "mistral", "qwen3", "qwen2", "llama3", "llama", "qwen2", "mistral")[seed % 8]
+    if family == "qwen2":  # transformers takes its head size from the width
+        width = head_dim * ratio * kv_heads
+    else:
+        width = ratio * kv_heads * 2 * rng.randint(3, 9)
+    window = rng.randint(20, 90)
+    extra = {
+        "mistral": dict(sliding_window=window),
+        "qwen2": dict(use_sliding_window=True, sliding_window=window, max_window_layers=1),
+        "llama": dict(attention_bias=True, mlp_bias=True),
+    }
+    path = make_random_model(
+        directory,
+        family,
+        seed,
+        vocab_size=VOCAB,
+        hidden_size=width,
+        head_dim=head_dim,
+        intermediate_size=rng.randint(30, 200),
+        num_attention_heads=ratio * kv_heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=LONGEST,
+        dtype="bfloat16",
+        **extra.get(family, {}),
+    )
+    return path, window if family == "mistral" else None
+
+
+class Play:
+    """The same random steps for any driver: chunks of prompts and single tokens, slots that begin anew in between."""
+
+    def __init__(self, seed: int, num_steps: int, longest: int = LONGEST):
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, longest - 1) for _ in range(NUM_SLOTS)]
+        lengths[0] = longest - 1  # crosses every border that there is
+        self._prompts = [prompt(length + 1, VOCAB, seed=slot) for slot, length in enumerate(lengths)]
+        self._steps: list[list[tuple[int, int]]] = []
+        computed = [0] * NUM_SLOTS
+        for _ in range(num_steps):
+            step = []
+            for slot in rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS)):
+                left = lengths[slot] - computed[slot]  # the last token is never run, so nothing is sampled
+                if left == 0:
+                    computed[slot], left = 0, lengths[slot]
+                num_tokens = min(left, rng.choice([1, 1, 1, 2, 7, 31, 32, 33, 64, 150]))
+                computed[slot] += num_tokens
+                step.append((slot, num_tokens))
+            self._steps.append(step)
+
+    def run(self, driver: Driver) -> list[Tensor]:
+        """Logits [tokens, vocab] of every row, in order."""
+        logits: list[Tensor] = []
+        for step in self._steps:
+            for slot, _ in step:
+                at_end = slot in driver.tokens and driver.computed[slot] == len(self._prompts[slot]) - 1
+                if slot not in driver.tokens or at_end:
+                    driver.free += [block for block in driver.tables.get(slot, []) if block >= 0]
+                    driver.begin(slot, self._prompts[slot])
+                elif (
+                    driver.computed[slot] % 3 == 0
+                ):  # as after a pause: blocks that left the window are -1 in the table
+                    driver.begin(slot, self._prompts[slot], driver.computed[slot], driver.tables[slot])
+            done = driver.step(step)
+            logits += [done[slot] for slot, _ in step]
+        return logits
