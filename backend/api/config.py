@@ -58,9 +58,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     enable_chunked_context: bool = True  # cut long prompts, so that running streams keep streaming
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
-    mixed_context_tokens: int | None = (
-        None  # of a step in which others generate, per waiting prompt; unset = 128 on a CPU
-    )
+    mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
 
 

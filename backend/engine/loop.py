@@ -50,8 +50,10 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `stop`. Whatever ends it, every live request has been answered then."""
         try:
-            while not (self._stopping and not (self._drain and self._core.has_work)):
+            while True:
                 self._poll()
+                if self._stopping and not (self._drain and self._core.has_work):
+                    break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
                 if responses:
                     self._deliver(responses)

@@ -17,6 +17,7 @@ from benchmarks.cpu import commands, llamacpp_source
 from benchmarks.cpu.engines import EngineSpec
 from benchmarks.cpu.errors import Skipped
 from deploy import ROOT
+from deploy.environment import runs
 from deploy.packages import describe, explain
 from deploy.progress import Progress
 
@@ -60,7 +61,8 @@ def _recipe(engine: EngineSpec) -> str:
 def _make(engine: EngineSpec, environment: Path, progress: Progress, log: Path) -> None:
     environment.parent.mkdir(parents=True, exist_ok=True)
     python = str(environment / "bin" / "python")
-    if not os.access(python, os.X_OK):
+    if not runs(environment / "bin" / "python"):
+        shutil.rmtree(environment, ignore_errors=True)
         commands.run([sys.executable, "-m", "venv", str(environment)], progress, f"making {_shown(environment)}")
     pip = [python, "-I", "-m", "pip"]
     install = [*pip, "install", "--progress-bar", "off", "--no-input"]

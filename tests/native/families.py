@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -48,40 +49,36 @@ def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
     return path, window if family == "mistral" else None
 
 
+@dataclass(frozen=True)
 class Play:
     """The same random steps for any driver: chunks of prompts and single tokens, slots that begin anew in between."""
 
-    def __init__(self, seed: int, num_steps: int, longest: int = LONGEST):
-        rng = random.Random(seed)
-        lengths = [rng.randint(1, longest - 1) for _ in range(NUM_SLOTS)]
-        lengths[0] = longest - 1  # crosses every border that there is
-        self._prompts = [prompt(length + 1, VOCAB, seed=slot) for slot, length in enumerate(lengths)]
-        self._steps: list[list[tuple[int, int]]] = []
-        computed = [0] * NUM_SLOTS
-        for _ in range(num_steps):
-            step = []
-            for slot in rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS)):
-                left = lengths[slot] - computed[slot]  # the last token is never run, so nothing is sampled
-                if left == 0:
-                    computed[slot], left = 0, lengths[slot]
-                num_tokens = min(left, rng.choice([1, 1, 1, 2, 7, 31, 32, 33, 64, 150]))
-                computed[slot] += num_tokens
-                step.append((slot, num_tokens))
-            self._steps.append(step)
+    seed: int
+    num_steps: int
+    longest: int = LONGEST  # tokens of a sequence
 
     def run(self, driver: Driver) -> list[Tensor]:
         """Logits [tokens, vocab] of every row, in order."""
+        rng = random.Random(self.seed)
+        lengths = [self.longest, *(rng.randint(2, self.longest) for _ in range(NUM_SLOTS - 1))]
+        prompts = [prompt(length, VOCAB, seed=slot) for slot, length in enumerate(lengths)]
         logits: list[Tensor] = []
-        for step in self._steps:
-            for slot, _ in step:
-                at_end = slot in driver.tokens and driver.computed[slot] == len(self._prompts[slot]) - 1
-                if slot not in driver.tokens or at_end:
-                    driver.free += [block for block in driver.tables.get(slot, []) if block >= 0]
-                    driver.begin(slot, self._prompts[slot])
-                elif (
-                    driver.computed[slot] % 3 == 0
-                ):  # as after a pause: blocks that left the window are -1 in the table
-                    driver.begin(slot, self._prompts[slot], driver.computed[slot], driver.tables[slot])
-            done = driver.step(step)
-            logits += [done[slot] for slot, _ in step]
+        for step in range(self.num_steps):
+            chunks = []
+            for slot in {0, *rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS))}:
+                self._prepare(driver, slot, prompts[slot])
+                left = (
+                    lengths[slot] - 1 - driver.computed[slot]
+                )  # the last token is never run, so that nothing is sampled
+                chunks.append((slot, min(left, rng.choice([1, 1, 1, 2, 7, 31, 32, 33, 64, 150]))))
+            done = driver.step(chunks)
+            logits += [done[slot] for slot, _ in chunks]
         return logits
+
+    @staticmethod
+    def _prepare(driver: Driver, slot: int, tokens: list[int]) -> None:
+        if slot not in driver.tokens or driver.computed[slot] == len(tokens) - 1:
+            driver.free += [block for block in driver.tables.get(slot, []) if block >= 0]
+            driver.begin(slot, tokens)
+        elif driver.computed[slot] % 3 == 0:  # as after a pause: blocks that have left the window are -1 in the table
+            driver.begin(slot, tokens, driver.computed[slot], driver.tables[slot])

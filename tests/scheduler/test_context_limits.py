@@ -44,7 +44,7 @@ def test_requests_that_find_no_slot_do_not_make_chunks_larger() -> None:
 
 def test_alone_a_prompt_takes_larger_chunks() -> None:
     runner = Runner(num_blocks=2000, max_num_tokens=1024)
-    runner.ask(0, list(range(1100)), 2)
+    runner.ask(0, [5] * 1100, 2)
     runner.step(3)
     assert [seen.num_tokens[0] for seen in runner.seen] == [512, 512, 76]
 
