@@ -179,7 +179,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds: engine alone, then Triton.", min=1)] = 2,
 ) -> None:
     """Measure both in turn; write a table and the figures."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     levels = [int(level) for level in concurrency.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
         if model_dir is None:

@@ -5,12 +5,13 @@
 
 One pool that holds the KV of two sessions. A turn is *warm* when the session was the last to be used; it is *evicted* when
 two other sessions have pushed its KV out, so that its history is computed again from token ids. Warm and evicted turns
-alternate in one run; the figures are medians.
+alternate in one run; the figures are medians. Then crowd.py: tokens/s of 1, 4 and 16 times as many users as the pool holds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -27,8 +28,9 @@ from rich.table import Table
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.engine.process import SPIN_COUNT
 from backend.executor import Executor
-from backend.worker.group import InProcessWorkerGroup
+from benchmarks.crowd import CrowdRow, measure_crowds
 
 RESULTS = Path(__file__).parent / "results"
 TURN_TOKENS = 16  # new tokens of a turn
@@ -92,12 +94,16 @@ class Sessions:
 
 def measure(model_dir: Path, history: int, repeats: int) -> list[Turn]:
     """Alternate warm and evicted turns. Returns every measured turn."""
+    from backend.worker.group import InProcessWorkerGroup
+
     section = ModelConfigSection(path=str(model_dir))
     scheduler = SchedulerConfig(max_batch_size=4, max_num_tokens=512)
     per_session = history + TURN_TOKENS + OUTPUT_TOKENS + 32
-    config = EngineConfig(section, KvCacheConfig(max_tokens=2 * per_session, watermark=0.0), scheduler)
+    kv_cache = KvCacheConfig(max_tokens=2 * per_session, watermark=0.0)
+    config = EngineConfig(section, kv_cache, scheduler)
     turns = []
-    with Executor.in_process(config, InProcessWorkerGroup(section, scheduler), str(model_dir)) as executor:
+    workers = InProcessWorkerGroup(section, scheduler, kv_cache)
+    with Executor.in_process(config, workers, str(model_dir)) as executor:
         sessions = Sessions(executor, executor.hello.model.vocab_size, history)
         for session_id in (1, 2, 3):
             sessions.begin(session_id)
@@ -123,14 +129,14 @@ def summarise(turns: list[Turn]) -> dict[str, float]:
     }
 
 
-def plot(turns: list[Turn], summary: dict[str, float], path: Path, title: str) -> None:
-    """Every turn as a dot, medians as lines."""
+def plot(turns: list[Turn], summary: dict[str, float], crowds: list[CrowdRow], path: Path, title: str) -> None:
+    """Left every turn as a dot, medians as lines; right the crowds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, (axes, right) = pyplot.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
     for row, (kind, colour) in enumerate((("warm", "#2a7f62"), ("evicted", "#b3532e"))):
         times = [t.first_token_ms for t in turns if t.kind == kind]
         axes.scatter(times, [row] * len(times), color=colour, alpha=0.5, s=28)
@@ -141,7 +147,29 @@ def plot(turns: list[Turn], summary: dict[str, float], path: Path, title: str) -
     axes.set_xlabel("time to first token, ms (log scale; bars are medians)")
     axes.set_title(f"{title}: evicted / cached = {summary['ratio']:.1f}x", fontsize=10)
     axes.grid(axis="x", alpha=0.3)
+    bars = right.bar([f"{row.oversubscription}x" for row in crowds], [row.output_tokens_per_s for row in crowds])
+    right.bar_label(bars, [f"{row.output_tokens_per_s:.0f}" for row in crowds])
+    right.set_xlabel("users / users whose KV the pool holds")
+    right.set_ylabel("output tokens/s")
+    right.set_title("throughput against oversubscription", fontsize=10)
+    right.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
+
+
+def show_crowds(crowds: list[CrowdRow]) -> None:
+    """Print the table."""
+    table = Table(title="users who come round in turn, four at a time")
+    for column in ("oversubscription", "users", "output tokens/s", "first token, ms (median)", "recomputed per turn"):
+        table.add_column(column, justify="right")
+    for row in crowds:
+        table.add_row(
+            f"{row.oversubscription}x",
+            str(row.users),
+            f"{row.output_tokens_per_s:.0f}",
+            f"{row.first_token_ms:.0f}",
+            f"{row.recomputed_per_turn:.0f}",
+        )
+    console.print(table)
 
 
 def main(
@@ -151,7 +179,8 @@ def main(
     history: Annotated[int, typer.Option(help="Tokens of history.", min=32)] = 1000,
     repeats: Annotated[int, typer.Option(help="Rounds over three sessions.", min=1)] = 5,
 ) -> None:
-    """Measure first-token times of warm and evicted turns; write a table, a plot and the raw figures."""
+    """Measure first-token times of warm and evicted turns, and crowds; write tables, a plot and the raw figures."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     with tempfile.TemporaryDirectory() as scratch:
         if model_dir is None:
             from tools.make_random_model import make_random_model
@@ -159,6 +188,7 @@ def main(
             console.print("making the M shape (30 layers, hidden 576, vocabulary 49,152) of random weights")
             model_dir = make_random_model(Path(scratch) / "M", shape="M")
         turns = measure(model_dir, history, repeats)
+        crowds = measure_crowds(model_dir, console.print)
     summary = summarise(turns)
     table = Table(title=f"{model_dir.name}: a turn of {TURN_TOKENS} new tokens on {history} tokens of history")
     for column in ("turn", "context tokens", "recomputed", "first token, ms (median)"):
@@ -173,11 +203,13 @@ def main(
         f"evicted / warm = [bold]{summary['ratio']:.1f}x[/bold]; recomputation costs "
         f"{summary['recompute_ms_per_token']:.3f} ms a token"
     )
+    show_crowds(crowds)
     RESULTS.mkdir(exist_ok=True)
     name = f"sessions-{model_dir.name}"
     document = {"history": history, "summary": summary, "turns": [asdict(turn) for turn in turns]}
+    document["crowds"] = [asdict(row) for row in crowds]
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    plot(turns, summary, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
+    plot(turns, summary, crowds, RESULTS / f"{name}.png", f"{model_dir.name}, {history} tokens of history")
     console.print(f"written: benchmarks/results/{name}.json and .png")
 
 

@@ -64,13 +64,15 @@ class Play:
         prompts = [prompt(length, VOCAB, seed=slot) for slot, length in enumerate(lengths)]
         logits: list[Tensor] = []
         for step in range(self.num_steps):
+            slots = rng.sample(range(1, NUM_SLOTS), rng.randint(0, NUM_SLOTS - 1))
+            slots.insert(rng.randint(0, len(slots)), 0)
             chunks = []
-            for slot in {0, *rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS))}:
+            for slot in slots:
                 self._prepare(driver, slot, prompts[slot])
-                left = (
-                    lengths[slot] - 1 - driver.computed[slot]
-                )  # the last token is never run, so that nothing is sampled
-                chunks.append((slot, min(left, rng.choice([1, 1, 1, 2, 7, 31, 32, 33, 64, 150]))))
+                # The last token is never run, so that nothing is sampled. The first row crosses every border that there is.
+                left = lengths[slot] - 1 - driver.computed[slot]
+                wanted = 250 if step == slot == 0 else rng.choice([1, 1, 1, 2, 7, 31, 32, 33, 64])
+                chunks.append((slot, min(left, wanted)))
             done = driver.step(chunks)
             logits += [done[slot] for slot, _ in chunks]
         return logits

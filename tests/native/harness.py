@@ -44,13 +44,22 @@ class Format(NamedTuple):
 def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
     """`options`: the Driver's."""
     model = load(directory, form, PackLinears(library))
-    return _driver(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, options)
+    return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
 
 
 def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
     """KV in the model's dtype, whatever `form` says of it."""
     model = load(directory, form, make_torch_linear)
-    return _driver(TorchTier(model, block_size), model, None, block_size, options)
+    return drive(TorchTier(model, block_size), model, None, block_size, **options)
+
+
+def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, **options: object) -> Driver:
+    """`library` chooses the sampler's kernels."""
+    block = tier.kv_block()
+    storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
+    batch = InputBatch(NUM_SLOTS, model.cos.shape[0], block_size, CPU)
+    sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
+    return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
 
 
 def load(directory: Path, form: Format, make: MakeLinear) -> Llama:
@@ -72,11 +81,3 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _driver(tier: Tier, model: Llama, library: CDLL | None, block_size: int, options: dict[str, object]) -> Driver:
-    block = tier.kv_block()
-    storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
-    batch = InputBatch(NUM_SLOTS, model.cos.shape[0], block_size, CPU)
-    sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
-    return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)

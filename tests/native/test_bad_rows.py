@@ -1,0 +1,156 @@
+"""Rows that ask for what does not exist: refused by number, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from backend.core.step import Row
+from backend.worker.native_tier import NativeTier, PackLinears
+from kernels.cpu.decoder import NativeDecoder, NativeShape, UnknownCell
+from tests.model.driver import Driver
+from tests.native.harness import Format, drive, load, native_driver, prompt
+from tools.make_random_model import make_random_model
+
+VOCAB, LONGEST, BLOCKS = 131, 200, 20
+
+
+@pytest.fixture(scope="module")
+def driver(best_kernels, tmp_path_factory) -> Driver:
+    """Two sequences: slot 0 with 70 computed tokens of 100, slot 1 with none of 40."""
+    directory = make_random_model(tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
+    return prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))
+
+
+def prepared(driver: Driver) -> Driver:
+    driver.begin(0, prompt(100, VOCAB))
+    driver.begin(1, prompt(40, VOCAB, seed=1))
+    driver.run(0, [70])
+    driver.runner.prepare(driver.make_step([(0, 30), (1, 40)]))  # has blocks for all, runs nothing
+    return driver
+
+
+class Attempt:
+    """A step of two good rows that a test may spoil: its arrays are copies, and the pools are looked at afterwards."""
+
+    def __init__(self, driver: Driver):
+        self._runner = driver.runner
+        self.rows = np.array([[1, 0, 40, 1], [0, 70, 30, 2]], dtype=np.int32)
+        self.token_ids = driver.runner.batch.token_ids.clone()
+        self.tables = driver.runner.batch.block_tables.copy()
+
+    def run(self) -> tuple:
+        decoder: NativeDecoder = self._runner.tier._decoder
+        return decoder.step(self.rows, self.token_ids, self.tables, self._runner.storage.pools, True)
+
+    def assert_refused(self, row: int) -> None:
+        before = [pool.view(torch.uint8).clone() for pool in self._runner.storage.pools]
+        with pytest.raises(UnknownCell) as error:
+            self.run()
+        assert error.value.row == row
+        assert f"row {row} of the step" in str(error.value)
+        for pool, old in zip(self._runner.storage.pools, before, strict=True):
+            assert torch.equal(pool.view(torch.uint8), old)
+
+
+def test_the_rows_that_tests_spoil_are_good(driver):
+    greedy, logits = Attempt(driver).run()
+    assert greedy.shape == (3,) and logits.shape == (3, VOCAB)
+    assert not logits.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [(1, -1), (1, -(2**31)), (1, LONGEST), (2, 0), (2, -1), (2, LONGEST), (2, 2**31 - 1), (3, -1), (3, 31)],
+)
+def test_numbers_that_no_sequence_can_have_are_refused(driver, column, value):
+    attempt = Attempt(driver)
+    attempt.rows[1, column] = value
+    attempt.assert_refused(1)
+
+
+@pytest.mark.parametrize("block", [-1, BLOCKS, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("slot, row, index", [(0, 1, 0), (0, 1, 3), (1, 0, 1)])
+def test_blocks_that_do_not_exist_are_refused(driver, slot, row, index, block):
+    attempt = Attempt(driver)
+    attempt.tables[slot, index] = block
+    attempt.assert_refused(row)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver, token):
+    attempt = Attempt(driver)
+    attempt.token_ids[0, 99] = token
+    attempt.assert_refused(1)
+    attempt = Attempt(driver)
+    attempt.token_ids[0, 69] = token  # computed long ago: nobody reads it
+    attempt.run()
+
+
+def test_a_table_that_is_too_narrow_is_refused(driver):
+    attempt = Attempt(driver)
+    attempt.tables = np.ascontiguousarray(attempt.tables[:, :3])  # 96 tokens, row 1 runs up to 100
+    attempt.assert_refused(1)
+
+
+def test_the_first_of_several_bad_rows_is_named(driver):
+    attempt = Attempt(driver)
+    attempt.tables[:, 0] = -1
+    attempt.assert_refused(0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda driver: driver.runner.batch.num_tokens.__setitem__(1, 39),
+        lambda driver: driver.runner.batch.block_tables.__setitem__((1, 0), -1),
+        lambda driver: driver.runner.batch.block_tables.__setitem__((1, 1), BLOCKS),
+    ],
+)
+def test_the_tier_names_the_slot(best_kernels, tmp_path, spoil: Callable[[Driver], None]):
+    directory = make_random_model(tmp_path, max_position_embeddings=LONGEST)
+    driver = prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))
+    spoil(driver)
+    rows = [Row(0, 70, 30, True), Row(1, 0, 40, True)]
+    with pytest.raises(IndexError, match=r"slot 1 .* engine and worker disagree"):
+        driver.runner.tier.run(driver.runner.batch, rows, [1, 1], driver.runner.storage.pools, False)
+
+
+@pytest.mark.parametrize("windows", [(13,) * 4, (13, 13, 40, 13), (13, 13, None, 13)], ids=str)
+def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels, tmp_path, windows):
+    model = load(
+        make_random_model(tmp_path, num_hidden_layers=4, max_position_embeddings=LONGEST),
+        Format(),
+        PackLinears(best_kernels),
+    )
+    model.config = msgspec.structs.replace(model.config, windows=windows)
+    tier = NativeTier(model, best_kernels, 32, int8_kv=False)
+    driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
+    first_seen = 0 if None in windows else 70 - max(windows) + 1  # by position 70, the first that runs
+    for index in range(3):
+        attempt = Attempt(driver)
+        attempt.tables[0, index] = -1
+        if (index + 1) * 32 <= first_seen:
+            assert not attempt.run()[1].isnan().any()
+        else:
+            attempt.assert_refused(1)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(block_size=48), "block_size is 48, the native kernels need a multiple of 32"),
+        (dict(head_dim=1026), "head_dim is 1026, the native kernels take up to 1024"),
+    ],
+)
+def test_a_shape_that_the_kernels_cannot_take_is_refused(best_kernels, changes, message):
+    sizes = (
+        dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, int8_kv=False) | changes
+    )
+    nothing = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=message):
+        NativeDecoder(best_kernels, NativeShape(**sizes), nothing, nothing, nothing, [], nothing, None)

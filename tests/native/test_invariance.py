@@ -1,0 +1,152 @@
+"""A token's logits are the same, bit for bit, whatever ran beside it, however its prompt was cut, wherever its KV lies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.isa import AMX_EMULATED, supported_isas
+from tests.model.driver import Driver
+from tests.native.families import VOCAB, random_family
+from tests.native.harness import Format, native_driver, prompt, threads
+
+FORMATS = [
+    Format(dtype, quantization, int8_kv)
+    for dtype in ("bfloat16", "float32")
+    for quantization in ("none", "int8", "w8a8")
+    for int8_kv in (False, True)
+]
+NUM_NEW = 12
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory):
+    return [random_family(tmp_path_factory.mktemp(f"invariant{seed}"), seed) for seed in range(4)]
+
+
+class Scene:
+    """One family in one format: what a sequence that runs alone, whole, on one thread yields."""
+
+    def __init__(self, kernels, family, form: Format, length: int):
+        self._kernels, self._form = kernels, form
+        self._directory, self._window = family
+        self.tokens = prompt(length, VOCAB)
+        driver = self.driver()
+        driver.begin(0, self.tokens)
+        self.of_prompt = driver.run(0, [length])
+        self.of_output = driver.generate([0], NUM_NEW)[0]
+        self.all_tokens = driver.tokens[0]
+        assert not self.of_prompt.isnan().any() and not self.of_output.isnan().any()
+
+    def driver(self, seed: int = 0, block_size: int = 32) -> Driver:
+        options = dict(num_blocks=4096 // block_size, window=self._window, seed=seed)
+        return native_driver(self._directory, self._kernels, self._form, block_size, **options)
+
+    def check(self, driver: Driver, chunks: list[int], slot: int = 0) -> None:
+        driver.begin(slot, self.tokens)
+        assert_same(driver.run(slot, chunks), self.of_prompt)
+        self.check_output(driver, [slot], slot)
+
+    def check_output(self, driver: Driver, slots: list[int], slot: int) -> None:
+        assert_same(driver.generate(slots, NUM_NEW)[slot], self.of_output)
+        assert driver.tokens[slot] == self.all_tokens
+
+
+def assert_same(measured: Tensor, expected: Tensor) -> None:
+    assert measured.shape == expected.shape
+    rows = (measured != expected).any(1).nonzero().flatten().tolist()
+    assert not rows, f"{len(rows)} of {len(expected)} tokens differ, from token {rows[0]} on"
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=str)
+def scene(request, kernels, isa, families) -> Scene:
+    """The formats take the families in turn, so that the variants together see every pair."""
+    form = FORMATS.index(request.param)
+    variant = 0 if isa == AMX_EMULATED else supported_isas().index(isa)
+    return Scene(kernels, families[(form + variant) % 4], request.param, 70 if isa == AMX_EMULATED else 301)
+
+
+def test_a_prompt_in_chunks_yields_the_logits_of_the_whole(scene):
+    for sizes in ([16], [1, 31, 2, 30, 100], [33], [255, 1, 1]):
+        scene.check(scene.driver(seed=3), cut(len(scene.tokens), sizes), slot=2)
+
+
+def cut(length: int, sizes: list[int]) -> list[int]:
+    """Pieces of these sizes, over and over, that add up to `length`."""
+    pieces: list[int] = []
+    for size in itertools.cycle(sizes):
+        if length == 0:
+            return pieces
+        pieces.append(min(size, length))
+        length -= pieces[-1]
+    raise AssertionError("a cycle has no end")
+
+
+def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene):
+    scene.check(scene.driver(seed=4), [1] * len(scene.tokens))
+
+
+def test_what_is_computed_again_is_what_it_was(scene):
+    """As after an eviction: prompt and output run as one prompt."""
+    driver = scene.driver(seed=5)
+    driver.begin(1, scene.all_tokens[:-1])
+    assert_same(driver.run(1, [len(scene.all_tokens) - 1]), torch.cat((scene.of_prompt, scene.of_output)))
+
+
+def test_the_block_size_changes_nothing(scene):
+    scene.check(scene.driver(seed=6, block_size=128), [len(scene.tokens) - 40, 40])
+
+
+def test_the_number_of_threads_changes_nothing(scene):
+    for count in (2, 3):
+        with threads(count):
+            scene.check(scene.driver(seed=7), [len(scene.tokens) - 33, 33])
+
+
+def test_six_others_in_the_batch_change_nothing(scene):
+    """Six prompts of other lengths; they and the sequence itself run in random chunks and in random order."""
+    driver, rng = scene.driver(seed=8), random.Random(8)
+    slots = list(range(7))
+    for slot in slots:
+        driver.begin(slot, scene.tokens if slot == 3 else prompt(rng.randint(1, 150), VOCAB, seed=slot))
+    parts = []
+    while driver.computed[3] < len(scene.tokens):
+        rng.shuffle(slots)
+        left = {slot: len(driver.tokens[slot]) - driver.computed[slot] for slot in slots}
+        parts.append(driver.step([(slot, min(left[slot], rng.choice([1, 5, 32, 60]))) for slot in slots])[3])
+    assert_same(torch.cat(parts), scene.of_prompt)
+    scene.check_output(driver, slots, 3)
+
+
+def test_a_head_that_was_found_in_the_cache_changes_nothing(scene):
+    """Two whole blocks of another sequence, and a copy of the head of its third, which holds other tokens behind it."""
+    driver, found = scene.driver(seed=9), 2 * 32 + 5
+    driver.window = None  # so that the other sequence keeps its blocks
+    driver.begin(0, scene.tokens[:found] + prompt(30, VOCAB, seed=1))
+    driver.run(0, [40, found - 10])
+    table = [*driver.tables[0][:2], driver.copy(driver.tables[0][2])]
+    driver.begin(1, scene.tokens, found, table)
+    assert_same(driver.run(1, [len(scene.tokens) - found]), scene.of_prompt[found:])
+    scene.check_output(driver, [1], 1)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.dtype == "bfloat16"], ids=str)
+def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(best_kernels, families, form):
+    def kv(chunks: list[int], others: int, seed: int) -> list[Tensor]:
+        driver = native_driver(families[0][0], best_kernels, form, num_blocks=100, seed=seed)
+        for slot in range(others + 1):
+            driver.begin(slot, prompt(200, VOCAB, seed=slot))
+        for chunk in chunks:
+            driver.step([(slot, chunk) for slot in reversed(range(others + 1))])
+        pools = driver.runner.storage.pools
+        return [pool[block].view(torch.uint8).clone() for pool in pools for block in driver.tables[0][:6]]
+
+    expected = kv([200], others=0, seed=1)
+    assert len({part.numpy().tobytes() for part in expected}) == len(expected), "all blocks hold something of their own"
+    for chunks, others in (([16] * 12 + [8], 0), ([1] * 200, 0), ([100, 7, 93], 4)):
+        for measured, part in zip(kv(chunks, others, seed=2), expected, strict=True):
+            assert torch.equal(measured, part)
