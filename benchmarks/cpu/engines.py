@@ -14,7 +14,8 @@ GIB = 2**30
 class EngineSpec:
     """`settings`: by weights; an engine without an entry does not offer them, and `lacks` says so in one sentence.
 
-    Peak resident size is estimated as `weight_copies` x weights + KV + `base_gib` (measured on M and L, rounded up).
+    What an engine holds is estimated as `weight_copies` x weights + KV + `base_gib` (measured on M and L, rounded up; without
+    mapped files that it has copied, which the system can drop).
     """
 
     name: str
@@ -30,7 +31,7 @@ class EngineSpec:
         """The runner."""
         return f"benchmarks.cpu.run_{self.name}"
 
-    def peak_bytes(self, weight_bytes: int, kv_bytes: int) -> int:
+    def held_bytes(self, weight_bytes: int, kv_bytes: int) -> int:
         """Estimate; both arguments in bytes, the weights in the measured format."""
         return int(self.weight_copies * weight_bytes + kv_bytes + self.base_gib * GIB)
 
@@ -40,23 +41,23 @@ PEERS = {
     "openvino": EngineSpec(
         "openvino",
         {"bf16": (_OPENVINO_BF16,), "int8": (_OPENVINO_BF16, _OPENVINO_F32)},
-        weight_copies=2.4,
-        base_gib=0.4,
+        weight_copies=1.1,
+        base_gib=0.6,
         requirements="openvino.txt",
         removed=("torchvision",),
     ),
     "llamacpp": EngineSpec(
         "llamacpp",
         {"bf16": ("bf16",), "int8": ("q8_0",)},
-        weight_copies=2.2,
+        weight_copies=1.1,
         base_gib=0.3,
         requirements="llamacpp.txt",
     ),
     "vllm": EngineSpec(
         "vllm",
         {"bf16": ("bf16",)},
-        weight_copies=2.2,
-        base_gib=1.8,
+        weight_copies=1.1,
+        base_gib=1.9,
         lacks="vLLM on a CPU quantises no checkpoint to int8 weights at load",
         requirements="vllm.txt",
         removed=("torchvision", "torchaudio", "torchcodec"),
@@ -64,7 +65,7 @@ PEERS = {
     "transformers": EngineSpec(
         "transformers",
         {"bf16": ("bf16",)},
-        weight_copies=1.2,
+        weight_copies=1.1,
         base_gib=0.5,
         lacks="transformers has no int8 weights on a CPU without further packages",
     ),
@@ -73,4 +74,4 @@ PEERS = {
 
 def ours(int8: str) -> EngineSpec:
     """This engine; `int8`: the value of model.quantization that counts as int8 weights."""
-    return EngineSpec(OURS, {"bf16": ("bf16",), "int8": (int8,)}, weight_copies=2.2, base_gib=0.5)
+    return EngineSpec(OURS, {"bf16": ("bf16",), "int8": (int8,)}, weight_copies=1.25, base_gib=0.4)

@@ -20,7 +20,7 @@ from benchmarks.cpu.protocol import Load, Measure
 from benchmarks.cpu.runners import Runner
 from deploy.progress import Progress
 
-MEMORY_SHARE = 0.9  # of what is available that engines may take together
+MEMORY_SHARE = 0.95  # of what is available that engines may take together
 WARM_UP_TOKENS = 8
 
 
@@ -82,10 +82,14 @@ class Outcome:
 
 
 def fit_together(engines: Sequence[EngineSpec], work: Work, available_bytes: int) -> bool:
-    """Whether all of them can be held in memory at once, by estimate."""
-    resident = work.model.resident_bytes(work.weights)
-    needed = sum(engine.peak_bytes(resident, work.kv_bytes) for engine in engines)
-    return needed <= MEMORY_SHARE * available_bytes
+    """Whether all of them can be held in memory at once, by estimate; the one that loads has its weights twice."""
+    return bytes_together(engines, work) <= MEMORY_SHARE * available_bytes
+
+
+def bytes_together(engines: Sequence[EngineSpec], work: Work) -> int:
+    """What `fit_together` compares."""
+    weights = work.model.resident_bytes(work.weights)
+    return weights + sum(engine.held_bytes(weights, work.kv_bytes) for engine in engines)
 
 
 def available_memory() -> int:

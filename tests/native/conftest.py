@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from ctypes import CDLL
 
 import pytest
+import torch
 
+from backend.worker import kv_storage
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.cpu.library import load_kernels
+from kernels.cpu.memory import Arena
 from tests.model.tiers import native_kernels  # noqa: F401 (fixture)
 from tests.native.harness import SANITIZE
 
 VARIANTS = supported_isas()[:1] if SANITIZE in os.environ else (*supported_isas(), AMX_EMULATED)
+
+
+@pytest.fixture(autouse=SANITIZE in os.environ, scope="session")
+def guarded_memory() -> Iterator[None]:
+    """Under the sanitizer weights and KV have memory of their own, with guards around it, instead of shared mappings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "empty", lambda self, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
+        patch.setattr(kv_storage, "allocate", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+        yield
 
 
 @pytest.fixture(scope="session", params=VARIANTS)

@@ -132,7 +132,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
         const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;
         scratch.grow(size_t(together) * m * PANEL);
         const int64_t items = (panels + together - 1) / together;
-        team.for_each(items, std::max<int64_t>(1, items / (team.size * 8)), [&](int64_t item) {
+        team.for_each(items, [&](int64_t item) {
             const int64_t p0 = item * together, p1 = std::min(panels, p0 + together);
             const int64_t row_bytes = PANEL * (l.format >= INT8 ? 1 : sizeof(T));
             for (int64_t first = 0; first < depth; first += piece) {
@@ -141,7 +141,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
                     const bool last = first + piece >= depth;
                     const int64_t ahead = p + 1 < p1 ? (p + 1) * depth + first : last ? p1 * depth : p0 * depth + first + piece;
                     const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
-                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + 4096;
+                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + 8192;
                     panel_piece<T>(l, a, row0, m, p, first, count, scratch.data() + (p - p0) * m * PANEL, next);
                 }
             }

@@ -17,7 +17,7 @@ int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t gro
 void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, int64_t group, void* packed, int32_t threads) {
     const int64_t depth = Linear::padded_depth(k, group);
     run_team(threads, [&](Team& team) {
-        team.for_each((n + PANEL - 1) / PANEL, 1, [&](int64_t p) {
+        team.for_each((n + PANEL - 1) / PANEL, [&](int64_t p) {
             const int64_t columns = std::min<int64_t>(PANEL, n - p * PANEL);
             if (format == FLOAT32) {
                 float* out = static_cast<float*>(packed) + p * depth * PANEL;
@@ -54,7 +54,7 @@ void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t ele
     run_team(threads, [&](Team& team) {
         begin_thread();
         std::vector<float> row(size_t(l->depth()));
-        team.for_each(rows, 1, [&](int64_t r) {
+        team.for_each(rows, [&](int64_t r) {
             memcpy(row.data(), x + r * l->k, size_t(l->k) * sizeof(float));
             operand.put(r, row.data());
         });

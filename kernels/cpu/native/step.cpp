@@ -114,7 +114,7 @@ public:
 private:
     void embed(Team& team) {
         const T* table = static_cast<const T*>(m_.embedding);
-        team.for_each(int64_t(units_.size()), 1, [&](int64_t u) {
+        team.for_each(int64_t(units_.size()), [&](int64_t u) {
             const Piece& piece = units_[u];
             const int64_t* ids = b_.token_ids + b_.rows[piece.row].slot * m_.max_seq_len + piece.position;
             for (int t = 0; t < piece.count; t++) {
@@ -133,7 +133,7 @@ private:
 
     // operand = the norm of x, for the picked tokens.
     void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked) {
-        team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
+        team.for_each(int64_t(picked.size()), [&](int64_t r) {
             rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
             operand.put(r, scratch(team));
         });
@@ -160,14 +160,14 @@ private:
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
         if (picked.empty()) return;
         attention(team, l, b_.pools[index]);
-        team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
+        team.for_each(int64_t(picked.size()), [&](int64_t r) {
             memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
             w_.attention[l.out.format].put(r, scratch(team));
         });
         add_to_x(team, l.out, w_.attention[l.out.format], picked);
         prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked);
         to_y(team, l.gate_up, int64_t(picked.size()));
-        team.for_each(int64_t(picked.size()), 1, [&](int64_t r) {
+        team.for_each(int64_t(picked.size()), [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
             silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
             w_.activated[l.down.format].put(r, scratch(team));
@@ -186,7 +186,7 @@ private:
             if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
             rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
         };
-        team.for_each(int64_t(units_.size()) * kv_heads, 1, [&](int64_t item) {
+        team.for_each(int64_t(units_.size()) * kv_heads, [&](int64_t item) {
             const Piece& piece = units_[item / kv_heads];
             const int64_t h = item % kv_heads;
             const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
@@ -217,7 +217,7 @@ private:
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
         const float scale = 1.0f / std::sqrt(float(d));
         const T* queries = reinterpret_cast<const T*>(w_.queries.data());
-        team.for_each(int64_t(queries_.size()) * kv_heads, 1, [&](int64_t item) {
+        team.for_each(int64_t(queries_.size()) * kv_heads, [&](int64_t item) {
             const Piece& piece = queries_[item / kv_heads];
             const int64_t h = item % kv_heads;
             const everbatch_row& row = b_.rows[piece.row];
@@ -243,7 +243,7 @@ private:
             for (int j = 0; j < count; j++)
                 if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
         });
-        team.for_each(n, 1, [&](int64_t r) {
+        team.for_each(n, [&](int64_t r) {
             Best of_all = best_[r];
             for (int t = 1; t < team.size; t++) {
                 const Best& other = best_[t * n + r];

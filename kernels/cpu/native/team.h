@@ -1,7 +1,7 @@
 // The threads of one parallel region (torch's OpenMP pool), how they share work, and how they wait for each other.
 //
-// Work: each thread takes the next few items until none is left, so that a thread whose core is taken away for a moment does not
-// hold up the others by its whole share. Waiting: spin briefly, then sleep; OpenMP's own barrier spins with the PAUSE
+// Work: each thread has a share of neighbouring items, which it takes one by one, so that weights stream from memory; who is done
+// takes from the others' shares, so that a thread whose core is taken away for a moment does not hold up all. Waiting: spin briefly, then sleep; OpenMP's own barrier spins with the PAUSE
 // instruction, which a hypervisor takes for idling (75 us a barrier were seen; there are some 200 of them in a step).
 #pragma once
 #include <linux/futex.h>
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace everbatch {
@@ -45,35 +46,45 @@ private:
 
 class Team {
 public:
-    struct Shared {
-        explicit Shared(int size) : barrier(size) {}
+    // What the threads of a team share.
+    class Shared {
+    public:
+        explicit Shared(int size) : barrier(size), next_(size_t(3 * size)) {}
+
         Barrier barrier;
-        std::atomic<int64_t> next[3] = {};
+
+        std::atomic<int64_t>& next(int phase, int thread) { return next_[size_t(phase) + 3 * size_t(thread)].value; }
+
+    private:
+        struct alignas(64) Counter {
+            std::atomic<int64_t> value{0};
+        };
+        std::vector<Counter> next_;
     };
 
     Team(Shared& shared, int id, int size) : id(id), size(size), shared_(shared) {}
 
     const int id, size;
 
-    // f(item) for every item of 0 .. count-1, each on one thread. Returns when all are done.
+    // The items of 0 .. count-1 that thread `thread` begins with: [first, second).
+    std::pair<int64_t, int64_t> share(int64_t count, int thread) const { return {count * thread / size, count * (thread + 1) / size}; }
+
+    // f(item) for every item of 0 .. count-1, each on one thread: its own share in order, then what others have left. Returns when
+    // all are done.
     template <class F>
-    void for_each(int64_t count, int64_t at_once, F f) {
-        std::atomic<int64_t>& next = shared_.next[phase_];
+    void for_each(int64_t count, F f) {
+        const int phase = phase_;
         phase_ = (phase_ + 1) % 3;
-        shared_.next[phase_].store(0, std::memory_order_relaxed);  // the coming one's: its last users are a barrier behind
-        if (size == 1) {
-            for (int64_t i = 0; i < count; i++) f(i);
-            return;
+        shared_.next(phase_, id).store(0, std::memory_order_relaxed);  // the coming one's: its last users are a barrier behind
+        for (int i = 0; i < size; i++) {
+            const int thread = (id + i) % size;
+            const auto [first, end] = share(count, thread);
+            for (int64_t at; (at = first + shared_.next(phase, thread).fetch_add(1, std::memory_order_relaxed)) < end;) f(at);
         }
-        for (int64_t i; (i = next.fetch_add(at_once, std::memory_order_relaxed)) < count;)
-            for (int64_t j = i, end = std::min(count, i + at_once); j < end; j++) f(j);
-        shared_.barrier.wait();
+        wait();
     }
 
-    // f() on one thread. Returns when it is done.
-    template <class F>
-    void once(F f) {
-        if (id == 0) f();
+    void wait() {
         if (size > 1) shared_.barrier.wait();
     }
 

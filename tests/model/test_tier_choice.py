@@ -1,0 +1,127 @@
+"""Which kernels a model gets: chosen by the configuration and the machine, told in one line."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+import torch
+
+from backend.api import ConfigError
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.core.step import ModelInfo
+from backend.models.config import read_model_config
+from backend.worker.group import InProcessWorkerGroup
+from backend.worker.tier import native_library
+from kernels.cpu.build import CACHE_VARIABLE
+from kernels.cpu.isa import ISA_VARIABLE, best_isa
+
+CUDA = "the device is cuda, and they are for CPUs"
+# What the native kernels cannot do -> why, in the words of the log and of errors.
+OBSTACLES = {
+    "float16": (dict(dtype="float16"), {}, "the dtype is float16; use --set model.dtype=bfloat16 or float32"),
+    "small blocks": ({}, dict(block_size=8), "kv_cache.block_size is 8; use a multiple of 32"),
+}
+
+
+def load(directory, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
+    section = ModelConfigSection(path=str(directory), num_threads=1, device="cpu", **fields)
+    return InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=2), KvCacheConfig(**kv_cache)).load()
+
+
+@pytest.fixture
+def lines(caplog):
+    """Tells the lines of the worker's log so far."""
+    caplog.set_level(logging.INFO, logger="everbatch.worker")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
+
+
+def sentence(error: pytest.ExceptionInfo) -> str:
+    text = str(error.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_gets_the_native_kernels(checkpoint, native_kernels, lines, kernels, dtype):
+    assert load(checkpoint("llama2"), {}, kernels=kernels, dtype=dtype).kernels == "native"
+    assert lines() == [f"kernels: native, for {best_isa()}"]
+
+
+def test_the_torch_tier_is_had_for_the_asking(checkpoint, lines):
+    assert load(checkpoint("llama2"), {}, kernels="torch").kernels == "torch"
+    assert lines() == ["kernels: torch, because model.kernels is torch"]
+
+
+@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
+def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(checkpoint, lines, fields, kv_cache, reason):
+    assert load(checkpoint("llama2"), kv_cache, **fields).kernels == "torch"
+    assert lines() == [f"kernels: torch, because {reason}"]
+
+
+@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
+def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(checkpoint, lines, fields, kv_cache, reason):
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), kv_cache, kernels="native", **fields)
+    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
+    assert lines() == []
+
+
+@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
+def test_int8_kv_is_refused_where_only_the_torch_tier_is_left(checkpoint, fields, kv_cache, reason):
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), kv_cache | {"dtype": "int8"}, **fields)
+    assert sentence(error).startswith("kv_cache.dtype is int8, which only the native kernels have")
+    assert sentence(error).endswith(reason)
+
+
+def test_int8_kv_is_refused_with_the_torch_tier(checkpoint):
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), {"dtype": "int8"}, kernels="torch")
+    assert sentence(error) == (
+        "kv_cache.dtype is int8, which only the native kernels have, and they cannot be had: model.kernels is torch"
+    )
+
+
+def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(checkpoint, native_kernels):
+    sizes = {dtype: load(checkpoint("llama2"), {"dtype": dtype}).kv_bytes_per_token for dtype in ("auto", "int8")}
+    scales = 3 * 2 * 2 * 4  # layers, key and value, kv heads, float32
+    assert sizes["int8"] == sizes["auto"] // 4 + scales
+
+
+def choose(checkpoint, device: str = "cpu", head_dim: int = 8, **fields: object):
+    config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
+    section = ModelConfigSection(device=device, **fields)
+    return native_library(section, KvCacheConfig(), torch.device(device), config, torch.bfloat16, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [(dict(device="cuda"), CUDA), (dict(head_dim=1026), "the head dimension is 1026, more than 1024")],
+)
+def test_other_devices_and_huge_heads_are_the_torch_tier_s(checkpoint, lines, options, reason):
+    assert choose(checkpoint, **options) is None
+    assert lines() == [f"kernels: torch, because {reason}"]
+    with pytest.raises(ConfigError) as error:
+        choose(checkpoint, kernels="native", **options)
+    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
+
+
+def test_a_machine_without_a_compiler_is_told_what_would_help(checkpoint, lines, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assert load(checkpoint("llama2"), {}).kernels == "torch"
+    (line,) = lines()
+    assert line.startswith("kernels: torch, because CXX names '/no/such/compiler'")
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), {}, kernels="native")
+    assert "unset it or set it to a C++ compiler" in sentence(error)
+
+
+def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would_do(checkpoint, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "neon")
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), {})
+    assert sentence(error).startswith(f"{ISA_VARIABLE} is 'neon', this machine can run ")

@@ -1,0 +1,93 @@
+"""Through the whole engine: a request's logits and tokens are the same, bit for bit, however the engine arranged its work."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.api import EngineConfig, SamplingConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.worker.group import InProcessWorkerGroup
+from tests.native.families import VOCAB, random_family
+from tests.native.harness import Format, prompt
+from tests.parity.scenario import RecordingEngine
+
+BLOCK, NUM_TOKENS, WATCHED = 32, 40, 3
+COMMON = prompt(4 * BLOCK + 17, VOCAB)
+FAMILIES = {"qk_norm_no_window": 2, "window": 1}  # seeds of random_family
+FORMATS = [Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True)]
+# max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
+ARRANGEMENTS = [
+    *itertools.product((512, 16), (False, True), (False, True), (1, 7), (1,)),
+    *itertools.product((512, 16), (True,), (False, True), (7,), (2,)),
+]
+
+
+@pytest.fixture(scope="module", params=itertools.product(FAMILIES, FORMATS), ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def model(request, native_kernels, tmp_path_factory) -> tuple[Path, Format]:
+    family, form = request.param
+    return random_family(tmp_path_factory.mktemp(family), FAMILIES[family])[0], form
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> tuple[list[int], Tensor]:
+    """The watched request alone, its prompt at once, never evicted, nothing cached, one thread."""
+    return arranged(model, 512, False, False, 1, 1)
+
+
+def arranged(
+    model: tuple[Path, Format],
+    max_num_tokens: int,
+    is_cached: bool,
+    is_evicted: bool,
+    num_requests: int,
+    num_threads: int,
+) -> tuple[list[int], Tensor]:
+    """(tokens, logits [tokens, vocab]) of the watched request."""
+    directory, form = model
+    config = EngineConfig(
+        ModelConfigSection(
+            path=str(directory),
+            dtype=form.dtype,
+            kernels="native",
+            quantization=form.quantization,
+            num_threads=num_threads,
+            device="cpu",
+        ),
+        KvCacheConfig(block_size=BLOCK, max_tokens=BLOCK * 400, dtype="int8" if form.int8_kv else "auto"),
+        SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
+    )
+    engine = RecordingEngine(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
+    if is_cached:
+        engine.start(COMMON, 1)
+        engine.run()
+    numbers = [WATCHED] if num_requests == 1 else range(num_requests)
+    recordings = {
+        number: engine.start(
+            COMMON + prompt(1 + 9 * number, VOCAB, seed=number),
+            NUM_TOKENS,
+            sampling_config=SamplingConfig(temperature=1.0, seed=number),
+        )
+        for number in numbers
+    }
+    prompt_steps = -(-len(recordings[WATCHED].prompt) // max_num_tokens)
+    engine.run(evict_every=prompt_steps + 4 if is_evicted else None)  # at least four tokens between evictions
+    counters = engine.core.counters
+    assert (counters.cached_tokens_total > 0) or not is_cached
+    assert (counters.recomputed_tokens_total > 0) == is_evicted
+    return recordings[WATCHED].tokens, torch.stack(recordings[WATCHED].logits)
+
+
+@pytest.mark.feature("004-14", "001-33")
+@pytest.mark.parametrize("max_num_tokens, is_cached, is_evicted, num_requests, num_threads", ARRANGEMENTS[1:])
+def test_logits_and_tokens_are_the_same_bits(
+    model, plain, max_num_tokens, is_cached, is_evicted, num_requests, num_threads
+):
+    tokens, logits = arranged(model, max_num_tokens, is_cached, is_evicted, num_requests, num_threads)
+    assert len(tokens) == NUM_TOKENS and len(set(tokens)) > 10, "tokens that hardly change would prove nothing"
+    assert tokens == plain[0]
+    assert torch.equal(logits, plain[1])
