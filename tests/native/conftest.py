@@ -17,7 +17,9 @@ from kernels.cpu.memory import Arena
 from tests.model.tiers import native_kernels  # noqa: F401 (fixture)
 from tests.native.harness import SANITIZE
 
-VARIANTS = supported_isas()[:1] if SANITIZE in os.environ else (*supported_isas(), AMX_EMULATED)
+ALL = "EVERBATCH_ALL_ISAS"  # set: every variant that this machine runs; else its best, AVX2's and AMX's emulation
+_USUAL = tuple(isa for isa in supported_isas() if isa in (supported_isas()[0], "avx2") or ALL in os.environ)
+VARIANTS = supported_isas()[:1] if SANITIZE in os.environ else (*_USUAL, AMX_EMULATED)
 
 
 @pytest.fixture(autouse=SANITIZE in os.environ, scope="session")
