@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
+from functools import cache
 
 import pytest
 import torch
@@ -37,13 +38,19 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def kernels(isa: str) -> CDLL:
-    return _load(isa)
+def variant() -> Callable[[str | None], CDLL]:
+    """The kernels for an instruction set; None = the best one."""
+    return cache(_load)
 
 
 @pytest.fixture(scope="session")
-def best_kernels() -> CDLL:
-    return _load(None)
+def kernels(isa: str, variant: Callable[[str | None], CDLL]) -> CDLL:
+    return variant(isa)
+
+
+@pytest.fixture(scope="session")
+def best_kernels(variant: Callable[[str | None], CDLL]) -> CDLL:
+    return variant(None)
 
 
 def _load(isa: str | None) -> CDLL:
