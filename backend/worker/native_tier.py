@@ -59,7 +59,6 @@ class NativeTier:
             config.rope, config.head_dim, model.cos.shape[0], torch.float32, torch.device("cpu")
         )  # the model's own are in its dtype
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
-        _check_formats(layers)
         self._decoder = NativeDecoder(
             library, shape, model.embedding, cos, sin, layers, _float(model.norm), model.lm_head
         )
@@ -94,17 +93,6 @@ def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
         down=layer.mlp.down,
         window=window,
     )
-
-
-def _check_formats(layers: list[NativeLayer]) -> None:
-    """Raise ConfigError where a checkpoint has left single layers in floats: a step brings inputs into one form for all."""
-    for names in (("qkv", "gate_up"), ("out",), ("down",)):
-        structs = [getattr(layer, name).struct for layer in layers for name in names]
-        if len({(struct.format, struct.group) for struct in structs}) > 1:
-            raise ConfigError(
-                f"the checkpoint holds {' and '.join(names)} of some layers in another format than those of others, and the "
-                f"native kernels take one format for all layers; use --set model.kernels=torch"
-            )
 
 
 def _float(tensor: Tensor) -> Tensor:
