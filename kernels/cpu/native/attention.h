@@ -47,20 +47,13 @@ struct KVHead {
     float* value_scales() const { return key_scales() + layout.block_size; }
 };
 
-// Where element (row, column) of one packed panel lies: in bfloat16's order (int8 cells use it too), or in float32's.
-template <bool IS_FLOAT>
-constexpr size_t packed_at(int row, int column) {
-    if (IS_FLOAT) return size_t(row) * PANEL + column;
-    return size_t(row) / 32 * 1024 + column / 16 * 512 + row % 32 / 2 * 32 + column % 16 * 2 + row % 2;
-}
-
 // Puts a key and a value, [dim] cells each, at token `token` of a unit.
 template <class E>
 void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) {
-    constexpr bool IS_FLOAT = sizeof(E) == 4;
+    constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;  // int8 cells too
     for (int d = 0; d < dim; d += PANEL) {
-        E *to_k = k + size_t(d) * PANEL + packed_at<IS_FLOAT>(0, token), *to_v = v + size_t(d) * PANEL + packed_at<IS_FLOAT>(token, 0);
-        for (int i = 0; i < PANEL; i++) to_k[packed_at<IS_FLOAT>(i, 0)] = key[d + i], to_v[packed_at<IS_FLOAT>(0, i)] = value[d + i];
+        E *to_k = k + size_t(d) * PANEL + packed_at<TOGETHER>(0, token), *to_v = v + size_t(d) * PANEL + packed_at<TOGETHER>(token, 0);
+        for (int i = 0; i < PANEL; i++) to_k[packed_at<TOGETHER>(i, 0)] = key[d + i], to_v[packed_at<TOGETHER>(0, i)] = value[d + i];
     }
 }
 
@@ -69,12 +62,11 @@ template <class E>
 void prefetch_cell(const KVHead& head, int offset) {
     const KVLayout& l = head.layout;
     const int unit = offset / PANEL, token = offset % PANEL;
-    constexpr bool IS_FLOAT = sizeof(E) == 4;
-    constexpr int STEP = IS_FLOAT ? 1 : 2;
-    for (int d = 0; d < l.dim(); d += STEP)
-        __builtin_prefetch(head.keys<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<IS_FLOAT>(d % PANEL, token), 1);
+    constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;
+    for (int d = 0; d < l.dim(); d += TOGETHER)
+        __builtin_prefetch(head.keys<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(d % PANEL, token), 1);
     for (int d = 0; d < l.dim(); d += 16)
-        __builtin_prefetch(head.values<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<IS_FLOAT>(token, d % PANEL), 1);
+        __builtin_prefetch(head.values<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(token, d % PANEL), 1);
 }
 
 // Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the cells.
@@ -108,15 +100,15 @@ template <class T, bool OF_COLUMNS>
 void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out) {
     for (int row = 0; row < rows; row += 2)
         for (int c = 0; c < PANEL; c += LANES) {
-            const Short pairs = load<Short>(q + packed_at<false>(row, c));
+            const Short pairs = load<Short>(q + packed_at<2>(row, c));
             const Vec lo_scale = OF_COLUMNS ? load<Vec>(scales + c) : splat(scales[row]);
             const Vec hi_scale = OF_COLUMNS ? lo_scale : splat(scales[row + 1]);
             const Vec lo = __builtin_convertvector(Short(pairs << 8) >> 8, Vec) * lo_scale;
             const Vec hi = __builtin_convertvector(pairs >> 8, Vec) * hi_scale;
             if constexpr (sizeof(T) == 4)
-                store(out + packed_at<true>(row, c), lo), store(out + packed_at<true>(row + 1, c), hi);
+                store(out + packed_at<1>(row, c), lo), store(out + packed_at<1>(row + 1, c), hi);
             else
-                store_bf16_pairs(out + packed_at<false>(row, c), lo, hi);
+                store_bf16_pairs(out + packed_at<2>(row, c), lo, hi);
         }
 }
 

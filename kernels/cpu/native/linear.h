@@ -59,10 +59,9 @@ constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
 template <class T>
 void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, int64_t count, T* out) {
     for (int64_t i = first; i < first + count; i += 4) {
-        const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
         const bf16* scale = scales + i / group * PANEL;
         for (int j = 0; j < COLUMN_VECS; j++) {
-            IVec q = load<IVec>(at + column_offset<4, 1024>(j));
+            IVec q = load<IVec>(w + packed_at<4>(i, j * LANES));
             if (WEIGHT_BIAS) q ^= int32_t(0x80808080);
             Vec s = load_bf16(scale + j * LANES), v[4];
 #pragma GCC unroll 4
@@ -72,8 +71,7 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
                 for (int b = 0; b < 4; b++) store(out + (row + b) * PANEL + j * LANES, v[b]);
             } else {
                 for (int b = 0; b < 4; b += 2) {
-                    T* to = out + row / 32 * 1024 + (row % 32 + b) / 2 * 32 + column_offset<2, 512>(j);
-                    store_bf16_pairs(to, v[b], v[b + 1]);
+                    store_bf16_pairs(out + packed_at<2>(row + b, j * LANES), v[b], v[b + 1]);
                 }
             }
         }
@@ -141,7 +139,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
                     const bool last = first + piece >= depth;
                     const int64_t ahead = p + 1 < p1 ? (p + 1) * depth + first : last ? p1 * depth : p0 * depth + first + piece;
                     const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
-                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + 8192;
+                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + (m < 4 ? 4096 : 8192);
                     panel_piece<T>(l, a, row0, m, p, first, count, scratch.data() + (p - p0) * m * PANEL, next);
                 }
             }

@@ -31,16 +31,14 @@ void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, in
                 memset(out, 0, size_t(depth) * PANEL * 2);
                 for (int64_t c = 0; c < columns; c++) {
                     const bf16* w = static_cast<const bf16*>(weight) + (p * PANEL + c) * k;
-                    bf16* to = out + c / 16 * 512 + c % 16 * 2;
-                    for (int64_t i = 0; i < k; i++) to[i / 32 * 1024 + i % 32 / 2 * 32 + i % 2] = w[i];
+                    for (int64_t i = 0; i < k; i++) out[packed_at<2>(i, c)] = w[i];
                 }
             } else {
                 int8_t* out = static_cast<int8_t*>(packed) + p * depth * PANEL;
                 memset(out, WEIGHT_BIAS, size_t(depth) * PANEL);
                 for (int64_t c = 0; c < columns; c++) {
                     const int8_t* w = static_cast<const int8_t*>(weight) + (p * PANEL + c) * k;
-                    int8_t* to = out + c / 16 * 1024 + c % 16 * 4;
-                    for (int64_t i = 0; i < k; i++) to[i / 64 * 2048 + i % 64 / 4 * 64 + i % 4] = int8_t(uint8_t(w[i]) + WEIGHT_BIAS);
+                    for (int64_t i = 0; i < k; i++) out[packed_at<4>(i, c)] = int8_t(uint8_t(w[i]) + WEIGHT_BIAS);
                 }
             }
         });

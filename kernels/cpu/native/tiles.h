@@ -3,11 +3,16 @@
 //     c[row][column] (+)= sum over k of a[row][k] * panel[k][column]            c float32
 //
 // Linear layers use it with panels of weights, attention with panels of 32 keys and of 32 values: the KV pool is kept as
-// panels. How a panel of k rows lies in memory ("packed"), 32 columns as two halves of 16:
+// panels. How a panel of k rows lies in memory ("packed"):
 //
-//     float32     [k][32]
-//     bfloat16    [k / 32][half][16 pairs of k][16 columns][2]       a half is one AMX tile, a pair of k one dword of VNNI's
-//     int8        [k / 64][half][16 quads of k][16 columns][4]
+//     float32     [k][32 columns]
+//     bfloat16    [k / 2][32 columns][2]      a pair of k is a dword of the dot product instructions; one product reads memory in
+//     int8        [k / 4][32 columns][4]      order, from beginning to end
+//
+// and where there are AMX tiles, as tiles of 16 such rows and 16 columns:
+//
+//     bfloat16    [k / 32][half of the columns][16][16 columns][2]
+//     int8        [k / 64][half of the columns][16][16 columns][4]
 //
 // The sum of a row is formed in the order of k, whatever rows are beside it: a row's result does not depend on the batch.
 #pragma once
@@ -18,6 +23,19 @@ namespace everbatch {
 
 constexpr int PANEL = 32;                // columns
 constexpr int COLUMN_VECS = PANEL / LANES;  // vectors that hold one row of sums
+
+// Where element (row, column) of a packed panel lies. TOGETHER: rows in a dword: 1 float32, 2 bfloat16, 4 int8.
+template <int TOGETHER>
+constexpr size_t packed_at(int64_t row, int64_t column) {
+#if defined(EVERBATCH_AMX)
+    if (TOGETHER > 1) {
+        constexpr int ROWS = 16 * TOGETHER;
+        return size_t(row / ROWS * ROWS * PANEL + column / 16 * 16 * ROWS + row % ROWS / TOGETHER * 16 * TOGETHER +
+                      column % 16 * TOGETHER + row % TOGETHER);
+    }
+#endif
+    return size_t(row / TOGETHER * TOGETHER * PANEL + column * TOGETHER + row % TOGETHER);
+}
 
 // What to fetch meanwhile: LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. Software has to
 // do it: few hardware prefetchers follow two threads that hop from panel to panel.
@@ -62,12 +80,6 @@ struct Sums {
     }
 };
 
-// Offset, in elements of `per` bytes each, of vector j of a packed row: half, then lanes within it.
-template <int PER_LANE, int HALF>
-constexpr int column_offset(int j) {
-    return j * LANES / 16 * HALF + j * LANES % 16 * PER_LANE;
-}
-
 // Never inlined: the sums must have all the registers.
 template <int LINES, int ROWS>
 __attribute__((noinline)) void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
@@ -90,18 +102,15 @@ __attribute__((noinline)) void product_rows(const float* a, size_t lda, const fl
 template <int LINES, int ROWS>
 __attribute__((noinline)) void product_rows(const bf16* a, size_t lda, const bf16* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
-    for (int i = 0; i < k; i += 32, w += 1024) {
-        for (int pair = 0; pair < 16; pair++) {
-            prefetch<LINES>(ahead);
-            IVec wv[COLUMN_VECS];
+    for (int i = 0; i < k; i += 2, w += 2 * PANEL) {
+        prefetch<LINES>(ahead);
+        IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + pair * 32 + column_offset<2, 512>(j));
+        for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + 2 * j * LANES);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                for (int j = 0; j < COLUMN_VECS; j++)
-                    sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i + 2 * pair);
-        }
+            for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i);
     }
     sums.put(c, ldc);
 }
@@ -186,12 +195,11 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, const int8_t* w, co
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = WEIGHT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
-        for (const int end = i + group; i < end; i += 4) {
+        for (const int end = i + group; i < end; i += 4, w += 4 * PANEL) {
             prefetch<LINES>(ahead);
-            const int8_t* at = w + unsigned(i) / 64 * 2048 + unsigned(i) % 64 * 16;
             IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(at + column_offset<4, 1024>(j));
+            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + 4 * j * LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -224,7 +232,7 @@ void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group
         if (two) amx::zero<2>(), amx::zero<3>();
         for (const int end = i + group; i < end; i += depth) {
             for (int quad = 0; quad < depth / 4; quad++) prefetch<LINES>(ahead);
-            const int8_t* at = w + i / 64 * 2048 + i % 64 / 4 * 64;
+            const int8_t* at = w + packed_at<4>(i, 0);
             amx::load<4>(a.data + i, a.ld);
             amx::load<6>(at, 64), amx::load<7>(at + 1024, 64);
             amx::dot_int8<0, 4, 6>(), amx::dot_int8<1, 4, 7>();
