@@ -97,8 +97,9 @@ void write_cell(const KVHead& head, int offset, const float* key, const float* v
 
 // int8 cells -> a packed panel of T with `rows` rows. Scales belong to the columns (keys) or to the rows (values).
 template <class T, bool OF_COLUMNS>
-void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out) {
-    for (int row = 0; row < rows; row += 2)
+void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out, const char* ahead) {
+    for (int row = 0; row < rows; row += 2) {
+        prefetch<1>(ahead);
         for (int c = 0; c < PANEL; c += LANES) {
             const Short pairs = load<Short>(q + packed_at<2>(row, c));
             const Vec lo_scale = OF_COLUMNS ? load<Vec>(scales + c) : splat(scales[row]);
@@ -110,13 +111,12 @@ void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out) {
             else
                 store_bf16_pairs(out + packed_at<2>(row, c), lo, hi);
         }
+    }
 }
 
-// One sequence as its queries see it: the newest `count` positions of `length`.
-struct Keys {
-    const int32_t* table;  // block ids
-    int64_t length;
-    int64_t window;  // tokens that a query sees, itself included; 0 = all
+// The first panels that an attend() reads, for the one before it to fetch.
+struct Ahead {
+    const char* at[AHEAD] = {};
 };
 
 // Scratch of one thread.
@@ -124,6 +124,7 @@ template <class T>
 struct AttentionScratch {
     Buffer<float> scores, sums, most, total;
     Buffer<T> weights, panel;
+    const char* fetched = nullptr;  // the panel that the last attend() has begun to fetch
 
     void shape(int rows, int dim) {
         scores.grow(size_t(rows) * SEGMENT), sums.grow(size_t(rows) * dim), most.grow(rows), total.grow(rows);
@@ -139,56 +140,97 @@ ALWAYS_INLINE void with_prefetch(bool wanted, F f) {
         f(std::integral_constant<int, 0>());
 }
 
-// Attends `tokens` consecutive positions from `position` on, `group` query heads each, to one kv head.
-// q [tokens * group][dim] of T, zero beyond head_dim. put(token, head in group, sums [dim], 1 / total).
-template <class T, class Put>
-void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, int64_t position, int tokens, int group, const T* q,
-            float scale, AttentionScratch<T>& s, Put put) {
+// The way of attend() through one kv head of a sequence, for `tokens` positions from `position` on: segments of keys, of each its
+// panels of keys and then those of values.
+class Walk {
+public:
+    // table: the sequence's block ids. window: tokens that a query sees, itself included; 0 = all.
+    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, int64_t window)
+        : position(position), tokens(tokens), end(position + tokens), window(window),
+          first_key_(window ? std::max<int64_t>(0, position - window + 1) : 0), l_(l), pool_(const_cast<char*>(pool)),
+          kv_head_(kv_head), table_(table) {}
+
+    const int64_t position;
+    const int tokens;
+    const int64_t end;  // key after the last one that is seen
+    const int64_t window;
+
+    int64_t first_segment() const { return first_key_ / SEGMENT * SEGMENT; }
+    int64_t from(int64_t segment) const { return std::max(segment, first_key_ / PANEL * PANEL); }
+    int64_t to(int64_t segment) const { return std::min(segment + SEGMENT, (end + PANEL - 1) / PANEL * PANEL); }
+
+    KVHead head(int64_t key) const {
+        return {l_, pool_ + table_[key / l_.block_size] * l_.block_bytes() + kv_head_ * l_.head_bytes()};
+    }
+    int unit(int64_t key) const { return int(key % l_.block_size / PANEL); }
+
+    // E: the pool's cells.
+    template <class E>
+    Ahead first_panels(int64_t segment) const {
+        Ahead ahead;
+        for (int i = 0; i < AHEAD; i++) {
+            const int64_t key = std::min(from(segment) + i * PANEL, to(segment) - PANEL);
+            ahead.at[i] = reinterpret_cast<const char*>(head(key).keys<E>(unit(key)));
+        }
+        return ahead;
+    }
+
+private:
+    const int64_t first_key_;
+    const KVLayout& l_;
+    char* const pool_;
+    const int kv_head_;
+    const int32_t* const table_;
+};
+
+// Attends the walk's tokens, `group` query heads each, to one kv head. E: the pool's cells. q [tokens * group][dim] of T, zero beyond
+// head_dim. after: what is attended to next. put(token, head in group, sums [dim], 1 / total).
+template <class T, class E, class Put>
+void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, const Ahead& after, AttentionScratch<T>& s, Put put) {
     constexpr size_t WEIGHTS_LD = SEGMENT + 32;
-    const int dim = l.dim(), rows = tokens * group, most_rows = rows_at_once<T>(), units = l.block_size / PANEL;
+    constexpr bool IS_INT8 = sizeof(E) == 1;
+    const int dim = l.dim(), rows = walk.tokens * group, most_rows = rows_at_once<T>();
     s.shape(rows, dim);
     std::fill_n(s.sums.data(), rows * dim, 0.0f);
     std::fill_n(s.most.data(), rows, -INFINITY);
     std::fill_n(s.total.data(), rows, 0.0f);
     float *most = s.most.data(), *total = s.total.data();
-    const int64_t first_key = keys.window ? std::max<int64_t>(0, position - keys.window + 1) : 0, end = position + tokens;
-    auto head_of = [&](int64_t unit) {
-        return KVHead{l, const_cast<char*>(pool) + keys.table[unit / units] * l.block_bytes() + kv_head * l.head_bytes()};
-    };
-    for (int64_t base = first_key / SEGMENT * SEGMENT; base < end; base += SEGMENT) {
-        const int64_t from = std::max(base, first_key / PANEL * PANEL), to = std::min(base + SEGMENT, (end + PANEL - 1) / PANEL * PANEL);
-        // Keys, then values, of the segment in the order in which they are read; `AHEAD` of them are on their way from memory.
-        const char* order[2 * SEGMENT / PANEL + AHEAD] = {};
+    for (int64_t base = walk.first_segment(); base < walk.end; base += SEGMENT) {
+        const int64_t from = walk.from(base), to = walk.to(base);
+        // The panels in the order in which they are read; `AHEAD` of them are on their way from memory.
+        const char* order[2 * SEGMENT / PANEL + AHEAD];
         const int count = int(to - from) / PANEL;
         for (int i = 0; i < count; i++) {
-            const KVHead head = head_of(from / PANEL + i);
-            const int unit = int((from / PANEL + i) % units);
-            order[i] = (const char*)head.keys<T>(unit), order[count + i] = (const char*)head.values<T>(unit);
+            const int64_t key = from + i * PANEL;
+            const KVHead head = walk.head(key);
+            order[i] = (const char*)head.keys<E>(walk.unit(key)), order[count + i] = (const char*)head.values<E>(walk.unit(key));
         }
-        for (int i = 0; i < AHEAD; i++) order[2 * count + i] = order[2 * count - 1];
-        if (!l.is_int8)
+        const Ahead next = base + SEGMENT < walk.end ? walk.first_panels<E>(base + SEGMENT) : after;
+        std::copy_n(next.at, AHEAD, order + 2 * count);
+        if (order[0] != s.fetched)
             for (int i = 0; i < AHEAD; i++)
-                for (size_t at = 0; at < l.unit() * sizeof(T); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
+                for (size_t at = 0; at < l.unit() * sizeof(E); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
+        s.fetched = next.at[0];
         for (int64_t key = from; key < to; key += PANEL) {
-            const KVHead head = head_of(key / PANEL);
-            const int unit = int(key / PANEL % units);
+            const KVHead head = walk.head(key);
+            const int unit = walk.unit(key);
             const T* panel = head.keys<T>(unit);
             const char* ahead = order[(key - from) / PANEL + AHEAD];
-            if (l.is_int8) {
-                dequantize_panel<T, true>(head.keys<int8_t>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data());
+            if constexpr (IS_INT8) {
+                dequantize_panel<T, true>(head.keys<E>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data(), ahead);
                 panel = s.panel.data();
             }
             for (int r = 0; r < rows; r += most_rows)
-                with_prefetch(r == 0 && !l.is_int8, [&](auto lines) {
+                with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                     product<lines()>(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT,
                                      true, std::min(most_rows, rows - r), ahead);
                 });
         }
         const int lo = int(from - base), hi = int(to - base);
         for (int r = 0; r < rows; r++) {
-            const int64_t at = position + r / group;  // sees keys (at - window, at]
+            const int64_t at = walk.position + r / group;  // sees keys (at - window, at]
             const int seen_to = int(std::min<int64_t>(hi, at + 1 - base));
-            const int seen_from = keys.window ? int(std::max<int64_t>(lo, at - keys.window + 1 - base)) : lo;
+            const int seen_from = walk.window ? int(std::max<int64_t>(lo, at - walk.window + 1 - base)) : lo;
             float* x = s.scores.data() + size_t(r) * SEGMENT;
             for (int i = lo; i < std::min(seen_from, hi); i++) x[i] = -INFINITY;
             for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
@@ -215,18 +257,18 @@ void attend(const KVLayout& l, const char* pool, int kv_head, const Keys& keys, 
             }
         }
         for (int64_t key = from; key < to; key += PANEL) {
-            const KVHead head = head_of(key / PANEL);
-            const int unit = int(key / PANEL % units);
+            const KVHead head = walk.head(key);
+            const int unit = walk.unit(key);
             for (int d = 0; d < dim; d += PANEL) {
                 const T* panel = head.values<T>(unit) + size_t(d) * PANEL;
-                const char* ahead = order[count + (key - from) / PANEL + AHEAD] + size_t(d) * PANEL * sizeof(T);
-                if (l.is_int8) {
-                    dequantize_panel<T, false>(head.values<int8_t>(unit) + size_t(d) * PANEL, PANEL, head.value_scales() + unit * PANEL,
-                                               s.panel.data());
+                const char* ahead = order[count + (key - from) / PANEL + AHEAD] + size_t(d) * PANEL * sizeof(E);
+                if constexpr (IS_INT8) {
+                    dequantize_panel<T, false>(head.values<E>(unit) + size_t(d) * PANEL, PANEL, head.value_scales() + unit * PANEL,
+                                               s.panel.data(), ahead);
                     panel = s.panel.data();
                 }
                 for (int r = 0; r < rows; r += most_rows)
-                    with_prefetch(r == 0 && !l.is_int8, [&](auto lines) {
+                    with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                         product<lines()>(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
                                          s.sums.data() + size_t(r) * dim + d, dim, false, std::min(most_rows, rows - r), ahead);
                     });

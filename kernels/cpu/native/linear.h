@@ -115,6 +115,16 @@ void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int6
     }
 }
 
+// Panels that an item of work takes, so that the threads' shares are even: 4 share a pass over many rows of activations.
+inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t together = rows <= 32 ? 1 : 4; together >= 1; together--) {
+        const int64_t items = (panels + together - 1) / together, longest = (items + threads - 1) / threads * together;
+        if (longest < least) best = together, least = longest;
+    }
+    return best;
+}
+
 // put(row, column, sums): hands over 32 sums of one row, bias added; columns from l.n on are padding.
 // T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
 template <class T, class Put>
@@ -124,7 +134,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
-        const int64_t together = m <= 32 ? 1 : 4;  // panels that share a pass over the activations
+        const int64_t together = panels_together(panels, m, team.size);
         const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = l.format == INT8 ? SHORT_PIECE : PIECE;
         const int64_t pieces = (depth + longest - 1) / longest;
         const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;

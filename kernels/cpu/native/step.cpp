@@ -156,10 +156,12 @@ private:
         const everbatch_layer& l = m_.layers[index];
         prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_);
         to_y(team, l.qkv, tokens_);
-        append(team, l, b_.pools[index]);
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
+        if (kv_.is_int8)
+            attention<int8_t>(team, l, b_.pools[index], !picked.empty());
+        else
+            attention<T>(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
-        attention(team, l, b_.pools[index]);
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
             w_.attention[l.out.format].put(r, scratch(team));
@@ -175,9 +177,17 @@ private:
         add_to_x(team, l.down, w_.activated[l.down.format], picked);
     }
 
+    // E: the pool's cells.
+    template <class E>
+    void attention(Team& team, const everbatch_layer& l, char* pool, bool is_wanted) {
+        append<E>(team, l, pool);
+        if (is_wanted) attend_all<E>(team, l, pool);
+    }
+
     // q, k, v of y: norm and rotate; queries to their buffer, keys and values to the pool.
+    template <class E>
     void append(Team& team, const everbatch_layer& l, char* pool) {
-        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
+        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(units_.size()) * kv_heads;
         float *turned = scratch(team), *value = turned + dim_;
         std::fill(turned + d, turned + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
         T* queries = reinterpret_cast<T*>(w_.queries.data());
@@ -186,15 +196,16 @@ private:
             if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
             rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
         };
-        team.for_each(int64_t(units_.size()) * kv_heads, [&](int64_t item) {
+        auto head_of = [&](int64_t item) {
             const Piece& piece = units_[item / kv_heads];
-            const int64_t h = item % kv_heads;
             const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
-            const KVHead head{kv_, pool + table[piece.position / kv_.block_size] * kv_.block_bytes() + h * kv_.head_bytes()};
-            if (kv_.is_int8)
-                prefetch_cell<int8_t>(head, int(piece.position % kv_.block_size));
-            else
-                prefetch_cell<T>(head, int(piece.position % kv_.block_size));
+            return KVHead{kv_, pool + table[piece.position / kv_.block_size] * kv_.block_bytes() + item % kv_heads * kv_.head_bytes()};
+        };
+        team.for_each(items, [&](int64_t item) {
+            const Piece& piece = units_[item / kv_heads];
+            const int64_t h = item % kv_heads, next = std::min(item + 1, items - 1);
+            const KVHead head = head_of(item);
+            prefetch_cell<E>(head_of(next), int(units_[next / kv_heads].position % kv_.block_size));
             for (int t = 0; t < piece.count; t++) {
                 const int64_t position = piece.position + t, flat = piece.first + t;
                 const float* y = w_.y.data() + flat * y_ld_;
@@ -204,29 +215,30 @@ private:
                 }
                 normed_rotated(y + (m_.heads + h) * d, l.k_norm, position);
                 memcpy(value, y + (m_.heads + kv_heads + h) * d, size_t(d) * sizeof(float));
-                const int offset = int(position % kv_.block_size);
-                if (kv_.is_int8)
-                    write_cell<int8_t>(head, offset, turned, value);
-                else
-                    write_cell<T>(head, offset, turned, value);
+                write_cell<E>(head, int(position % kv_.block_size), turned, value);
             }
         });
     }
 
-    void attention(Team& team, const everbatch_layer& l, const char* pool) {
-        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim;
+    template <class E>
+    void attend_all(Team& team, const everbatch_layer& l, const char* pool) {
+        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(queries_.size()) * kv_heads;
         const float scale = 1.0f / std::sqrt(float(d));
         const T* queries = reinterpret_cast<const T*>(w_.queries.data());
-        team.for_each(int64_t(queries_.size()) * kv_heads, [&](int64_t item) {
+        auto walk_of = [&](int64_t item) {
             const Piece& piece = queries_[item / kv_heads];
-            const int64_t h = item % kv_heads;
-            const everbatch_row& row = b_.rows[piece.row];
-            const Keys keys{b_.block_tables + row.slot * b_.max_blocks, row.num_computed + row.num_tokens, l.window};
-            attend<T>(kv_, pool, int(h), keys, piece.position, piece.count, group_, queries + (h * tokens_ + piece.first) * group_ * dim_,
-                      scale, w_.threads[team.id].attention(T()), [&](int t, int g, const float* sums, float inverse) {
-                          float* out = w_.attended.data() + (piece.first + t) * att_ld_ + (h * group_ + g) * d;
-                          for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
-                      });
+            const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
+            return Walk(kv_, pool, int(item % kv_heads), table, piece.position, piece.count, l.window);
+        };
+        team.for_each(items, [&](int64_t item) {
+            const Walk walk = walk_of(item), next = walk_of(std::min(item + 1, items - 1));
+            const int64_t first = queries_[item / kv_heads].first, h = item % kv_heads;
+            attend<T, E>(kv_, walk, group_, queries + (h * tokens_ + first) * group_ * dim_, scale,
+                         next.template first_panels<E>(next.first_segment()), w_.threads[team.id].attention(T()),
+                         [&](int t, int g, const float* sums, float inverse) {
+                             float* out = w_.attended.data() + (first + t) * att_ld_ + (h * group_ + g) * d;
+                             for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
+                         });
         });
     }
 
