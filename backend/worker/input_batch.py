@@ -46,6 +46,7 @@ class InputBatch:
         self._max_blocks = -(-max_seq_len // block_size)
         self.max_seq_len = max_seq_len
         self.token_ids = torch.zeros(num_slots, max_seq_len, dtype=torch.int64, device=device)
+        self._host_ids = self.token_ids.numpy() if device.type == "cpu" else None  # the same memory, for single tokens
         self.block_tables = np.full((num_slots, self._max_blocks), -1, dtype=np.int32)
         self.num_blocks = [0] * num_slots
         self.num_tokens = [0] * num_slots
@@ -68,10 +69,13 @@ class InputBatch:
 
     def append_tokens(self, samples: list[SampledToken]) -> None:
         """Write each slot's newest token behind its known ones. A token at max_seq_len is counted, but cannot run."""
-        kept = [sample for sample in samples if self.num_tokens[sample.slot] < self.max_seq_len]
-        if kept:
-            numbers = [(sample.slot, self.num_tokens[sample.slot], sample.token_id) for sample in kept]
-            place = self._to_device(np.array(numbers, dtype=np.int64).T)
+        ends = [self.num_tokens[sample.slot] for sample in samples]
+        places = [(sample.slot, end, sample.token_id) for sample, end in zip(samples, ends) if end < self.max_seq_len]
+        if self._host_ids is not None:
+            for slot, end, token_id in places:
+                self._host_ids[slot, end] = token_id
+        elif places:
+            place = self._to_device(np.array(places, dtype=np.int64).T)
             self.token_ids[place[0], place[1]] = place[2]
         for sample in samples:
             self.num_tokens[sample.slot] += 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL, byref, c_int32, c_void_p
+from ctypes import CDLL, byref, c_void_p
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -93,6 +94,8 @@ class NativeDecoder:
             lm_head.struct,
             self._layers,
         )
+        self._batch = BatchStruct()
+        self._placed: tuple = ()
         self._workspace = library.everbatch_new_workspace()
 
     @property
@@ -118,22 +121,28 @@ class NativeDecoder:
         num_logits = int(rows[:, 3].sum())
         greedy = np.empty(num_logits, dtype=np.int64)
         logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
-        batch = BatchStruct(
-            rows.ctypes.data,
-            len(rows),
-            token_ids.data_ptr(),
-            block_tables.ctypes.data,
-            block_tables.shape[1],
-            pools[0].shape[0],
-            (c_void_p * len(pools))(*(pool.data_ptr() for pool in pools)),
-            None if logits is None else logits.data_ptr(),
-            greedy.ctypes.data,
-            c_int32(torch.get_num_threads()),
-        )
+        batch = self._batch
+        self._place(token_ids, block_tables, pools)
+        batch.rows, batch.num_rows = rows.ctypes.data, len(rows)
+        batch.logits = None if logits is None else logits.data_ptr()
+        batch.greedy = greedy.ctypes.data
+        batch.threads = torch.get_num_threads()
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
         if bad >= 0:
             raise UnknownCell(bad)
         return greedy, logits
+
+    def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor]) -> None:
+        """Tell C where these are. Step after step they are the same objects, and to ask each for its address takes long."""
+        placed = (token_ids, block_tables, *pools)
+        if len(placed) == len(self._placed) and all(map(is_, placed, self._placed)):
+            return
+        self._placed = placed
+        batch = self._batch
+        batch.token_ids = token_ids.data_ptr()
+        batch.block_tables, batch.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
+        batch.num_blocks = pools[0].shape[0]
+        batch.pools = (c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
 
     def __del__(self) -> None:
         if getattr(self, "_workspace", None):
