@@ -149,6 +149,7 @@ def plot(turns: list[Turn], summary: dict[str, float], crowds: list[CrowdRow], p
     axes.grid(axis="x", alpha=0.3)
     bars = right.bar([f"{row.oversubscription}x" for row in crowds], [row.output_tokens_per_s for row in crowds])
     right.bar_label(bars, [f"{row.output_tokens_per_s:.0f}" for row in crowds])
+    right.margins(y=0.1)
     right.set_xlabel("users / users whose KV the pool holds")
     right.set_ylabel("output tokens/s")
     right.set_title("throughput against oversubscription", fontsize=10)
