@@ -1,12 +1,17 @@
-"""RMSNorm (Zhang and Sennrich, 2019).
+"""RMSNorm (Zhang and Sennrich, 2019), with what comes before and after it in a decoder layer.
 
-y = x / sqrt(mean(x^2) + eps) * weight          mean over the last dimension, in float32
+r     = x + residual                                 (add_rms_norm; rounded to x's type, returned as well)
+y     = r / sqrt(mean(r^2) + eps) * weight           mean over the last dimension, in float32
+q     = floor(y / scale + 0.5), scale = max |y| / 127, sum = the sum of q            (a row's int8 form; 0 where y is 0)
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.triton_runtime import Variant, jit, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 256), (2, 3, 40)]  # shapes of x; the last dimension is normalised
 
@@ -16,6 +21,116 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def reference_int8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, hidden] -> (q int8 [rows, hidden], scale float32 [rows], sum int32 [rows])."""
+    y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    scale = y.abs().amax(1) / 127
+    q = torch.floor(y / torch.where(scale > 0, scale, 1)[:, None] + 0.5).clamp_(-127, 127).to(torch.int8)
+    return q, scale, q.sum(1, dtype=torch.int32)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension; returns a new tensor."""
-    return reference(x, weight, eps)
+    if not runs_on(x):
+        return reference(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [..., hidden] -> (normed sum, sum), two new tensors."""
+    if not runs_on(x):
+        total = x + residual
+        return reference(total, weight, eps), total
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, weight, eps, out, total)
+    return out, total
+
+
+def rms_norm_int8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, hidden] -> (q int8 [rows, hidden], scale float32 [rows], sum int32 [rows])."""
+    if not runs_on(x):
+        return reference_int8(x, weight, eps)
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    total = torch.empty(len(x), dtype=torch.int32, device=x.device)
+    _launch(x.contiguous(), None, weight, eps, q, None, scale, total)
+    return q, scale, total
+
+
+@jit
+def _rms_norm_kernel(
+    x,  # [rows, hidden]
+    residual,  # like x, or None
+    weight,  # [hidden]
+    out,  # like x, or int8
+    total,  # like x, with a residual
+    scales,  # [rows] float32, with int8
+    sums,  # [rows] int32, with int8
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,  # a power of two, at least hidden
+):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    r = tl.load(x + row + columns, mask, other=0).to(tl.float32)
+    if residual is not None:
+        r += tl.load(residual + row + columns, mask, other=0).to(tl.float32)
+        rounded = r.to(x.dtype.element_ty)
+        tl.store(total + row + columns, rounded, mask)
+        r = rounded.to(tl.float32)
+    w = tl.load(weight + columns, mask, other=0).to(tl.float32)
+    y = r * tl.rsqrt(tl.sum(r * r, 0) / hidden + eps) * w
+    if scales is not None:
+        most = tl.max(tl.abs(y), 0)
+        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        q = tl.floor(y * inverse + 0.5).to(tl.int32)
+        tl.store(out + row + columns, q.to(tl.int8), mask)
+        tl.store(scales + tl.program_id(0), most / 127.0)
+        tl.store(sums + tl.program_id(0), tl.sum(q, 0))
+    else:
+        tl.store(out + row + columns, y.to(out.dtype.element_ty), mask)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    total: Tensor | None = None,
+    scales: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
+    hidden = x.shape[-1]
+    block = 1 << (hidden - 1).bit_length()
+    _rms_norm_kernel[(x.numel() // hidden,)](
+        x, residual, weight, out, total, scales, sums, hidden, eps, BLOCK=block, num_warps=_num_warps(block)
+    )
+
+
+def _num_warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def variants() -> dict[str, Variant]:
+    common = {"x": "*bf16", "weight": "*bf16", "hidden": "i32", "eps": "fp32"}
+    made = {}
+    for hidden in (576, 4096, 8192):
+        constants = {"BLOCK": 1 << (hidden - 1).bit_length()}
+        num_warps = _num_warps(constants["BLOCK"])
+        plain = dict.fromkeys(("residual", "total", "scales", "sums"))
+        made[f"plain-{hidden}"] = Variant(
+            _rms_norm_kernel, common | {"out": "*bf16"}, constants | plain, num_warps, divisible=("hidden",)
+        )
+        added = dict.fromkeys(("scales", "sums"))
+        types = common | {"out": "*bf16", "residual": "*bf16", "total": "*bf16"}
+        made[f"add-{hidden}"] = Variant(_rms_norm_kernel, types, constants | added, num_warps, divisible=("hidden",))
+        types = common | {"out": "*i8", "scales": "*fp32", "sums": "*i32"}
+        constants = constants | dict.fromkeys(("residual", "total"))
+        made[f"int8-{hidden}"] = Variant(_rms_norm_kernel, types, constants, num_warps, divisible=("hidden",))
+    return made

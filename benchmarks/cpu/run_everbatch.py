@@ -7,7 +7,7 @@ import threading
 
 from backend.api import EngineConfig, Request, Response
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.engine.process import SPIN_COUNT
+from backend.engine.process import SPIN_COUNT, calm_garbage_collector
 from benchmarks.cpu.protocol import Load, Stopwatch, Timing, serve
 
 MIN_SLOTS = 32
@@ -33,6 +33,7 @@ class Everbatch:
         config = EngineConfig(section, kv_cache, scheduler)
         workers = InProcessWorkerGroup(section, scheduler, kv_cache)
         self._executor = Executor.in_process(config, workers, load.model)
+        calm_garbage_collector()
         self.note = f"{self._executor.hello.model.kernels} kernels"
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:

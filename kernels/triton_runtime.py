@@ -1,0 +1,57 @@
+"""Triton where it can be used, and nothing where it cannot.
+
+Kernels are functions under `@jit` in files of their own. They run
+
+    on a GPU                                       when the launcher's tensors are on a CUDA device
+    in Triton's interpreter, on a CPU              with TRITON_INTERPRET=1: tests
+    or are compiled for a GPU that is not here     with EVERBATCH_TRITON=1: tests
+
+Otherwise Triton is not imported: a CPU engine would wait half a second for it. `tl` is None then, and kernels are plain functions
+that nobody calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+AVAILABLE = INTERPRETED or os.environ.get("EVERBATCH_TRITON") == "1" or torch.cuda.is_available()
+
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+else:
+    tl = None
+
+    def jit(function: Callable | None = None, **options: object) -> Callable:
+        """Leaves the function as it is."""
+        return function if function is not None else jit
+
+
+class Variant(NamedTuple):
+    """One specialisation of a kernel: what is compiled, and what the machine code must be like."""
+
+    kernel: Any  # under @jit
+    types: dict[str, str]  # argument -> "*bf16", "*i8", "i32", "fp32", ...; pointers are aligned to 16 bytes
+    constants: dict[str, object]  # the constexpr arguments, and arguments that are None
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()  # integer arguments that are multiples of 16
+    instructions: dict[int, tuple[str, ...]] = {}  # architecture (80, 90, 100) -> mnemonics that SASS must contain
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether launchers may hand `x` to a Triton kernel; otherwise they compute the reference."""
+    return runs_at(x.device)
+
+
+def runs_at(device: torch.device) -> bool:
+    """The same for tensors of a device."""
+    return INTERPRETED or (AVAILABLE and device.type == "cuda")

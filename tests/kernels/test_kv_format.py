@@ -1,0 +1,176 @@
+"""The quantised keys and values: what a row loses, what extreme rows become, and where a pool holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import kv_format
+from kernels.kv_format import QuantizedPool, dequantize_rows, pack, quantize_rows, unpack
+from tests.kernels.numbers import random_tensor
+
+BITS = [8, 4]
+
+
+def round_trip(x, bits):
+    return dequantize_rows(*quantize_rows(x, bits))
+
+
+def assert_as_near_as_promised(x, bits):
+    q, scale, least = quantize_rows(x, bits)
+    limit = scale.float() * 0.501 + least.float().abs() / 2048 + 2**-17
+    error = (dequantize_rows(q, scale, least) - x.float()).abs().amax(1)
+    assert (error <= limit).all(), f"{error.tolist()}, limits {limit.tolist()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, head_dim, bits", kv_format.CASES)
+def test_a_row_comes_back_within_half_a_step(rows, head_dim, bits, dtype):
+    x = (random_tensor(rows, head_dim) * torch.logspace(-2, 3, rows)[:, None]).to(dtype)
+    q, scale, least = quantize_rows(x, bits)
+    assert (q.dtype, scale.dtype, least.dtype) == (torch.uint8, torch.float16, torch.float16)
+    assert (q.amin(1) == 0).all() and (q.amax(1) == 2**bits - 1).all()  # the whole range is used
+    assert_as_near_as_promised(x, bits)
+
+
+def test_the_values_are_those_of_the_formula():
+    x = torch.tensor([[-1.0, 0.0, 0.49, 0.5, 1.5, 2.5, 13.0, 14.0], [3.0, 3.5, 4.0, 5.0, 6.0, 9.0, 12.0, 18.0]])
+    q, scale, least = quantize_rows(x, 4)
+    assert scale.tolist() == [1.0, 1.0] and least.tolist() == [-1.0, 3.0]
+    assert q.tolist() == [[0, 1, 1, 2, 3, 4, 14, 15], [0, 1, 1, 2, 3, 6, 9, 15]]  # ties go up
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.1, 0.3, -0.1, -0.3, 1000.1, -7e-8, 65504.0])
+def test_constant_rows_come_back(value, bits):
+    x = torch.full((2, 64), value)
+    q, scale, least = quantize_rows(x, bits)
+    assert (scale >= 0).all()
+    assert (round_trip(x, bits) - x).abs().max() <= abs(value) / 2048 + 2**-25
+    if x.half().float().equal(x):
+        assert not q.any() and not scale.any() and torch.equal(round_trip(x, bits), x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_hardly_vary_lose_no_more_than_float16_does(bits):
+    assert_as_near_as_promised(100 + 1e-4 * random_tensor(40, 64), bits)
+    assert_as_near_as_promised(-3000 + 0.1 * random_tensor(40, 64), bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-8, 1e-6])
+def test_rows_of_next_to_nothing_come_back_as_next_to_nothing(size, bits):
+    x = size * random_tensor(5, 64).clamp(-3, 3)
+    assert (round_trip(x, bits) - x).abs().max() <= min(2**-16, 10 * size)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_whole_range_of_float16_comes_back(bits):
+    x = random_tensor(3, 64)
+    x *= 65504 / x.abs().amax(1, keepdim=True)
+    x[0, :2] = torch.tensor([-65504.0, 65504.0])
+    assert_as_near_as_promised(x, bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [65519.0, 65520.0, 1e6, 1e20, 3e38, torch.inf])
+def test_what_float16_cannot_hold_is_cut_and_stays_finite(size, bits):
+    x = random_tensor(4, 64)
+    x[0, 3], x[1, 5] = size, -size
+    x[2, 7], x[2, 8] = size, -size
+    x[3] = -size
+    q, scale, least = quantize_rows(x, bits)
+    found = dequantize_rows(q, scale, least)
+    assert scale.isfinite().all() and least.isfinite().all() and found.isfinite().all()
+    assert (found[0, 3] >= 65000) and (found[2, 7] >= 65000)  # the largest stay the largest
+    assert (found[[1, 2], [5, 8]] == -65504).all() and (found[3] == -65504).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_do_not_share_anything(bits):
+    x = random_tensor(9, 64)
+    alone = torch.cat([round_trip(x[row : row + 1], bits) for row in range(9)])
+    assert torch.equal(round_trip(x, bits), alone)
+
+
+def test_an_int4_byte_holds_one_number_of_each_half():
+    q = torch.tensor([[1, 2, 3, 15, 8, 0, 7, 15]], dtype=torch.uint8)
+    assert pack(q, 4).tolist() == [[0x81, 0x02, 0x73, 0xFF]]
+    assert pack(q, 8).tolist() == q.tolist()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unpacking_undoes_packing(bits):
+    q = torch.randint(1 << bits, (3, 5, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack(q, bits)
+    assert packed.shape == (3, 5, 96 * bits // 8) and packed.dtype == torch.uint8
+    assert torch.equal(unpack(packed, bits), q)
+
+
+def test_every_pair_of_numbers_has_a_byte_of_its_own():
+    low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    q = torch.stack((low.flatten(), high.flatten()), dim=1).to(torch.uint8)
+    assert len(pack(q, 4).unique()) == 256
+    assert torch.equal(unpack(pack(q, 4), 4), q)
+
+
+LAYOUTS = [
+    QuantizedPool(16, 8, 128, 8),
+    QuantizedPool(64, 8, 128, 4),
+    QuantizedPool(4, 3, 80, 4),
+    QuantizedPool(1, 1, 8, 4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_data_and_params_lie_where_the_format_says(layout):
+    pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
+    data, params = layout.data(pool), layout.params(pool)
+    block, head, side, offset = 2, layout.kv_heads - 1, 1, layout.block_size - 1
+    row = (head * 2 + side) * layout.block_size + offset
+    data[block, head, side, offset, -1] = 201
+    params[block, head, side, offset] = torch.tensor([1.0, -2.0])
+    params_start = layout.kv_heads * 2 * layout.block_size * layout.head_dim * layout.bits // 8
+    place = params_start + row * 4
+    expected = torch.zeros_like(pool)
+    expected[2, (row + 1) * layout.head_dim * layout.bits // 8 - 1] = 201
+    expected[2, place : place + 4] = torch.tensor([0x00, 0x3C, 0x00, 0xC0])  # little endian
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_data_and_params_are_the_whole_block_without_overlap(layout):
+    pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
+    layout.data(pool).add_(1)
+    layout.params(pool).view(torch.uint8).add_(1)
+    assert (pool == 1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout):
+    layers = torch.zeros(3, 5, layout.block_bytes, dtype=torch.uint8)
+    layout.data(layers[:, 2]).fill_(7)
+    layout.params(layers[:, 2]).fill_(1.5)
+    assert layers[:, 2, : layout.data_bytes].eq(7).all()
+    assert layout.params(layers[:, 2].clone()).eq(1.5).all()
+    assert not layers[:, [0, 1, 3, 4]].any()
+
+
+def test_sizes_are_those_of_the_promise():
+    """int8 has 1/2, int4 1/4 of a 16-bit pool's bytes, and 4 bytes for each row."""
+    rows = 64 * 8 * 2
+    assert QuantizedPool(64, 8, 128, 8).block_bytes == rows * (128 + 4)
+    assert QuantizedPool(64, 8, 128, 4).block_bytes == rows * (64 + 4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_written_through_the_views_is_read_through_them(bits):
+    layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, bits=bits)
+    x = random_tensor(3 * 2 * 2 * 4, 64)
+    q, scale, least = quantize_rows(x, bits)
+    pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
+    layout.data(pool).copy_(pack(q, bits).view(3, 2, 2, 4, -1))
+    layout.params(pool).copy_(torch.stack((scale, least), dim=1).view(3, 2, 2, 4, 2))
+    params = layout.params(pool).flatten(0, 3)
+    found = dequantize_rows(unpack(layout.data(pool).flatten(0, 3), bits), params[:, 0], params[:, 1])
+    assert torch.equal(found, round_trip(x, bits))

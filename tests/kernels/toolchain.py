@@ -1,0 +1,58 @@
+"""Compiles a kernel for a GPU that is not here, and reads what the machine code says of itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.triton_runtime import Variant
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a thread block may have
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    stack_bytes: int  # spilled to local memory
+    local_bytes: int
+    shared_bytes: int
+    sass: str
+
+    def count(self, mnemonic: str) -> int:
+        """How many instructions begin with it."""
+        return len(re.findall(rf"\b{re.escape(mnemonic)}\b", self.sass))
+
+
+def compile_variant(variant: Variant, architecture: int) -> Compiled:
+    """architecture: compute capability times ten: 80, 90 or 100."""
+    names = variant.kernel.arg_names
+    types = {name: variant.types.get(name, "constexpr") for name in names}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in variant.types.items()
+        if kind.startswith("*") or name in variant.divisible
+    }
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    source = ASTSource(variant.kernel, types, constants, attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.TemporaryDirectory() as scratch:
+        cubin = Path(scratch) / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
+        sass = _run("nvdisasm", "-c", cubin)
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(numbers["REG"], numbers["STACK"], numbers["LOCAL"], made.metadata.shared, sass)
+
+
+def _run(tool: str, *arguments: object) -> str:
+    command = [str(TOOLS / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
