@@ -1,21 +1,153 @@
 """The gate of a SwiGLU MLP (Shazeer, 2020).
 
-y = silu(gate) * up          for gate_up = [gate | up] along the last dimension
+    y = silu(gate) * up          for gate_up = [gate | up] along the last dimension; silu(g) = g / (1 + exp(-g)), in float32
+    q = floor(y / scale + 0.5), scale = max |y| / 127, sum = the sum of q            (a row's int8 form; 0 where y is 0)
+
+The int8 form is QServe's (Lin et al., 2024): the down projection reads it. Its sum is that of the integers, not of y, so that a
+GEMM can correct for a weight's zero point exactly.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CASES = [(1, 64), (7, 96), (33, 512)]  # shapes of gate_up
+from kernels.triton_runtime import Variant, jit, runs_on, tl
+
+CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
+
+MAX_ROW_BLOCK = 1 << 14  # up to here one program of the int8 form holds a row in registers
+LOOP_BLOCK = 1 << 12  # of longer rows, at a time
+TILE = 1 << 10  # of the plain form
 
 
 def reference(gate_up: Tensor) -> Tensor:
-    """gate_up [num_tokens, 2 * intermediate] -> [num_tokens, intermediate]."""
+    """gate_up [..., 2 * intermediate] -> [..., intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+def reference_int8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """gate_up [rows, 2 * intermediate] -> (q int8 [rows, intermediate], scale float32 [rows], sum int32 [rows])."""
+    y = reference(gate_up.float())
+    scale = y.abs().amax(1) / 127
+    q = torch.floor(y / torch.where(scale > 0, scale, 1)[:, None] + 0.5).clamp_(-127, 127).to(torch.int8)
+    return q, scale, q.sum(1, dtype=torch.int32)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
-    return reference(gate_up)
+    """gate_up [..., 2 * intermediate] -> [..., intermediate], a new tensor."""
+    if not runs_on(gate_up):
+        return reference(gate_up)
+    intermediate = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], intermediate)
+    block = _block(intermediate, TILE)
+    grid = (out.numel() // intermediate, -(-intermediate // block))
+    _silu_mul_kernel[grid](gate_up.contiguous(), out, intermediate, BLOCK=block, num_warps=_num_warps(block))
+    return out
+
+
+def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """gate_up [rows, 2 * intermediate] -> (q int8 [rows, intermediate], scale float32 [rows], sum int32 [rows])."""
+    if not runs_on(gate_up):
+        return reference_int8(gate_up)
+    rows, intermediate = len(gate_up), gate_up.shape[1] // 2
+    q = torch.empty(rows, intermediate, dtype=torch.int8, device=gate_up.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    total = torch.empty(rows, dtype=torch.int32, device=gate_up.device)
+    block = _row_block(intermediate)
+    _silu_mul_int8_kernel[(rows,)](
+        gate_up.contiguous(), q, scale, total, intermediate,
+        BLOCK=block, WHOLE_ROW=block >= intermediate, num_warps=_num_warps(block),
+    )  # fmt: skip
+    return q, scale, total
+
+
+@jit
+def _gated(gate_up, columns, intermediate):
+    """silu(gate) * up of one row, float32, like columns; 0 beyond its end."""
+    mask = columns < intermediate
+    gate = tl.load(gate_up + columns, mask, other=0).to(tl.float32)
+    up = tl.load(gate_up + intermediate + columns, mask, other=0).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
+def _silu_mul_kernel(
+    gate_up,  # [rows, 2 * intermediate]
+    out,  # [rows, intermediate]
+    intermediate,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * intermediate
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = _gated(gate_up + 2 * row, columns, intermediate)
+    tl.store(out + row + columns, y.to(out.dtype.element_ty), columns < intermediate)
+
+
+@jit
+def _silu_mul_int8_kernel(
+    gate_up,  # [rows, 2 * intermediate]
+    out,  # [rows, intermediate] int8
+    scales,  # [rows] float32
+    sums,  # [rows] int32
+    intermediate,
+    BLOCK: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,  # BLOCK is at least intermediate; otherwise y is computed twice, from memory and from the cache
+):
+    row = tl.program_id(0).to(tl.int64) * intermediate
+    columns = tl.arange(0, BLOCK)
+    if WHOLE_ROW:
+        y = _gated(gate_up + 2 * row, columns, intermediate)
+        most = tl.max(tl.abs(y), 0)
+        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        q = tl.floor(y * inverse + 0.5).to(tl.int32)
+        tl.store(out + row + columns, q.to(tl.int8), columns < intermediate)
+        total = tl.sum(q, 0)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, intermediate, BLOCK):
+            largest = tl.maximum(largest, tl.abs(_gated(gate_up + 2 * row, start + columns, intermediate)))
+        most = tl.max(largest, 0)
+        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        partial = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, intermediate, BLOCK):
+            y = _gated(gate_up + 2 * row, start + columns, intermediate)
+            q = tl.floor(y * inverse + 0.5).to(tl.int32)
+            tl.store(out + row + start + columns, q.to(tl.int8), start + columns < intermediate)
+            partial += q
+        total = tl.sum(partial, 0)
+    tl.store(scales + tl.program_id(0), most / 127.0)
+    tl.store(sums + tl.program_id(0), total)
+
+
+def _block(columns: int, most: int) -> int:
+    return min(most, 1 << (columns - 1).bit_length())
+
+
+def _row_block(intermediate: int) -> int:
+    return _block(intermediate, MAX_ROW_BLOCK if intermediate <= MAX_ROW_BLOCK else LOOP_BLOCK)
+
+
+def _num_warps(block: int) -> int:
+    return min(16, max(1, block // 256 if block <= TILE else block // 512))
+
+
+def variants() -> dict[str, Variant]:
+    made = {}
+    types = {"gate_up": "*bf16", "out": "*bf16", "intermediate": "i32"}
+    wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
+    block = _block(14336, TILE)
+    made["plain-14336"] = Variant(
+        _silu_mul_kernel, types, {"BLOCK": block}, _num_warps(block), divisible=("intermediate",), instructions=wide
+    )
+    types = {"gate_up": "*bf16", "out": "*i8", "scales": "*fp32", "sums": "*i32", "intermediate": "i32"}
+    for intermediate in (1536, 14336, 28672):
+        block = _row_block(intermediate)
+        constants = {"BLOCK": block, "WHOLE_ROW": block >= intermediate}
+        made[f"int8-{intermediate}"] = Variant(
+            _silu_mul_int8_kernel, types, constants, _num_warps(block),
+            divisible=("intermediate",), instructions=wide,
+        )  # fmt: skip
+    return made

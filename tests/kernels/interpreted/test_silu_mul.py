@@ -1,0 +1,56 @@
+"""The Triton kernels of the SwiGLU gate against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import silu_mul as kernel
+from tests.kernels.numbers import DTYPES, assert_near, random_tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", kernel.CASES)
+def test_the_second_half_is_gated_by_the_first(shape, dtype):
+    x = random_tensor(*shape, dtype=dtype)
+    y = kernel.silu_mul(x)
+    assert y.dtype == dtype
+    assert_near(y, kernel.reference(x.float()))
+
+
+def test_gates_of_any_size_do_not_overflow():
+    x = torch.tensor([[-3e38, -200.0, -0.0, 200.0, 1.0, 2.0, 3.0, 4.0]])
+    assert torch.equal(kernel.silu_mul(x), torch.tensor([[0.0, 0.0, 0.0, 800.0]]))
+
+
+def test_rows_that_are_not_contiguous_are_read_as_they_are():
+    x = random_tensor(96, 5).t()
+    assert_near(kernel.silu_mul(x), kernel.reference(x))
+    assert torch.equal(kernel.silu_mul_int8(x)[2], kernel.silu_mul_int8(x.contiguous())[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [case for case in kernel.CASES if len(case) == 2])
+def test_int8_rows_have_their_scales_and_sums(shape, dtype):
+    x = random_tensor(*shape, dtype=dtype)
+    x[-1] = 0
+    assert_int8_like_the_reference(x)
+    assert kernel.silu_mul_int8(x)[1][-1] == 0
+
+
+@pytest.mark.parametrize("intermediate", [kernel.MAX_ROW_BLOCK, kernel.MAX_ROW_BLOCK + 1, 5 * kernel.LOOP_BLOCK])
+def test_long_int8_rows_have_one_scale(intermediate):
+    x = random_tensor(3, 2 * intermediate)
+    x[0, intermediate - 1], x[0, -1] = 30, 40  # the largest of its row, in the last block
+    x[1, 0], x[1, intermediate] = 30, 40  # and in the first
+    assert_int8_like_the_reference(x)
+
+
+def assert_int8_like_the_reference(x):
+    q, scale, total = kernel.silu_mul_int8(x)
+    expected_q, expected_scale, _ = kernel.reference_int8(x)
+    assert q.dtype == torch.int8 and q.shape == expected_q.shape
+    assert_near(scale, expected_scale)
+    assert (q.int() - expected_q.int()).abs().max() <= 1  # a tie may fall either way
+    assert (q != expected_q).float().mean() < 0.01
+    assert torch.equal(total, q.sum(1, dtype=torch.int32))
