@@ -1,0 +1,289 @@
+"""What comes between the projections and the attention of a decoder layer: the heads' norms, RoPE, and the write to the KV pool.
+
+    q, k = norm(q), norm(k)                     RMSNorm over head_dim, where the model has it (Qwen3); kernels/rms_norm.py
+    q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
+    pool[cell] = k, v                           as they are (kernels/kv_write.py) or quantised (kernels/kv_format.py)
+
+for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. All in float32 from qkv on: a value is rounded once, when it
+is written. A cell is a token's physical position, block * block_size + offset. A token whose cell is -1 pads the batch of a CUDA
+graph: nothing is read or written for it, and its q is not defined.
+
+The same fusion: TurboMind (kv_cache_utils_v2), QServe (Lin et al. 2024), LMDeploy (fill_kv_cache).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import rms_norm, rope
+from kernels.kv_format import QuantizedPool, pack, quantize_rows
+from kernels.triton_runtime import Variant, jit, runs_on, tl
+
+# (tokens, heads, kv_heads, head_dim, block_size)
+CASES = [(1, 1, 1, 8, 4), (5, 4, 2, 64, 16), (7, 9, 3, 80, 2), (4, 2, 1, 96, 16), (3, 16, 8, 128, 8)]
+
+# A program has one token and this many heads at most: 8 of 128 elements are 16 bytes a thread and load in two warps, where one
+# head a program would be 48 programs of 256 bytes for each token of Llama-3-8B.
+HEADS_AT_ONCE = 8
+
+
+def reference(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cells: Tensor,
+    pool: Tensor,
+    layout: QuantizedPool | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Like `kv_append`; q is 0 where the cell is -1."""
+    heads, kv_heads, head_dim, block_size = _shape(qkv, pool, layout)
+    real = cells >= 0
+    cells, positions = cells[real], positions[real]
+    parts = qkv[real].float().unflatten(1, (-1, head_dim))
+    query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None:
+        query = rms_norm.reference(query, q_norm.float(), eps)
+    if k_norm is not None:
+        key = rms_norm.reference(key, k_norm.float(), eps)
+    factors = rope.rope_factors(cos[positions], sin[positions])
+    query, key = rope.reference(query, *factors), rope.reference(key, *factors)
+    block, offset = cells // block_size, cells % block_size
+    if layout is None:
+        pool[block, offset] = torch.stack((key, value), dim=1).to(pool.dtype)  # kv_write, of a pool with any strides
+    else:
+        for side, x in enumerate((key, value)):
+            q, scale, least = quantize_rows(x.flatten(0, 1), layout.bits)
+            layout.data(pool)[block, :, side, offset] = pack(q, layout.bits).unflatten(0, (-1, kv_heads))
+            params = torch.stack((scale, least), dim=1)
+            layout.params(pool)[block, :, side, offset] = params.unflatten(0, (-1, kv_heads))
+    out = qkv.new_zeros(len(qkv), heads, head_dim)
+    out[real] = query.to(qkv.dtype)
+    return out
+
+
+def kv_append(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cells: Tensor,
+    pool: Tensor,
+    layout: QuantizedPool | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Writes the batch's keys and values to `pool`, and returns its q [tokens, heads, head_dim] in qkv's dtype.
+
+    qkv [tokens, (heads + 2 * kv_heads) * head_dim]; positions, cells int64 [tokens], cells all different or -1;
+    cos, sin float32 [max_seq_len, head_dim / 2]; q_norm, k_norm [head_dim].
+    pool, of one layer: [num_blocks, block_size, 2, kv_heads, head_dim]; with a layout uint8 [num_blocks, block_bytes].
+    """
+    if not runs_on(qkv):
+        return reference(qkv, positions, cos, sin, cells, pool, layout, q_norm, k_norm, eps)
+    heads, kv_heads, head_dim, block_size = _shape(qkv, pool, layout)
+    if layout is None:
+        data, params, bits, params_stride_block = pool, None, 0, 0
+        stride_block, stride_token, stride_side, stride_head, within = data.stride()
+    else:
+        data, params, bits = layout.data(pool), layout.params(pool), layout.bits
+        stride_block, stride_head, stride_side, stride_token, within = data.stride()
+        params_stride_block = params.stride(0)
+    if within != 1:
+        raise ValueError("the elements of a head have to lie together in the pool")
+    q = qkv.new_empty(len(qkv), heads, head_dim)
+    config = _config(heads, kv_heads, head_dim)
+    _kv_append_kernel[(len(qkv), _num_groups(heads, kv_heads, config["GROUP"]))](
+        qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cells.contiguous(), q_norm, k_norm,
+        q, data, params, eps, stride_block, stride_token, stride_side, stride_head, params_stride_block,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, **config,
+    )  # fmt: skip
+    return q
+
+
+def _shape(qkv: Tensor, pool: Tensor, layout: QuantizedPool | None) -> tuple[int, int, int, int]:
+    """-> heads, kv_heads, head_dim, block_size."""
+    if layout is None:
+        _, block_size, _, kv_heads, head_dim = pool.shape
+    else:
+        block_size, kv_heads, head_dim, _ = layout
+    return qkv.shape[1] // head_dim - 2 * kv_heads, kv_heads, head_dim, block_size
+
+
+def _config(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    group = min(HEADS_AT_ONCE, _power_of_two(max(heads, kv_heads)))
+    half_block = _power_of_two(head_dim // 2)
+    return {"GROUP": group, "HALF_BLOCK": half_block, "num_warps": min(8, max(1, group * half_block // 256))}
+
+
+def _num_groups(heads: int, kv_heads: int, group: int) -> int:
+    """Programs of a token."""
+    return -(-heads // group) + 2 * -(-kv_heads // group)
+
+
+def _power_of_two(n: int) -> int:
+    """The first that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@jit
+def _rotated(
+    a,  # float32 [GROUP, HALF_BLOCK]: the heads' first halves
+    b,  # like a: their second halves
+    weight,  # [HEAD_DIM] of the norm, or None
+    eps,
+    cos,  # [HEAD_DIM / 2] float32
+    sin,  # [HEAD_DIM / 2] float32
+    columns,  # [HALF_BLOCK]
+    HEAD_DIM: tl.constexpr,
+):
+    inside = columns < HEAD_DIM // 2
+    if weight is not None:
+        inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+        a = a * inverse * tl.load(weight + columns, inside, other=0).to(tl.float32)[None, :]
+        b = b * inverse * tl.load(weight + HEAD_DIM // 2 + columns, inside, other=0).to(tl.float32)[None, :]
+    c = tl.load(cos + columns, inside, other=0)[None, :]
+    s = tl.load(sin + columns, inside, other=0)[None, :]
+    return a * c - b * s, b * c + a * s
+
+
+@jit
+def _quantized(
+    a,  # float32 [GROUP, HALF_BLOCK]: the heads' first halves
+    b,  # like a: their second halves
+    inside,  # [1, HALF_BLOCK]
+    BITS: tl.constexpr,
+):
+    """-> q of a and of b, int32; scale, least float16 [GROUP]: kernels/kv_format.py's quantize_rows."""
+    MOST_Q: tl.constexpr = (1 << BITS) - 1
+    low = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
+    high = tl.max(tl.where(inside, tl.maximum(a, b), float("-inf")), 1)
+    least = tl.clamp(low, -65504.0, 65504.0).to(tl.float16)
+    base = least.to(tl.float32)
+    # Divided as IEEE 754 says: a quotient a little off would take the other side of a tie.
+    scale = tl.clamp(tl.div_rn(high - base, MOST_Q * 1.0), 0.0, 65504.0).to(tl.float16)
+    divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
+    a = tl.floor(tl.div_rn(a - base[:, None], divisor) + 0.5)
+    b = tl.floor(tl.div_rn(b - base[:, None], divisor) + 0.5)
+    return tl.clamp(a, 0.0, MOST_Q * 1.0).to(tl.int32), tl.clamp(b, 0.0, MOST_Q * 1.0).to(tl.int32), scale, least
+
+
+@jit
+def _kv_append_kernel(
+    qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
+    positions,  # [tokens] int64
+    cos,  # [max_seq_len, HEAD_DIM / 2] float32
+    sin,  # [max_seq_len, HEAD_DIM / 2] float32
+    cells,  # [tokens] int64
+    q_norm,  # [HEAD_DIM], or None
+    k_norm,  # [HEAD_DIM], or None
+    q,  # [tokens, HEADS, HEAD_DIM]
+    pool,  # [num_blocks, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM], or uint8 [num_blocks, KV_HEADS, 2, BLOCK_SIZE, row_bytes]
+    params,  # [num_blocks, KV_HEADS, 2, BLOCK_SIZE, 2] float16, or None
+    eps,
+    stride_block,
+    stride_token,
+    stride_side,
+    stride_head,
+    params_stride_block,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,  # of the quantised pool
+    GROUP: tl.constexpr,  # heads of a program, a power of two
+    HALF_BLOCK: tl.constexpr,  # a power of two, at least HEAD_DIM / 2
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    cell = tl.load(cells + token)
+    if cell < 0:
+        return
+    position = tl.load(positions + token)
+    cos += position * HALF
+    sin += position * HALF
+    columns = tl.arange(0, HALF_BLOCK)
+    inside = (columns < HALF)[None, :]
+    row = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    if group < Q_GROUPS:
+        head = group * GROUP + tl.arange(0, GROUP)
+        mask = (head < HEADS)[:, None] & inside
+        source = row + head[:, None] * HEAD_DIM + columns[None, :]
+        a = tl.load(source, mask, other=0).to(tl.float32)
+        b = tl.load(source + HALF, mask, other=0).to(tl.float32)
+        a, b = _rotated(a, b, q_norm, eps, cos, sin, columns, HEAD_DIM)
+        out = q + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(out, a.to(q.dtype.element_ty), mask)
+        tl.store(out + HALF, b.to(q.dtype.element_ty), mask)
+    else:
+        side = (group - Q_GROUPS) // KV_GROUPS  # 0 key, 1 value
+        head = (group - Q_GROUPS) % KV_GROUPS * GROUP + tl.arange(0, GROUP)
+        mask = (head < KV_HEADS)[:, None] & inside
+        source = row + (HEADS + side * KV_HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
+        a = tl.load(source, mask, other=0).to(tl.float32)
+        b = tl.load(source + HALF, mask, other=0).to(tl.float32)
+        if side == 0:
+            a, b = _rotated(a, b, k_norm, eps, cos, sin, columns, HEAD_DIM)
+        block = cell // BLOCK_SIZE
+        offset = cell % BLOCK_SIZE
+        place = pool + block * stride_block + offset * stride_token + side.to(tl.int64) * stride_side
+        target = place + head.to(tl.int64)[:, None] * stride_head + columns[None, :]
+        if params is None:
+            tl.store(target, a.to(pool.dtype.element_ty), mask)
+            tl.store(target + HALF, b.to(pool.dtype.element_ty), mask)
+        else:
+            lower, upper, scale, least = _quantized(a, b, inside, BITS)
+            if BITS == 4:
+                tl.store(target, (lower | upper << 4).to(tl.uint8), mask)
+            else:
+                tl.store(target, lower.to(tl.uint8), mask)
+                tl.store(target + HALF, upper.to(tl.uint8), mask)
+            pair = params + block * params_stride_block + ((head * 2 + side) * BLOCK_SIZE + offset) * 2
+            tl.store(pair, scale, head < KV_HEADS)
+            tl.store(pair + 1, least, head < KV_HEADS)
+
+
+def variants() -> dict[str, Variant]:
+    types = dict.fromkeys(("qkv", "q", "pool"), "*bf16") | dict.fromkeys(("positions", "cells"), "*i64")
+    types |= dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
+    strides = ("stride_block", "stride_token", "stride_side", "stride_head", "params_stride_block")
+    types |= dict.fromkeys(strides, "i32")
+    without_norms = {"q_norm": None, "k_norm": None}
+    # name -> heads, kv_heads, head_dim, bits, norms
+    shapes = {
+        "plain-128": (32, 8, 128, 0, False),
+        "plain-norms-128": (32, 8, 128, 0, True),
+        "plain-80": (32, 32, 80, 0, False),
+        "int8-128": (32, 8, 128, 8, False),
+        "int4-128": (32, 8, 128, 4, False),
+        "int4-norms-128-one-kv-head": (4, 1, 128, 4, True),
+    }
+    made = {}
+    for name, (heads, kv_heads, head_dim, bits, norms) in shapes.items():
+        config = _config(heads, kv_heads, head_dim)
+        num_warps = config.pop("num_warps")
+        constants = config | {
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": 64,
+            "BITS": bits,
+        }
+        its_types = types | (dict.fromkeys(without_norms, "*bf16") if norms else {})
+        constants |= {} if norms else without_norms
+        its_types |= {"pool": "*u8", "params": "*fp16"} if bits else {}
+        constants |= {} if bits else {"params": None}
+        wide = ("LDG.E.128", "STG.E.128") if not bits else ("LDG.E.128", "STG.E.64")
+        instructions = dict.fromkeys((80, 90, 100), wide)
+        made[name] = Variant(
+            _kv_append_kernel, its_types, constants, num_warps, divisible=strides, instructions=instructions
+        )
+    return made

@@ -1,0 +1,262 @@
+"""The Triton kernel that rotates the heads and writes the KV pool, against its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import kv_append as kernel
+from kernels import kv_write
+from kernels.kv_format import QuantizedPool, dequantize_rows, pack, quantize_rows, unpack
+from tests.kernels.numbers import DTYPES, assert_near, random_tensor
+
+SEQ_LEN = 40
+BLOCKS = 6
+BITS = [8, 4]
+STEP = 1.9736328125  # a float16 whose float32 reciprocal is a little low
+
+
+class Batch:
+    """A batch of random tokens at random positions and cells. Every third pads."""
+
+    def __init__(self, tokens, heads, kv_heads, head_dim, block_size, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(tokens)
+        self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
+        self.qkv = random_tensor(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+        self.positions = torch.randint(SEQ_LEN, (tokens,), generator=generator)
+        angles = 3 * random_tensor(SEQ_LEN, head_dim // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cells = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
+        self.real = torch.arange(tokens) % 3 != 2
+        self.cells[~self.real] = -1
+        self.positions[~self.real] = 2**50  # to be read from nowhere
+
+    def plain_pool(self, dtype=torch.float32):
+        return random_tensor(BLOCKS, self.block_size, 2, self.kv_heads, self.head_dim, dtype=dtype, seed=1)
+
+    def quantized_pool(self, bits):
+        """-> its layout, and a pool of random bytes."""
+        layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, bits)
+        generator = torch.Generator().manual_seed(bits)
+        return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
+
+    def append(self, pool, layout=None, **norms):
+        return kernel.kv_append(self.qkv, self.positions, self.cos, self.sin, self.cells, pool, layout, **norms)
+
+    def reference(self, pool, layout=None, **norms):
+        return kernel.reference(self.qkv, self.positions, self.cos, self.sin, self.cells, pool, layout, **norms)
+
+    def place(self):
+        cells = self.cells[self.real]
+        return cells // self.block_size, cells % self.block_size
+
+    def values(self):
+        return self.qkv.unflatten(1, (-1, self.head_dim))[:, -self.kv_heads :]
+
+    def written_as(self, pool, layout, plain):
+        """`pool` with quantize_rows of what `plain` holds in the batch's cells."""
+        block, offset = self.place()
+        pool = pool.clone()
+        for side in range(2):
+            q, scale, least = quantize_rows(plain[block, offset, side].flatten(0, 1), layout.bits)
+            rows = (len(block), self.kv_heads)
+            layout.data(pool)[block, :, side, offset] = pack(q, layout.bits).unflatten(0, rows)
+            layout.params(pool)[block, :, side, offset] = torch.stack((scale, least), 1).unflatten(0, rows)
+        return pool
+
+
+def assert_like_the_reference(batch, pool, **norms):
+    expected = pool.clone()
+    q, expected_q = batch.append(pool, **norms), batch.reference(expected, **norms)
+    assert q.dtype == batch.qkv.dtype and q.shape == expected_q.shape
+    assert_near(q[batch.real], expected_q[batch.real])
+    assert_near(pool[batch.place()], expected[batch.place()])
+    assert torch.equal(pool[batch.place()][:, 1], batch.values()[batch.real].to(pool.dtype))
+    pool[batch.place()] = expected[batch.place()]
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", kernel.CASES)
+def test_heads_are_rotated_and_cells_written_and_no_others(case, dtype):
+    batch = Batch(*case, dtype=dtype)
+    assert_like_the_reference(batch, batch.plain_pool(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", kernel.CASES[:3])
+def test_heads_are_normalised_before_they_are_rotated(case, dtype):
+    batch = Batch(*case, dtype=dtype)
+    q_norm, k_norm = (random_tensor(batch.head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
+    assert_like_the_reference(batch, batch.plain_pool(dtype), q_norm=q_norm, k_norm=k_norm, eps=0.1)
+
+
+def test_one_of_the_norms_may_be_absent():
+    batch = Batch(*kernel.CASES[1])
+    assert_like_the_reference(batch, batch.plain_pool(), q_norm=random_tensor(64))
+    assert_like_the_reference(batch, batch.plain_pool(), k_norm=random_tensor(64))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("case", kernel.CASES)
+def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(case, bits):
+    batch = Batch(*case)
+    plain = batch.plain_pool()
+    q_of_plain = batch.append(plain)
+    layout, pool = batch.quantized_pool(bits)
+    expected = batch.written_as(pool, layout, plain)
+    assert not torch.equal(pool, expected)
+    q = batch.append(pool, layout)
+    assert torch.equal(q[batch.real], q_of_plain[batch.real])
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_quantised_pool_is_like_the_references(dtype, bits):
+    batch = Batch(*kernel.CASES[4], dtype=dtype)
+    norms = {"q_norm": random_tensor(128, seed=5), "k_norm": random_tensor(128, seed=6)}
+    layout, pool = batch.quantized_pool(bits)
+    expected = pool.clone()
+    q, expected_q = batch.append(pool, layout, **norms), batch.reference(expected, layout, **norms)
+    assert_near(q[batch.real], expected_q[batch.real])
+    block, offset = batch.place()
+    params, expected_params = (layout.params(x)[block, :, :, offset] for x in (pool, expected))
+    assert_near(params, expected_params)
+    codes, expected_codes = (unpack(layout.data(x)[block, :, :, offset], bits).int() for x in (pool, expected))
+    assert (codes - expected_codes).abs().max() <= 1  # a tie may fall either way
+    assert (codes != expected_codes).float().mean() < 0.01
+
+
+def extreme_values(head_dim, bits):
+    rows = random_tensor(10, head_dim)
+    rows[0] = 0
+    rows[1] = 0.1  # float16 is below it
+    rows[2] = 0.3  # float16 is above it
+    rows[3] = 1000 + 1e-3 * rows[3]
+    rows[4] *= 65504 / rows[4].abs().max()
+    rows[5] *= 3e38 / rows[5].abs().max()
+    rows[6] = -1e5
+    rows[7] *= 1e-7
+    rows[8, 1:] = 0
+    most = (1 << bits) - 1
+    rows[9] = (torch.arange(head_dim) % most + 0.5) * STEP  # ties; times 1 / STEP, most fall short
+    rows[9, 0], rows[9, -1] = 0, most * STEP
+    return rows
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_extreme_values_are_quantised_as_quantize_rows_does(bits):
+    batch = Batch(15, 1, 1, 96, 16)  # 96: a program's columns beyond the head are no values of it
+    assert batch.real.sum() == 10
+    batch.qkv[batch.real, -96:] = extreme_values(96, bits)
+    plain = batch.plain_pool()
+    batch.append(plain)
+    layout, pool = batch.quantized_pool(bits)
+    expected = batch.written_as(pool, layout, plain)
+    batch.append(pool, layout)
+    assert torch.equal(pool, expected)
+    block, offset = batch.place()
+    params = layout.params(pool)[block, 0, 1, offset]
+    assert params.isfinite().all()
+    found = dequantize_rows(unpack(layout.data(pool)[block, 0, 1, offset], bits), params[:, 0], params[:, 1])
+    assert not found[0].any()
+    assert (found[1] - 0.1).abs().max() < 1e-6
+    assert torch.equal(found[[2, 6]], torch.tensor([0.3, -65504])[:, None].half().float().expand(2, 96))
+    assert params[9].tolist() == [STEP, 0]
+
+
+@pytest.mark.parametrize("bits", [None, *BITS])
+def test_a_batch_that_only_pads_writes_nothing(bits):
+    batch = Batch(*kernel.CASES[1])
+    batch.cells.fill_(-1)
+    batch.positions.fill_(-(2**50))
+    layout, pool = (None, batch.plain_pool()) if bits is None else batch.quantized_pool(bits)
+    before = pool.clone()
+    batch.append(pool, layout)
+    assert torch.equal(pool, before)
+
+
+def views():
+    """name -> a pool of the shape of CASES[1], whose strides are not those of a contiguous one."""
+    return {
+        "one of several layers": random_tensor(BLOCKS, 3, 16, 2, 2, 64)[:, 1],
+        "sides first": random_tensor(2, BLOCKS, 16, 2, 64).permute(1, 2, 0, 3, 4),
+        "heads first": random_tensor(2, BLOCKS, 2, 16, 64).permute(1, 3, 2, 0, 4),
+        "longer heads": random_tensor(BLOCKS, 16, 2, 2, 80)[..., 3:67],
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_a_pool_may_have_any_strides(name):
+    batch, pool = Batch(*kernel.CASES[1]), views()[name]
+    contiguous = pool.clone(memory_format=torch.contiguous_format)
+    batch.append(pool)
+    batch.append(contiguous)
+    assert torch.equal(pool, contiguous)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_quantised_pool_may_be_one_of_several_layers(bits):
+    batch = Batch(*kernel.CASES[1])
+    layout, pool = batch.quantized_pool(bits)
+    layers = torch.stack((pool, pool, pool), dim=1)
+    batch.append(layers[:, 1], layout)
+    expected = torch.stack((pool, pool, pool), dim=1)
+    batch.append(pool, layout)
+    expected[:, 1] = pool
+    assert torch.equal(layers, expected)
+
+
+def test_qkv_may_be_a_part_of_a_wider_matrix():
+    batch = Batch(*kernel.CASES[1])
+    pool, expected = batch.plain_pool(), batch.plain_pool()
+    expected_q = batch.append(expected)
+    batch.qkv = torch.cat((batch.qkv, batch.qkv), dim=1)[:, : batch.qkv.shape[1]]
+    assert torch.equal(batch.append(pool)[batch.real], expected_q[batch.real])
+    assert torch.equal(pool, expected)
+
+
+def test_elements_that_lie_apart_are_refused():
+    batch = Batch(*kernel.CASES[1])
+    with pytest.raises(ValueError, match="lie together"):
+        batch.append(batch.plain_pool().repeat_interleave(2, dim=4)[..., ::2])
+
+
+def test_cells_beyond_32_bits():
+    batch = Batch(2, 4, 2, 64, 16)
+    small, expected = batch.plain_pool()[:1], batch.plain_pool()[:1]
+    batch.cells = torch.tensor([3, 9])
+    batch.append(expected)
+    batch.cells = batch.cells + torch.tensor([2**31, 2**35])
+    batch.append(small.expand(2**32, *small.shape[1:]))  # every block is the first
+    assert torch.equal(small, expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_blocks_beyond_the_first_2_gib(bits):
+    batch = Batch(2, 4, 2, 64, 16)
+    layout, expected = batch.quantized_pool(bits)
+    stride = 2**30 + 64  # fits 32 bits; twice as much does not
+    memory = torch.empty(2 * stride + layout.block_bytes, dtype=torch.uint8)  # most of it is never touched
+    pool = memory.as_strided((3, layout.block_bytes), (stride, 1))
+    pool.copy_(expected[:3])
+    batch.cells = torch.tensor([35, 20])
+    batch.append(pool, layout)
+    batch.append(expected, layout)
+    assert torch.equal(pool, expected[:3])
+
+
+@pytest.mark.parametrize("case", kernel.CASES)
+def test_the_reference_writes_as_kv_write_does(case):
+    batch = Batch(*case)
+    pool = batch.plain_pool()
+    expected = pool.clone()
+    batch.positions.fill_(0)
+    batch.cos[0], batch.sin[0] = 1, 0
+    q = batch.reference(pool)
+    parts = batch.qkv[batch.real].unflatten(1, (-1, batch.head_dim))
+    query, key, value = parts.split((batch.heads, batch.kv_heads, batch.kv_heads), dim=1)
+    kv_write.reference(expected, key, value, batch.cells[batch.real])
+    assert torch.equal(pool, expected)
+    assert torch.equal(q[batch.real], query) and not q[~batch.real].any()
