@@ -1,0 +1,355 @@
+"""4-bit weights in groups along k, 16-bit activations: AWQ's (Lin et al., 2023) and GPTQ's (Frantar et al., 2022) linear layer.
+
+    w[n, k] = (q[n, k] - zero[k / group, n]) * scale[k / group, n]       rounded to x's type; the zero is 8 without zero points
+    y[m, n] = sum over k of x[m, k] * w[n, k], in float32, + bias[n]     rounded to x's type
+
+    packed   uint8 [n, k / 2]          byte j of a group: q[j] in its low, q[j + group / 2] in its high bits
+    scales   [k / group, n]            bfloat16 or float16, x's type
+    zeros    like scales, or None      whole numbers 0..16
+
+A group is 128, 64 or 32 columns. Its low bits are the first half of it and its high bits the second half, so that a group is
+two matrix products and no neighbours are exchanged. The kernel computes y^T = W x^T: wgmma takes its left operand, and only
+that, from registers, where the weights are unpacked; and few tokens are then legal as its right side. A 4-bit number becomes a
+float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
+
+Few rows do not fill a GPU with tiles: k is then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes
+float32 sums to a buffer of its own, and a second kernel adds them in order: no atomics, so that a result repeats itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+
+# (m, n, k, group, zero points)
+CASES = [
+    (1, 64, 256, 128, True),
+    (3, 40, 128, 64, False),
+    (17, 72, 96, 32, True),
+    (16, 130, 2048, 128, False),
+    (70, 64, 384, 64, True),
+    (260, 72, 128, 128, False),
+    (0, 64, 128, 128, True),
+]
+
+GROUPS = (128, 64, 32)
+SYMMETRIC_ZERO = 8
+# dtype -> the bits of a float whose last digit is 1, and that float
+MAGIC = {torch.float16: (0x6400, 1024), torch.bfloat16: (0x4300, 128)}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of eight
+PROGRAMS = 132  # that fill a GPU: an H200's SMs
+MOST_SPLITS = 8
+LEAST_GROUPS = 4  # that a split is worth
+SPLIT_UP_TO = 64  # rows
+REDUCED_AT_ONCE = 1024  # features
+
+
+class Weight4(NamedTuple):
+    packed: Tensor  # uint8 [n, k / 2]
+    scales: Tensor  # [k / group, n]
+    zeros: Tensor | None  # like scales
+    group: int  # columns
+
+    def to(self, dtype: torch.dtype) -> Weight4:
+        """With scales and zeros of x's type."""
+        zeros = None if self.zeros is None else self.zeros.to(dtype)
+        return self._replace(scales=self.scales.to(dtype), zeros=zeros)
+
+
+class Tiles(NamedTuple):
+    block_m: int  # tokens
+    block_n: int  # features
+    num_warps: int
+    num_stages: int
+
+
+# Architecture -> the least bucket that holds m -> tiles. A step along k is a group.
+TILES = {
+    80: {
+        16: Tiles(16, 64, 4, 4),
+        64: Tiles(64, 64, 4, 3),
+        256: Tiles(64, 128, 8, 3),
+        None: Tiles(128, 128, 8, 2),
+    },
+    90: {
+        16: Tiles(16, 64, 4, 5),
+        64: Tiles(64, 64, 4, 4),
+        256: Tiles(128, 64, 4, 3),
+        None: Tiles(128, 128, 8, 3),
+    },
+    100: {
+        16: Tiles(16, 64, 4, 5),
+        64: Tiles(64, 64, 4, 4),
+        256: Tiles(128, 64, 4, 3),
+        None: Tiles(128, 128, 8, 3),
+    },
+}
+
+
+def pack(q: Tensor, group: int) -> Tensor:
+    """q uint8 [n, k], 0..15 -> uint8 [n, k / 2]."""
+    low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack(packed: Tensor, group: int) -> Tensor:
+    """The inverse of `pack`."""
+    halves = packed.unflatten(1, (-1, group // 2))
+    return torch.stack((halves & 15, halves >> 4), 2).flatten(1)
+
+
+def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.dtype = torch.bfloat16) -> Weight4:
+    """weight [n, k], any float type -> round to nearest; scales of `dtype`. Groups of zeros stay zeros."""
+    grouped = weight.float().unflatten(1, (-1, group))  # [n, groups, group]
+    if zero_points:
+        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scale = ((most - least) / 15).to(dtype)
+    else:
+        scale = (grouped.abs().amax(2) / 7).to(dtype)
+    divisor = torch.where(scale > 0, scale.float(), torch.inf)
+    zero = (-least / divisor).round().clamp(0, 15) if zero_points else torch.full_like(divisor, SYMMETRIC_ZERO)
+    q = ((grouped / divisor[:, :, None]).round() + zero[:, :, None]).clamp(0, 15).to(torch.uint8)
+    zeros = zero.to(dtype).T.contiguous() if zero_points else None
+    return Weight4(pack(q.flatten(1), group), scale.T.contiguous(), zeros, group)
+
+
+def dequantize(weight: Weight4) -> Tensor:
+    """-> float32 [n, k], not rounded."""
+    q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
+    zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
+    return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)
+
+
+def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Weight4:
+    """AutoAWQ's "gemm" tensors: qweight int32 [k, n / 8], qzeros int32 [k / group, n / 8], scales float16 [k / group, n].
+
+    Bits 4i..4i+3 of a word are column AWQ_ORDER[i] of its eight columns of n.
+    """
+    inverse = torch.tensor(AWQ_ORDER, device=qweight.device).argsort()
+    q = _nibbles(qweight)[:, :, inverse].flatten(1)
+    zeros = _nibbles(qzeros)[:, :, inverse].flatten(1)
+    return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
+
+
+def from_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, group: int, version: int = 1
+) -> Weight4:
+    """AutoGPTQ's: qweight int32 [k / 8, n], qzeros int32 [k / group, n / 8], scales float16 [k / group, n], g_idx int32 [k].
+
+    Bits 4i..4i+3 of a word are row i of its eight rows of k (qweight), or column i of its eight columns of n (qzeros).
+    Version 1 ("gptq") stores zero - 1 in four bits, version 2 ("gptq_v2") the zero. g_idx is the group of each row of k;
+    rows out of order (desc_act) are refused: their activations would have to be permuted.
+    """
+    k = 8 * len(qweight)
+    if g_idx is not None and not torch.equal(g_idx.cpu().long(), torch.arange(k) // group):
+        raise ValueError("GPTQ weights in activation order (desc_act) are not supported")
+    q = _nibbles(qweight).transpose(1, 2).flatten(0, 1)  # [k / 8, n, 8] -> [k, n]
+    zeros = _nibbles(qzeros).flatten(1)
+    if version == 1:
+        zeros = (zeros + 1) & 15
+    return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [rows, columns] -> uint8 [rows, columns, 8], low bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts & 15).to(torch.uint8)
+
+
+def reference(x: Tensor, weight: Weight4, bias: Tensor | None) -> Tensor:
+    """x [m, k] -> [m, n] in x's type."""
+    y = x.float() @ dequantize(weight).to(x.dtype).float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
+    """x [m, k] bfloat16 or float16, contiguous weights with scales of the same type, bias [n] -> [m, n] in x's type."""
+    if x.dtype not in MAGIC or not runs_on(x):
+        return reference(x, weight, bias)
+    if weight.scales.dtype != x.dtype or weight.group not in GROUPS:
+        raise ValueError(f"scales are {weight.scales.dtype} in groups of {weight.group}, x is {x.dtype}")
+    (m, k), n = x.shape, len(weight.packed)
+    if k % weight.group or weight.packed.shape[1] != k // 2:
+        raise ValueError(f"x has {k} columns, the weight {2 * weight.packed.shape[1]} in groups of {weight.group}")
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return out
+    tiles = _tiles(_architecture(x), m)
+    groups = k // weight.group
+    splits = _splits(tiles, m, n, groups)
+    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else None
+    bits, value = MAGIC[x.dtype]
+    grid = (-(-m // tiles.block_m), -(-n // tiles.block_n), splits)
+    _w4a16_kernel[grid](
+        x.contiguous(),
+        weight.packed,
+        weight.scales,
+        weight.zeros,
+        bias,
+        out,
+        parts,
+        m,
+        n,
+        k,
+        groups // splits,
+        GROUP=weight.group,
+        MAGIC_BITS=bits,
+        MAGIC_VALUE=value,
+        IN_FLOAT32=INTERPRETED and x.dtype == torch.bfloat16,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if parts is not None:
+        grid = (m, -(-n // REDUCED_AT_ONCE))
+        _reduce_kernel[grid](parts, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+    return out
+
+
+@jit(do_not_specialize=["m"])
+def _w4a16_kernel(
+    x,  # [m, k]
+    packed,  # [n, k / 2] uint8
+    scales,  # [k / GROUP, n] of x's type
+    zeros,  # like scales, or None
+    bias,  # [n], or None
+    out,  # [m, n]
+    parts,  # [splits, m, n] float32, or None: without splits
+    m,
+    n,
+    k,
+    groups_split,  # groups of a split: splits * groups_split * GROUP = k
+    GROUP: tl.constexpr,
+    MAGIC_BITS: tl.constexpr,
+    MAGIC_VALUE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,  # the interpreter's bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    HALF: tl.constexpr = GROUP // 2
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(2) * groups_split
+    columns = tl.arange(0, HALF)
+    # Tokens and features past the end are the last one again: they need no mask, and are not stored.
+    held = tl.minimum(features, n - 1)
+    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * k + columns[None, :]
+    rows = packed + held.to(tl.int64)[:, None] * (k // 2) + columns[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in range(0, groups_split):
+        group = first + step
+        q = tl.load(rows + group * HALF)
+        x_low = tl.load(x_rows + group * GROUP)
+        x_high = tl.load(x_rows + group * GROUP + HALF)
+        scale = tl.load(scales + group.to(tl.int64) * n + held)
+        if zeros is not None:
+            zero = tl.load(zeros + group.to(tl.int64) * n + held)
+        else:
+            zero = tl.full((BLOCK_N,), 8, tl.float32).to(scale.dtype)
+        if IN_FLOAT32:
+            scale, zero = scale.to(tl.float32)[:, None], zero.to(tl.float32)[:, None]
+            low = ((q & 15).to(tl.float32) - zero) * scale
+            high = ((q >> 4).to(tl.float32) - zero) * scale
+            x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
+        else:
+            # 1024 + zero, or 128 + zero: exact
+            offset = (zero.to(tl.float32) + MAGIC_VALUE).to(scale.dtype)[:, None]
+            bits = q.to(tl.uint16)
+            low = (((bits & 15) | MAGIC_BITS).to(scale.dtype, bitcast=True) - offset) * scale[:, None]
+            high = (((bits >> 4) | MAGIC_BITS).to(scale.dtype, bitcast=True) - offset) * scale[:, None]
+        total = tl.dot(low, tl.trans(x_low), total, input_precision="ieee")
+        total = tl.dot(high, tl.trans(x_high), total, input_precision="ieee")
+    mask = (features < n)[:, None] & (tokens < m)[None, :]
+    at = tokens.to(tl.int64)[None, :] * n + features[:, None]
+    if parts is not None:
+        tl.store(parts + tl.program_id(2).to(tl.int64) * m * n + at, total, mask)
+    else:
+        if bias is not None:
+            total += tl.load(bias + held).to(tl.float32)[:, None]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask)
+
+
+@jit(do_not_specialize=["m"])
+def _reduce_kernel(
+    parts,  # [splits, m, n] float32
+    bias,  # [n], or None
+    out,  # [m, n]
+    m,
+    n,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = features < n
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * m + row) * n + features, mask, other=0)
+    if bias is not None:
+        total += tl.load(bias + features, mask, other=0).to(tl.float32)
+    tl.store(out + row * n + features, total.to(out.dtype.element_ty), mask)
+
+
+def _architecture(x: Tensor) -> int:
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return max((known for known in TILES if known <= major * 10 + minor), default=80)
+
+
+def _tiles(architecture: int, m: int) -> Tiles:
+    table = TILES[architecture]
+    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+
+
+def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
+    """Of k: a power of two that divides the groups. The same for every m of a bucket."""
+    programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    splits = 1
+    if m <= SPLIT_UP_TO:
+        while splits < MOST_SPLITS and programs * splits < PROGRAMS and groups % (2 * splits * LEAST_GROUPS) == 0:
+            splits *= 2
+    return splits
+
+
+def variants() -> dict[str, Variant]:
+    types = {"x": "*bf16", "packed": "*u8", "scales": "*bf16", "out": "*bf16"}
+    types |= dict.fromkeys(("m", "n", "k", "groups_split"), "i32")
+    shapes = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    made = {}
+    # (layer, m, group, zero points)
+    for name, m, group, zero_points in (
+        ("gate_up", 16, 128, True),
+        ("qkv", 16, 128, False),
+        ("down", 64, 128, True),
+        ("gate_up", 64, 32, True),
+        ("gate_up", 256, 128, True),
+        ("gate_up", 8192, 128, True),
+    ):
+        n, k = shapes[name]
+        tiles = _tiles(90, m)
+        present = {"zeros": "*bf16"} if zero_points else {}
+        if _splits(tiles, m, n, k // group) > 1:
+            present["parts"] = "*fp32"
+        constants: dict[str, object] = {name: None for name in ("zeros", "parts", "bias") if name not in present}
+        bits, value = MAGIC[torch.bfloat16]
+        constants |= {"GROUP": group, "MAGIC_BITS": bits, "MAGIC_VALUE": value, "IN_FLOAT32": False}
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        made[f"{name}-{m}-g{group}"] = Variant(
+            _w4a16_kernel,
+            types | present,
+            constants,
+            tiles.num_warps,
+            tiles.num_stages,
+            ("n", "k"),
+            {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "LDGSTS"), 100: ("UTCHMMA", "LDGSTS")},
+        )
+    reduced = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "m": "i32", "n": "i32"}
+    constants = {"SPLITS": 2, "BLOCK_N": REDUCED_AT_ONCE}
+    made["reduce"] = Variant(_reduce_kernel, reduced, constants, divisible=("n",))
+    return made

@@ -1,0 +1,316 @@
+"""int8 linear layer: int8 activations with a scale for each row, int8 weights with a scale for each output feature.
+
+    y[m, n] = (sum over k of q_x[m, k] * q_w[n, k]) * scale_x[m] * scale_w[n] + bias[n]
+
+    q_x, scale_x   int8 [m, k], float32 [m]       of `quantize`, or of kernels/rms_norm.py's rms_norm_int8
+    q_w, scale_w   int8 [n, k], float32 [n]       row-major, so that k is contiguous in both operands: what integer MMA wants
+    y              [m, n] bfloat16, float16 or float32
+
+    quantize: scale = max |x| / 127, q = floor(x * (127 / max |x|) + 0.5), sum = the sum of q   (0, 0, 0 where max |x| < 1e-35)
+
+The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071, whatever the order: how many rows
+there are, which tiles are used and how k is split do not change a bit of y. Few rows do not fill a GPU with tiles; k is
+then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes its int32 sums to a buffer of its own,
+and a second kernel adds them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+
+# (m, n, k)
+CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 192), (300, 130, 48), (0, 64, 128)]
+ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quantize's x
+
+MOST_K = 131_071  # 128 * 128 * k stays within int32
+LEAST = 1e-35  # 127 / max |x| would overflow below
+PROGRAMS = 132  # that fill a GPU: an H200's SMs
+MOST_SPLITS = 8
+LEAST_STEPS = 4  # of block_k a split is worth
+
+
+class Tiles(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# Architecture -> the least bucket that holds m -> tiles. 80 also fits the 99 KiB of 86 and 89.
+TILES = {
+    80: {
+        16: Tiles(16, 64, 128, 4, 4),
+        64: Tiles(64, 64, 128, 4, 4),
+        256: Tiles(64, 128, 128, 4, 3),
+        None: Tiles(128, 128, 128, 8, 3),
+    },
+    90: {
+        16: Tiles(16, 64, 256, 4, 4),
+        64: Tiles(64, 64, 128, 4, 5),
+        256: Tiles(64, 128, 128, 4, 4),
+        None: Tiles(128, 256, 128, 8, 3),
+    },
+    100: {
+        16: Tiles(16, 64, 256, 4, 4),
+        64: Tiles(64, 64, 128, 4, 5),
+        256: Tiles(64, 128, 128, 4, 4),
+        None: Tiles(128, 128, 128, 8, 3),
+    },
+}
+SPLIT_UP_TO = 64  # rows
+
+
+def reference(
+    q_x: Tensor, scale_x: Tensor, q_w: Tensor, scale_w: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """-> [m, n] in dtype. In float64 the sums of integers are exact."""
+    total = (q_x.double() @ q_w.double().T).float()
+    y = total * scale_x[:, None] * scale_w
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
+    x = x.float()
+    most = x.abs().amax(1)
+    most = torch.where(most < LEAST, 0, most)
+    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0)
+    q = torch.floor(x * inverse[:, None] + 0.5).to(torch.int8)
+    return q, most / 127, q.sum(1, dtype=torch.int32)
+
+
+def w8a8(
+    q_x: Tensor,
+    scale_x: Tensor,
+    q_w: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """q_x int8 [m, k], scale_x float32 [m], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
+    (m, k), n = q_x.shape, len(q_w)
+    if k > MOST_K:
+        raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
+    if not runs_on(q_x):
+        return reference(q_x, scale_x, q_w, scale_w, bias, dtype)
+    out = torch.empty(m, n, dtype=dtype, device=q_x.device)
+    if m == 0:
+        return out
+    tiles = _tiles(_architecture(q_x), m)
+    splits = _splits(tiles, m, n, k)
+    k_split = -(-k // (splits * tiles.block_k)) * tiles.block_k
+    parts = torch.empty(splits, m, n, dtype=torch.int32, device=q_x.device) if splits > 1 else None
+    grid = (-(-m // tiles.block_m), -(-n // tiles.block_n), splits)
+    _w8a8_kernel[grid](
+        q_x.contiguous(),
+        scale_x,
+        q_w,
+        scale_w,
+        bias,
+        out,
+        parts,
+        m,
+        n,
+        k,
+        k_split,
+        EVEN_K=k_split * splits == k,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if parts is not None:
+        grid = (m, -(-n // REDUCED_AT_ONCE))
+        _reduce_kernel[grid](parts, scale_x, scale_w, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+    return out
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
+    if not runs_on(x):
+        return reference_quantize(x)
+    x = x.contiguous()
+    rows, k = x.shape
+    q = torch.empty(rows, k, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = torch.empty(rows, dtype=torch.int32, device=x.device)
+    if rows:
+        block = 1 << (k - 1).bit_length()
+        _quantize_kernel[(rows,)](x, q, scale, total, k, LEAST=LEAST, BLOCK=block, num_warps=_num_warps(block))
+    return q, scale, total
+
+
+@jit(do_not_specialize=["m"])
+def _w8a8_kernel(
+    q_x,  # [m, k] int8
+    scale_x,  # [m] float32
+    q_w,  # [n, k] int8
+    scale_w,  # [n] float32
+    bias,  # [n], or None
+    out,  # [m, n]
+    parts,  # [splits, m, n] int32, or None: without splits
+    m,
+    n,
+    k,
+    k_split,  # columns of a split: a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # whether k = splits * k_split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(2) * k_split
+    columns = tl.arange(0, BLOCK_K)
+    # Rows past the end are the last one again: they need no mask, and are not stored.
+    x_rows = q_x + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
+    w_rows = q_w + tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
+    # wgmma wants 64 rows on the left: with fewer tokens the weights are there.
+    SWAP: tl.constexpr = BLOCK_M < 64
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for start in range(0, k_split, BLOCK_K):
+        if EVEN_K:
+            x_tile = tl.load(x_rows + start)
+            w_tile = tl.load(w_rows + start)
+        else:
+            mask = (first + start + columns < k)[None, :]
+            x_tile = tl.load(x_rows + start, mask, other=0)
+            w_tile = tl.load(w_rows + start, mask, other=0)
+        if SWAP:
+            total = tl.dot(w_tile, tl.trans(x_tile), total, out_dtype=tl.int32)
+        else:
+            total = tl.dot(x_tile, tl.trans(w_tile), total, out_dtype=tl.int32)
+    if SWAP:
+        total = tl.trans(total)
+    mask = (rows < m)[:, None] & (features < n)[None, :]
+    at = rows.to(tl.int64)[:, None] * n + features[None, :]
+    if parts is not None:
+        tl.store(parts + tl.program_id(2).to(tl.int64) * m * n + at, total, mask)
+    else:
+        x_scale = tl.load(scale_x + rows, rows < m, other=0)
+        y = _scaled(total, x_scale[:, None], scale_w, bias, features, n)
+        tl.store(out + at, y.to(out.dtype.element_ty), mask)
+
+
+@jit(do_not_specialize=["m"])
+def _reduce_kernel(
+    parts,  # [splits, m, n] int32
+    scale_x,  # [m] float32
+    scale_w,  # [n] float32
+    bias,  # [n], or None
+    out,  # [m, n]
+    m,
+    n,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = features < n
+    total = tl.zeros((BLOCK_N,), tl.int32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * m + row) * n + features, mask, other=0)
+    y = _scaled(total[None, :], tl.load(scale_x + row), scale_w, bias, features, n)
+    tl.store(out + row * n + features[None, :], y.to(out.dtype.element_ty), mask[None, :])
+
+
+@jit
+def _scaled(total, x_scale, scale_w, bias, features, n):
+    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. One source for both kernels: the same bits."""
+    y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
+    if bias is not None:
+        y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]
+    return y
+
+
+@jit
+def _quantize_kernel(
+    x,  # [rows, k]
+    q,  # [rows, k] int8
+    scales,  # [rows] float32
+    sums,  # [rows] int32
+    k,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least k
+):
+    row = tl.program_id(0).to(tl.int64) * k
+    columns = tl.arange(0, BLOCK)
+    mask = columns < k
+    values = tl.load(x + row + columns, mask, other=0).to(tl.float32)
+    most = tl.max(tl.abs(values), 0)
+    most = tl.where(most < LEAST, 0.0, most)
+    inverse = tl.where(most > 0, 127.0 / tl.maximum(most, LEAST), 0.0)
+    rounded = tl.floor(values * inverse + 0.5).to(tl.int32)
+    tl.store(q + row + columns, rounded.to(tl.int8), mask)
+    tl.store(scales + tl.program_id(0), most / 127.0)
+    tl.store(sums + tl.program_id(0), tl.sum(rounded, 0))
+
+
+REDUCED_AT_ONCE = 1024  # features
+
+
+def _num_warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def _architecture(x: Tensor) -> int:
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return max((known for known in TILES if known <= major * 10 + minor), default=80)
+
+
+def _tiles(architecture: int, m: int) -> Tiles:
+    table = TILES[architecture]
+    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+
+
+def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
+    """Of k: a power of two."""
+    programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    splits = 1
+    if m <= SPLIT_UP_TO:
+        while splits < MOST_SPLITS and programs * splits < PROGRAMS and k >= 2 * splits * LEAST_STEPS * tiles.block_k:
+            splits *= 2
+    return splits
+
+
+def variants() -> dict[str, Variant]:
+    types = {"q_x": "*i8", "scale_x": "*fp32", "q_w": "*i8", "scale_w": "*fp32", "out": "*bf16"}
+    types |= dict.fromkeys(("m", "n", "k", "k_split"), "i32")
+    made = {}
+    shapes = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    for name, m in (("qkv", 16), ("gate_up", 16), ("down", 64), ("gate_up", 256), ("gate_up", 8192)):
+        n, k = shapes[name]
+        tiles = _tiles(90, m)
+        constants = {"EVEN_K": True} | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True))
+        split = {"parts": "*i32"} if _splits(tiles, m, n, k) > 1 else {}
+        absent = {"bias": None} | ({} if split else {"parts": None})
+        made[f"{name}-{m}"] = Variant(
+            _w8a8_kernel,
+            types | split,
+            constants | absent,
+            tiles.num_warps,
+            tiles.num_stages,
+            ("n", "k", "k_split"),
+            {80: ("IMMA", "LDGSTS"), 90: ("IGMMA", "LDGSTS"), 100: ("IMMA", "LDGSTS")},
+        )
+    reduced = {"parts": "*i32", "scale_x": "*fp32", "scale_w": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    constants = {"SPLITS": 2, "BLOCK_N": REDUCED_AT_ONCE}
+    made["reduce"] = Variant(_reduce_kernel, reduced | {"m": "i32", "n": "i32"}, constants, divisible=("n",))
+    quantized = {"x": "*bf16", "q": "*i8", "scales": "*fp32", "sums": "*i32", "k": "i32"}
+    for k in (4096, 14336):
+        block = 1 << (k - 1).bit_length()
+        constants = {"LEAST": LEAST, "BLOCK": block}
+        made[f"quantize-{k}"] = Variant(_quantize_kernel, quantized, constants, _num_warps(block), divisible=("k",))
+    return made
