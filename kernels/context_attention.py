@@ -1,0 +1,400 @@
+"""Causal attention of a flat batch of context rows over paged KV (chunked prefill: fewer queries than keys).
+
+A row's queries are its newest positions, so the causal mask is aligned at the bottom right:
+
+    keys      0 .................. length                 query i of n stands at position length - n + i
+    queries                [ n ]                          and sees keys in (position - window, position]
+
+    p   = softmax over its keys, and the sink if there is one, of scale * q k^T       a sink is a logit without a value
+    out = p v                                                          query heads of one kv head share its keys (GQA)
+
+FlashAttention (Dao 2023) with pages. A tile is BLOCK_M rows: the queries of some tokens for all heads of a kv head. As in vLLM's
+unified attention a program finds its row by itself: the grid depends on shapes alone, so nothing waits for the device and a CUDA
+graph can hold it. Pools: kernels/kv_write.py, or int8 and int4 of kernels/kv_format.py, made 16-bit before the products.
+
+Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
+
+What a token gets does not depend on the chunk it is computed in, up to rounding. Guaranteed: tiles of keys begin at multiples of
+BLOCK_N of the position, BLOCK_N depends on pool and head_dim alone, and tiles are added in ascending order, so maxima and sums
+are rescaled at the same places; a tile of which a query sees nothing leaves its result as it was. Not guaranteed: equal bits.
+Tiles with and without a mask are compiled apart, and batches of few queries a row have a smaller BLOCK_M with another matrix
+instruction. A score may then differ by float32 rounding, and a p that lies between two 16-bit numbers may fall to the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.kv_format import QuantizedPool, dequantize_rows, unpack
+from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+
+
+class Case(NamedTuple):
+    rows: list[tuple[int, int]]  # (queries, keys)
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    bits: int = 16
+    window: int | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+CASES = [
+    Case([(1, 1)], kv_heads=1, group=1),
+    Case([(9, 9)], sinks=True),
+    Case([(1, 5), (1, 64), (1, 129)], group=3),
+    Case([(20, 33), (1, 16), (0, 0), (70, 260), (1, 17)], group=4, head_dim=32, block_size=128),
+    Case([(5, 15), (1, 31), (40, 300)], kv_heads=1, group=7, head_dim=40, block_size=48),
+    Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True),
+    Case([(1, 10), (6, 19), (11, 11)], window=1),
+    Case([(40, 290)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140),
+    Case([(3, 9), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=64),
+    Case([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
+    Case([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sinks=True),
+    *(
+        Case([(5, 5), (1, 13), (3, 70), (1, 2)], bits=bits, dtype=dtype)
+        for bits in (16, 8, 4)
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+]
+
+
+class Tiles(NamedTuple):
+    block_m: int  # rows: tokens * query heads of a kv head
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+
+# (bits, many queries a row) -> tiles, for heads of at most 128. BLOCK_N must be the same for many and few: see above.
+# More keys would spill registers on sm_80, where each warp makes the quantised keys 16-bit for itself.
+TILES = {
+    (16, True): Tiles(128, 64, 8, 3),
+    (16, False): Tiles(16, 64, 4, 3),
+    (8, True): Tiles(128, 32, 8, 3),
+    (8, False): Tiles(16, 32, 4, 3),
+    (4, True): Tiles(128, 32, 8, 3),
+    (4, False): Tiles(16, 32, 4, 3),
+}
+
+
+def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int) -> Tiles:
+    tiles = TILES[bits, tokens * group > 16 * rows]
+    if head_dim > 128:
+        tiles = tiles._replace(block_m=min(tiles.block_m, 64), block_n=32, num_stages=2)
+    return tiles._replace(block_m=max(tiles.block_m, _power_of_two(group)))
+
+
+def reference(
+    q: Tensor,
+    pool: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    scale: float,
+    layout: QuantizedPool | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `context_attention`; token by token, in float64, rounded at the end. Tokens of no row get 0."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    block_size, kv_heads = (layout.block_size, layout.kv_heads) if layout else (pool.shape[1], pool.shape[3])
+    bounds = starts.tolist()
+    for row, length in enumerate(lengths.tolist()):
+        for token in range(bounds[row], bounds[row + 1]):
+            position = length - bounds[row + 1] + token
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = torch.arange(first, max(position + 1, first), device=q.device)
+            k, v = _read(pool, layout, tables[row, seen // block_size].long(), seen % block_size)
+            scores = scale * torch.einsum("hgd,khd->hgk", q[token].double().unflatten(0, (kv_heads, -1)), k)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), dim=2)
+            p = scores.softmax(2)[:, :, : len(seen)]
+            out[token] = torch.einsum("hgk,khd->hgd", p, v).flatten(0, 1)
+    return out.to(q.dtype)
+
+
+def _read(pool: Tensor, layout: QuantizedPool | None, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
+    if layout is None:
+        return pool[blocks, cells].double().unbind(1)
+    q = unpack(layout.data(pool)[blocks, :, :, cells], layout.bits)  # [cells, kv_heads, 2, head_dim]
+    scale, least = layout.params(pool)[blocks, :, :, cells].flatten(0, 2).unbind(1)
+    return dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(2)
+
+
+def context_attention(
+    q: Tensor,
+    pool: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    scale: float,
+    layout: QuantizedPool | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [tokens, heads, head_dim] -> a new tensor like it. The KV of q's tokens must be in the pool already.
+
+    pool     one layer: [num_blocks, block_size, 2, kv_heads, head_dim] in q's dtype, or as `layout` says
+    starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens past the last get anything
+    lengths  int32 [rows]: keys of each row, those of q's tokens included
+    tables   int32 [rows, max_blocks]: block ids
+    scale    of the scores, above 0
+    window   tokens that a query sees, itself included
+    sinks    float32 [heads]
+    """
+    if not runs_on(q):
+        return reference(q, pool, starts, lengths, tables, scale, layout, window, sinks)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    tokens, heads, head_dim = q.shape
+    rows = len(lengths)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0 or rows == 0:
+        return out
+    if layout is None:
+        bits, block_size, kv_heads = 16, pool.shape[1], pool.shape[3]
+        keys, values = pool.unbind(2)  # [num_blocks, block_size, kv_heads, head_dim]
+        key_params = value_params = None
+        strides, params_stride = keys.stride()[:3], 0
+    else:
+        bits, block_size, kv_heads = layout.bits, layout.block_size, layout.kv_heads
+        keys, values = layout.data(pool).unbind(2)  # [num_blocks, kv_heads, block_size, row_bytes]
+        # A token's scale and least are read as one int32.
+        key_params, value_params = layout.params(pool).view(torch.int32)[..., 0].unbind(2)
+        strides, params_stride = (keys.stride(0), keys.stride(2), keys.stride(1)), key_params.stride(0)
+    group = heads // kv_heads
+    tiles = tiles_for(head_dim, bits, group, tokens, rows)
+    grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
+    _context_attention_kernel[grid](
+        q, keys, values, key_params, value_params, starts, lengths, tables, sinks, out,
+        scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *strides, params_stride,
+        **_constants(tiles, head_dim, group, block_size, bits, window, rows), WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _constants(
+    tiles: Tiles, head_dim: int, group: int, block_size: int, bits: int, window: int | None, rows: int
+) -> dict[str, object]:
+    width = head_dim // 2 if bits == 4 else head_dim
+    made = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
+    made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, _power_of_two(width))}
+    return made | {"ROWS": _power_of_two(rows)}
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@jit(do_not_specialize=["rows", "table_stride"])
+def _context_attention_kernel(
+    q,  # [tokens, heads, head_dim]
+    keys,  # a token's head is contiguous: WIDTH numbers, or bytes
+    values,  # strides like those of keys
+    key_params,  # int32 [num_blocks, kv_heads, BLOCK_SIZE]: scale, and least in the high half; None for 16 bits
+    value_params,  # like key_params
+    starts,  # [rows + 1] int32
+    lengths,  # [rows] int32
+    tables,  # [rows, max_blocks] int32
+    sinks,  # [heads] float32, or None
+    out,  # [tokens, heads, head_dim], contiguous
+    scale,  # times log2(e)
+    rows,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    cell_stride,
+    head_stride,
+    params_stride,  # of a block
+    GROUP: tl.constexpr,  # query heads of a kv head
+    WIDTH: tl.constexpr,  # head_dim, or half of it for int4: then q and out are two halves
+    BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    WINDOW: tl.constexpr,  # or None
+    ROWS: tl.constexpr,  # a power of two, at least rows
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # a power of two, at least WIDTH
+    WIDEN: tl.constexpr,  # compute in float32: the interpreter cannot multiply bfloat16
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # tokens
+    HEAD_DIM: tl.constexpr = 2 * WIDTH if BITS == 4 else WIDTH
+    query_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys, so they start first
+    kv_head = tl.program_id(1)
+
+    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at most one too many.
+    index = tl.arange(0, ROWS)
+    first_tiles = tl.load(starts + index, index < rows, other=0) // BLOCK_Q + index
+    row = tl.sum(((index < rows) & (first_tiles <= query_tile)).to(tl.int32), 0) - 1
+    start = tl.load(starts + row)
+    queries = tl.load(starts + row + 1) - start
+    first_query = (query_tile - start // BLOCK_Q - row) * BLOCK_Q
+    if first_query >= queries:
+        return
+    length = tl.load(lengths + row)
+    table = tables + row.to(tl.int64) * table_stride
+
+    place = tl.arange(0, BLOCK_M)
+    query = first_query + place // GROUP
+    is_query = (place < BLOCK_Q * GROUP) & (query < queries)
+    position = length - queries + query
+    d = tl.arange(0, BLOCK_D)
+    token = (start + first_query).to(tl.int64)  # the first of the tile; offsets in a tile fit int32
+    q_mask = is_query[:, None] & (d < WIDTH)[None, :]
+    q += token * q_token_stride + kv_head * GROUP * q_head_stride
+    q_at = q + (place // GROUP * q_token_stride + place % GROUP * q_head_stride)[:, None] + d[None, :]
+    x = tl.load(q_at, q_mask, other=0)
+    if WIDEN:
+        x = x.to(tl.float32)
+    if BITS == 4:
+        x_high = tl.load(q_at + WIDTH, q_mask, other=0)
+        if WIDEN:
+            x_high = x_high.to(tl.float32)
+
+    # Keys in [begin, end) are seen by some of the queries, those of tiles in [whole_begin, whole_end) by all of them.
+    first_position = length - queries + first_query
+    end = tl.maximum(tl.minimum(first_position + BLOCK_Q, length), 0)
+    whole_end = tl.maximum(first_position + 1, 0) // BLOCK_N
+    if WINDOW is None:
+        begin = 0
+        whole_begin = 0
+    else:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+        whole_begin = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N)
+        whole_end = tl.maximum(whole_end, whole_begin)
+    bounds = (begin // BLOCK_N, whole_begin, whole_end, tl.cdiv(end, BLOCK_N))
+
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        most = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
+        mass += 1.0  # one of -inf fades with the first tile
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if BITS == 4:
+        total_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    keys += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * head_stride
+
+    for part in tl.static_range(3):
+        for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting costs registers
+            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_seen = (key >= begin) & (key < end)
+            mask = is_seen[:, None] & (d < WIDTH)[None, :]
+            if BLOCK_SIZE % BLOCK_N == 0:
+                block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
+                cell = tile * BLOCK_N % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+                base = block * block_stride
+            else:
+                block = _load(table + key // BLOCK_SIZE, is_seen, part != 1).to(tl.int64)
+                cell = key % BLOCK_SIZE
+                base = (block * block_stride)[:, None]
+            at = (cell * cell_stride)[:, None] + d[None, :]
+            k = _load(keys + base + at, mask, part != 1 or BLOCK_D != WIDTH)
+            if BITS == 16:
+                k_low = k.to(x.dtype)
+            else:
+                params_at = block * params_stride + kv_head * (2 * BLOCK_SIZE) + cell
+                k_params = _load(key_params + params_at, is_seen, part != 1)
+                k_low = _dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
+            scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
+            if BITS == 4:
+                k_high = _dequantised(k >> 4, k_params, x.dtype)
+                scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
+            if part != 1:
+                may_see = key[None, :] <= position[:, None]
+                if WINDOW is not None:
+                    may_see &= key[None, :] > position[:, None] - WINDOW
+                scores = tl.where(may_see, scores, float("-inf"))
+
+            new_most = tl.maximum(most, tl.max(scores, 1) * scale)
+            shift = new_most
+            if part != 1:
+                shift = tl.where(new_most > float("-inf"), new_most, 0.0)
+            p = tl.exp2(scores * scale - shift[:, None])
+            decay = tl.exp2(most - shift)
+            most = new_most
+            mass = mass * decay + tl.sum(p, 1)
+            total *= decay[:, None]
+            p = p.to(x.dtype)
+            v = _load(values + base + at, mask, part != 1 or BLOCK_D != WIDTH)  # not sooner: registers
+            if BITS == 16:
+                v_low = v.to(x.dtype)
+            else:
+                v_params = _load(value_params + params_at, is_seen, part != 1)
+                v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
+            total = tl.dot(p, v_low, total, input_precision="ieee")
+            if BITS == 4:
+                v_high = _dequantised(v >> 4, v_params, x.dtype)
+                total_high = tl.dot(p, v_high, total_high * decay[:, None], input_precision="ieee")
+
+    inverse = 1.0 / tl.where(mass > 0, mass, 1.0)
+    heads = tl.num_programs(1) * GROUP
+    out += (token * heads + kv_head * GROUP) * HEAD_DIM
+    out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_at, (total * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+    if BITS == 4:
+        tl.store(out_at + WIDTH, (total_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+
+
+@jit
+def _load(at, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask, other=0)
+    else:
+        return tl.load(at)
+
+
+@jit
+def _dequantised(
+    n,  # [BLOCK_N, BLOCK_D] uint8
+    params,  # [BLOCK_N] int32: float16 scale, and float16 least in the high half
+    dtype: tl.constexpr,
+):
+    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    least = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (n.to(tl.float32) * scale[:, None] + least[:, None]).to(dtype)
+
+
+def variants() -> dict[str, Variant]:
+    """Llama-3-8B: 32 heads, 8 kv heads of 128."""
+
+    def variant(bits: int, block_size: int, window: int | None = None, many: bool = True) -> Variant:
+        tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8)
+        integers = [name for name in _context_attention_kernel.arg_names if name.endswith("stride")] + ["rows"]
+        floats = ("q", "out") if bits < 16 else ("q", "keys", "values", "out")
+        types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
+        types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
+        constants = _constants(tiles, 128, 4, block_size, bits, window, 8) | {"WIDEN": False}
+        if bits < 16:
+            types |= {"keys": "*u8", "values": "*u8", "key_params": "*i32", "value_params": "*i32"}
+        else:
+            constants |= {"key_params": None, "value_params": None}
+        if window:
+            types["sinks"] = "*fp32"
+        else:
+            constants["sinks"] = None
+        divisible = tuple(name for name in integers if name not in ("rows", "table_stride"))
+        instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
+        return Variant(
+            _context_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages, divisible, instructions
+        )
+
+    return {
+        "bf16": variant(16, 64),
+        "bf16-window-sinks": variant(16, 128, window=4096),
+        "bf16-few": variant(16, 16, many=False),
+        "int8": variant(8, 64),
+        "int4": variant(4, 64),
+        "int4-few": variant(4, 64, many=False),
+    }

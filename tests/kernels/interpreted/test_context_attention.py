@@ -1,0 +1,126 @@
+"""The Triton kernel of attention of context rows against its reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import context_attention as kernel
+from kernels.context_attention import Case, Tiles
+from kernels.kv_format import QuantizedPool, pack, quantize_rows
+from tests.kernels.numbers import assert_near, random_tensor
+
+SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    pool: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+    scale: float
+    layout: QuantizedPool | None
+    window: int | None
+    sinks: Tensor | None
+
+
+def made(case: Case) -> Inputs:
+    """Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
+    queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.rows))
+    starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
+    starts[1:] = queries.cumsum(0)
+    heads = case.kv_heads * case.group
+    qkv = random_tensor(int(starts[-1]) + 3, heads + 2, case.head_dim, dtype=case.dtype)
+
+    most_blocks = -(-int(lengths.max()) // case.block_size)
+    num_blocks = len(lengths) * most_blocks + 1
+    tables = torch.full((len(lengths), most_blocks + 2), -1, dtype=torch.int32)
+    free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int()
+    layout = None
+    if case.bits == 16:
+        shape = (num_blocks, 2, case.block_size, 2, case.kv_heads, case.head_dim)
+        pool = torch.full(shape, torch.nan, dtype=case.dtype)[:, 1]
+    else:
+        layout = QuantizedPool(case.block_size, case.kv_heads, case.head_dim, case.bits)
+        pool = torch.full((num_blocks, 2, layout.block_bytes), 255, dtype=torch.uint8)[:, 1]
+    for row, (num_queries, length) in enumerate(case.rows):
+        first = 0 if case.window is None else max(0, length - num_queries + 1 - case.window)
+        blocks = slice(first // case.block_size, -(-length // case.block_size))
+        tables[row, blocks] = free[row * most_blocks :][blocks]
+        seen = torch.arange(first, length)
+        at = tables[row, seen // case.block_size].long(), seen % case.block_size
+        kv = random_tensor(len(seen), 2, case.kv_heads, case.head_dim, seed=row) + 0.3
+        if layout is None:
+            pool[at] = kv.to(case.dtype)
+        else:
+            n, scale, least = quantize_rows(kv.transpose(1, 2).reshape(-1, case.head_dim), case.bits)
+            shape = (len(seen), case.kv_heads, 2)
+            layout.data(pool)[at[0], :, :, at[1]] = pack(n, case.bits).view(*shape, layout.row_bytes)
+            layout.params(pool)[at[0], :, :, at[1]] = torch.stack((scale, least), dim=1).view(*shape, 2)
+    sinks = random_tensor(heads) if case.sinks else None
+    return Inputs(
+        qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, layout, case.window, sinks
+    )
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:
+    monkeypatch.setattr(kernel, "tiles_for", lambda *_: tiles)
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_tokens_attend_what_they_may_see(case):
+    inputs = made(case)
+    tokens = int(inputs.starts[-1])
+    out, expected = kernel.context_attention(*inputs)[:tokens], kernel.reference(*inputs)[:tokens]
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("window", [None, 5, 16, 37])
+def test_rows_have_as_many_tiles_as_they_need(window, bits, monkeypatch):
+    use_tiles(monkeypatch, SMALL)
+    case = Case(
+        [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)], 1, 3, block_size=32, bits=bits, window=window, sinks=True
+    )
+    inputs = made(case)
+    out, expected = kernel.context_attention(*inputs)[:44], kernel.reference(*inputs)[:44]
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("tiles", [None, Tiles(64, 32, 4, 2)], ids=["own tiles", "small tiles"])
+def test_a_token_gets_the_same_in_every_chunk(tiles, window, monkeypatch):
+    if tiles:
+        use_tiles(monkeypatch, tiles)
+    length = 150
+    whole = made(Case([(length, length)], 1, 4, window=None))._replace(window=window)
+    expected = kernel.context_attention(*whole)[:length]
+    stops = [1, 2, 37, 101, length]
+    for start, stop in zip([0, *stops], stops):
+        # Not alone in its batch: the row before it has three queries.
+        chunk = whole._replace(
+            q=torch.cat((whole.q[:3], whole.q[start:stop])),
+            starts=torch.tensor([0, 3, 3 + stop - start], dtype=torch.int32),
+            lengths=torch.tensor([20, stop], dtype=torch.int32),
+            tables=whole.tables.repeat(2, 1),
+        )
+        assert_near(kernel.context_attention(*chunk)[3:], expected[start:stop], factor=0.1)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    inputs = made(Case([(5, 20), (3, 0)], 1, 4, sinks=True))
+    none = torch.full_like(inputs.sinks, -torch.inf)
+    without = kernel.context_attention(*inputs._replace(sinks=None))
+    assert torch.equal(kernel.context_attention(*inputs._replace(sinks=none))[:8], without[:8])
+    assert not without[5:8].any()
+
+
+def test_batches_of_few_queries_a_row_have_small_tiles_with_the_same_keys():
+    for bits in (16, 8, 4):
+        for head_dim in (64, 128, 256):
+            few, many = (kernel.tiles_for(head_dim, bits, 4, tokens, 8) for tokens in (16, 2048))
+            assert few.block_m < many.block_m and few.block_n == many.block_n
