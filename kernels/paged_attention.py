@@ -12,7 +12,8 @@ Physical cells are reached only through block tables. What no query may see neve
 have left the window (-1) and beyond the end are never used as an index. Pool layout: kernels/kv_write.py.
 
 `plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
-reference gathers: rows with one query go together, in groups of like length, the others one by one.
+reference gathers: rows with one query go together, in groups of like length, the others one by one. On a GPU the kernels of
+decode_attention.py and context_attention.py read the pool through the tables.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.context_attention import context_attention
+from kernels.decode_attention import decode_attention
+from kernels.triton_runtime import runs_at
+
+KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
+DECODE_HEAD_DIMS = (32, 64, 128, 256)  # others take the kernel for contexts
 # Of one context row behind a mask: bounds the mask's memory, and skips keys that none of the queries sees.
 QUERIES_AT_ONCE = 256
 
@@ -65,6 +72,16 @@ class AttentionPlan(NamedTuple):
     context: list[ContextRow]
 
 
+class DevicePlan(NamedTuple):
+    """The rows as the Triton kernels read them, on the device."""
+
+    starts: Tensor  # int32 [num_rows + 1]
+    lengths: Tensor  # int32 [num_rows]
+    tables: Tensor  # int32 [num_rows, max_blocks]
+    window: int | None
+    is_generation: bool  # every row has one query
+
+
 class Case(NamedTuple):
     rows: list[tuple[int, int]]  # (queries, keys)
     kv_heads: int = 2
@@ -96,9 +113,12 @@ CASES = [
 
 def plan_attention(
     rows: AttentionRows, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> AttentionPlan:
+) -> AttentionPlan | DevicePlan:
     """Work out what each row reads. `dtype` is that of the queries, `window` in tokens."""
     num_queries = np.diff(rows.starts)
+    if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
+        parts = (torch.from_numpy(part.astype(np.int32)).to(device) for part in rows)
+        return DevicePlan(*parts, window, bool((num_queries == 1).all()))
     single = np.flatnonzero(num_queries == 1)
     generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
     context = [
@@ -129,9 +149,14 @@ def reference(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
     return out
 
 
-def paged_attention(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
+def paged_attention(q: Tensor, pool: Tensor, plan: AttentionPlan | DevicePlan) -> Tensor:
     """Attend every query of a flat batch. The KV of this step's tokens must be in the pool already."""
-    return reference(q, pool, plan)
+    if isinstance(plan, AttentionPlan):
+        return reference(q, pool, plan)
+    scale = q.shape[-1] ** -0.5
+    if plan.is_generation and q.shape[-1] in DECODE_HEAD_DIMS:
+        return decode_attention(q, pool, plan.lengths, plan.tables, scale, window=plan.window)
+    return context_attention(q, pool, plan.starts, plan.lengths, plan.tables, scale, window=plan.window)
 
 
 def _plan_generation(
