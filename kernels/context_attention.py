@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_format import QuantizedPool, dequantize_rows, unpack
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 
 class Case(NamedTuple):
@@ -89,7 +89,7 @@ def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int) -> T
     tiles = TILES[bits, tokens * group > 16 * rows]
     if head_dim > 128:
         tiles = tiles._replace(block_m=min(tiles.block_m, 64), block_n=32, num_stages=2)
-    return tiles._replace(block_m=max(tiles.block_m, _power_of_two(group)))
+    return tiles._replace(block_m=max(tiles.block_m, next_power_of_two(group)))
 
 
 def reference(
@@ -188,12 +188,8 @@ def _constants(
 ) -> dict[str, object]:
     width = head_dim // 2 if bits == 4 else head_dim
     made = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
-    made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, _power_of_two(width))}
-    return made | {"ROWS": _power_of_two(rows)}
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
+    return made | {"ROWS": next_power_of_two(rows)}
 
 
 @jit(do_not_specialize=["rows", "table_stride"])

@@ -21,8 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.kv_format import QuantizedPool, dequantize_rows, unpack
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels import context_attention
+from kernels.kv_format import QuantizedPool
+from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (heads, kv_heads, head_dim, block_size, lengths, window)
 CASES = [
@@ -47,35 +48,9 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like `decode_attention`, in float64."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for row, length in enumerate(lengths.tolist()):
-        if length == 0:
-            continue
-        key, value = _gathered(pool, tables[row], length, layout)
-        first = 0 if window is None else max(0, length - window)
-        group = q.shape[1] // key.shape[1]
-        key, value = (x[first:].repeat_interleave(group, 1) for x in (key, value))
-        scores = torch.einsum("hd,thd->ht", q[row].double(), key) * scale
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double()[:, None]), 1)
-        weights = scores.softmax(1)[:, : len(key)]
-        out[row] = torch.einsum("ht,thd->hd", weights, value)
-    return out.to(q.dtype)
-
-
-def _gathered(pool: Tensor, table: Tensor, length: int, layout: QuantizedPool | None) -> tuple[Tensor, Tensor]:
-    """-> keys, values float64 [length, kv_heads, head_dim]."""
-    block_size = pool.shape[1] if layout is None else layout.block_size
-    blocks = table[: -(-length // block_size)].long()
-    if layout is None:
-        tokens = pool[blocks].flatten(0, 1)[:length].double()
-    else:
-        packed, params = layout.data(pool)[blocks], layout.params(pool)[blocks]
-        n = unpack(packed, layout.bits).flatten(0, 3)
-        rows = dequantize_rows(n, *params.flatten(0, 3).unbind(1)).double()
-        tokens = rows.unflatten(0, packed.shape[:4]).permute(0, 3, 2, 1, 4).flatten(0, 1)[:length]
-    return tokens[:, 0], tokens[:, 1]
+    """Like `decode_attention`: of rows with one query each, context_attention's."""
+    starts = torch.arange(len(q) + 1)
+    return context_attention.reference(q, pool, starts, lengths, tables, scale, layout, window, sinks)
 
 
 def decode_attention(
@@ -134,7 +109,7 @@ def decode_attention(
 
 
 def _config(group: int, bits: int) -> dict[str, int]:
-    rows = max(16, 1 << (group - 1).bit_length())  # a matrix instruction has 16
+    rows = max(16, next_power_of_two(group))  # a matrix instruction has 16
     return {"ROWS": rows, "TILE": TILE_TOKENS, "num_warps": 4, "num_stages": 3 if bits == 16 else 4}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, vocab, hidden)
 CASES = [(1, 5, 64), (9, 31, 96), (17, 8, 40), (3, 11, 1031), (0, 4, 16)]
@@ -64,7 +64,7 @@ def _embedding_kernel(
 
 
 def _block(hidden: int) -> int:
-    return min(TILE, 1 << (hidden - 1).bit_length())
+    return min(TILE, next_power_of_two(hidden))
 
 
 def _num_warps(block: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import rms_norm, rope
 from kernels.kv_format import QuantizedPool, pack, quantize_rows
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, heads, kv_heads, head_dim, block_size)
 CASES = [(1, 1, 1, 8, 4), (5, 4, 2, 64, 16), (7, 9, 3, 80, 2), (4, 2, 1, 96, 16), (3, 16, 8, 128, 8)]
@@ -116,19 +116,14 @@ def _shape(qkv: Tensor, pool: Tensor, layout: QuantizedPool | None) -> tuple[int
 
 
 def _config(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    group = min(HEADS_AT_ONCE, _power_of_two(max(heads, kv_heads)))
-    half_block = _power_of_two(head_dim // 2)
+    group = min(HEADS_AT_ONCE, next_power_of_two(max(heads, kv_heads)))
+    half_block = next_power_of_two(head_dim // 2)
     return {"GROUP": group, "HALF_BLOCK": half_block, "num_warps": min(8, max(1, group * half_block // 256))}
 
 
 def _num_groups(heads: int, kv_heads: int, group: int) -> int:
     """Programs of a token."""
     return -(-heads // group) + 2 * -(-kv_heads // group)
-
-
-def _power_of_two(n: int) -> int:
-    """The first that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 @jit

@@ -18,7 +18,7 @@ CASES = [(1, 4, 2, 8, 3), (5, 16, 1, 32, 4), (40, 2, 4, 16, 64)]
 
 def reference(pool: Tensor, key: Tensor, value: Tensor, cells: Tensor) -> None:
     """key, value [num_tokens, kv_heads, head_dim]; cells [num_tokens] int64, all different. Writes `pool`."""
-    pool.flatten(0, 1).index_copy_(0, cells, torch.stack((key, value), dim=1))
+    pool.view(-1, *pool.shape[2:]).index_copy_(0, cells, torch.stack((key, value), dim=1))
 
 
 def kv_write(pool: Tensor, key: Tensor, value: Tensor, cells: Tensor) -> None:

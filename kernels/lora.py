@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import Groups, group_rows
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, ranks of the adapters, max_rank, k, widths of the slices)
 CASES = [
@@ -280,7 +280,7 @@ def _expand_kernel(
 
 
 def _padded(max_rank: int) -> int:
-    return max(16, 1 << (max_rank - 1).bit_length())
+    return max(16, next_power_of_two(max_rank))
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, experts, top_k, k, n, ids): "any", "one" expert for all tokens, "few" (most experts empty), "absent" (some ids are -1)
 CASES = [
@@ -109,7 +109,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     tokens, experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    padded = _power_of_two(experts)
+    padded = next_power_of_two(experts)
     block = max(1, 512 // padded)
     _route_kernel[(_cdiv(tokens, block),)](
         logits.contiguous(),
@@ -118,7 +118,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
         tokens,
         experts,
         TOP_K=top_k,
-        TOP_K_PADDED=_power_of_two(top_k),
+        TOP_K_PADDED=next_power_of_two(top_k),
         RENORMALISE=renormalise,
         EXPERTS_PADDED=padded,
         BLOCK=block,
@@ -134,8 +134,8 @@ def group_rows(ids: Tensor, groups: int, block_m: int) -> Groups:
     tiles = _most_tiles(len(ids), groups, block_m)
     rows = torch.empty(tiles * block_m, dtype=torch.int32, device=ids.device)
     tile_group = torch.empty(tiles, dtype=torch.int32, device=ids.device)
-    block = min(1024, max(32, _power_of_two(len(ids))))
-    padded = max(16, _power_of_two(groups))
+    block = min(1024, max(32, next_power_of_two(len(ids))))
+    padded = max(16, next_power_of_two(groups))
     _group_kernel[(groups,)](
         ids, rows, tile_group, len(ids), groups, tiles, GROUPS_PADDED=padded, BLOCK_M=block_m, BLOCK=block
     )
@@ -181,7 +181,7 @@ def grouped_matmul_sum(x: Tensor, w: Tensor, groups: Groups, weights: Tensor) ->
     tokens, top_k = weights.shape
     n = out.shape[1]
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    block = min(1024, _power_of_two(n))
+    block = min(1024, next_power_of_two(n))
     _sum_kernel[(tokens, _cdiv(n, block))](out, weights.contiguous(), groups.ids, total, n, TOP_K=top_k, BLOCK=block)
     return total
 
@@ -359,10 +359,6 @@ def _most_tiles(rows: int, groups: int, block_m: int) -> int:
 
 def _int32(values: list[int], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=like.device)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (max(n, 1) - 1).bit_length()
 
 
 def _cdiv(a: int, b: int) -> int:

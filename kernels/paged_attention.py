@@ -117,6 +117,7 @@ def plan_attention(
     """Work out what each row reads. `dtype` is that of the queries, `window` in tokens."""
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
+        # Not packed into one copy: kernels want aligned pointers.
         parts = (torch.from_numpy(part.astype(np.int32)).to(device) for part in rows)
         return DevicePlan(*parts, window, bool((num_queries == 1).all()))
     single = np.flatnonzero(num_queries == 1)

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels import int8_rows
+from kernels.int8_rows import int8_scales
+from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 256), (2, 3, 40)]  # shapes of x; the last dimension is normalised
 
@@ -23,10 +25,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def reference_int8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, hidden] -> (q int8 [rows, hidden], scale float32 [rows], sum int32 [rows])."""
-    y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    scale = y.abs().amax(1) / 127
-    q = torch.floor(y / torch.where(scale > 0, scale, 1)[:, None] + 0.5).clamp_(-127, 127).to(torch.int8)
-    return q, scale, q.sum(1, dtype=torch.int32)
+    return int8_rows.reference(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,11 +85,10 @@ def _rms_norm_kernel(
     w = tl.load(weight + columns, mask, other=0).to(tl.float32)
     y = r * tl.rsqrt(tl.sum(r * r, 0) / hidden + eps) * w
     if scales is not None:
-        most = tl.max(tl.abs(y), 0)
-        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        scale, inverse = int8_scales(tl.max(tl.abs(y), 0))
         q = tl.floor(y * inverse + 0.5).to(tl.int32)
         tl.store(out + row + columns, q.to(tl.int8), mask)
-        tl.store(scales + tl.program_id(0), most / 127.0)
+        tl.store(scales + tl.program_id(0), scale)
         tl.store(sums + tl.program_id(0), tl.sum(q, 0))
     else:
         tl.store(out + row + columns, y.to(out.dtype.element_ty), mask)
@@ -107,7 +105,7 @@ def _launch(
     sums: Tensor | None = None,
 ) -> None:
     hidden = x.shape[-1]
-    block = 1 << (hidden - 1).bit_length()
+    block = next_power_of_two(hidden)
     _rms_norm_kernel[(x.numel() // hidden,)](
         x, residual, weight, out, total, scales, sums, hidden, eps, BLOCK=block, num_warps=_num_warps(block)
     )
@@ -121,7 +119,7 @@ def variants() -> dict[str, Variant]:
     common = {"x": "*bf16", "weight": "*bf16", "hidden": "i32", "eps": "fp32"}
     made = {}
     for hidden in (576, 4096, 8192):
-        constants = {"BLOCK": 1 << (hidden - 1).bit_length()}
+        constants = {"BLOCK": next_power_of_two(hidden)}
         num_warps = _num_warps(constants["BLOCK"])
         plain = dict.fromkeys(("residual", "total", "scales", "sums"))
         made[f"plain-{hidden}"] = Variant(

@@ -1,10 +1,7 @@
 """The gate of a SwiGLU MLP (Shazeer, 2020).
 
-    y = silu(gate) * up          for gate_up = [gate | up] along the last dimension; silu(g) = g / (1 + exp(-g)), in float32
-    q = floor(y / scale + 0.5), scale = max |y| / 127, sum = the sum of q            (a row's int8 form; 0 where y is 0)
-
-The int8 form is QServe's (Lin et al., 2024): the down projection reads it. Its sum is that of the integers, not of y, so that a
-GEMM can correct for a weight's zero point exactly.
+y = silu(gate) * up          for gate_up = [gate | up] along the last dimension; silu(g) = g / (1 + exp(-g)), in float32
+q, scale, sum                y as int8 (kernels/int8_rows.py), for the down projection
 """
 
 from __future__ import annotations
@@ -13,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels import int8_rows
+from kernels.int8_rows import int8_scales
+from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
 
@@ -30,10 +29,7 @@ def reference(gate_up: Tensor) -> Tensor:
 
 def reference_int8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gate_up [rows, 2 * intermediate] -> (q int8 [rows, intermediate], scale float32 [rows], sum int32 [rows])."""
-    y = reference(gate_up.float())
-    scale = y.abs().amax(1) / 127
-    q = torch.floor(y / torch.where(scale > 0, scale, 1)[:, None] + 0.5).clamp_(-127, 127).to(torch.int8)
-    return q, scale, q.sum(1, dtype=torch.int32)
+    return int8_rows.reference(reference(gate_up.float()))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -100,8 +96,7 @@ def _silu_mul_int8_kernel(
     columns = tl.arange(0, BLOCK)
     if WHOLE_ROW:
         y = _gated(gate_up + 2 * row, columns, intermediate)
-        most = tl.max(tl.abs(y), 0)
-        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        scale, inverse = int8_scales(tl.max(tl.abs(y), 0))
         q = tl.floor(y * inverse + 0.5).to(tl.int32)
         tl.store(out + row + columns, q.to(tl.int8), columns < intermediate)
         total = tl.sum(q, 0)
@@ -109,8 +104,7 @@ def _silu_mul_int8_kernel(
         largest = tl.zeros([BLOCK], tl.float32)
         for start in range(0, intermediate, BLOCK):
             largest = tl.maximum(largest, tl.abs(_gated(gate_up + 2 * row, start + columns, intermediate)))
-        most = tl.max(largest, 0)
-        inverse = tl.where(most > 0, 127.0 / most, 0.0)
+        scale, inverse = int8_scales(tl.max(largest, 0))
         partial = tl.zeros([BLOCK], tl.int32)
         for start in range(0, intermediate, BLOCK):
             y = _gated(gate_up + 2 * row, start + columns, intermediate)
@@ -118,12 +112,12 @@ def _silu_mul_int8_kernel(
             tl.store(out + row + start + columns, q.to(tl.int8), start + columns < intermediate)
             partial += q
         total = tl.sum(partial, 0)
-    tl.store(scales + tl.program_id(0), most / 127.0)
+    tl.store(scales + tl.program_id(0), scale)
     tl.store(sums + tl.program_id(0), total)
 
 
 def _block(columns: int, most: int) -> int:
-    return min(most, 1 << (columns - 1).bit_length())
+    return min(most, next_power_of_two(columns))
 
 
 def _row_block(intermediate: int) -> int:

@@ -13,7 +13,7 @@ that nobody calls.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,3 +55,16 @@ def runs_on(x: Tensor) -> bool:
 def runs_at(device: torch.device) -> bool:
     """The same for tensors of a device."""
     return INTERPRETED or (AVAILABLE and device.type == "cuda")
+
+
+def architecture_of(x: Tensor, known: Iterable[int]) -> int:
+    """Whose static tables serve x's device: of `known`, the last that is not above its compute capability times ten."""
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return max((each for each in known if each <= major * 10 + minor), default=min(known))
+
+
+def next_power_of_two(n: int) -> int:
+    """The first that is at least n; n > 0."""
+    return 1 << (n - 1).bit_length()

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 # (m, n, k, group, zero points)
 CASES = [
@@ -178,7 +178,7 @@ def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    tiles = _tiles(_architecture(x), m)
+    tiles = _tiles(architecture_of(x, TILES), m)
     groups = k // weight.group
     splits = _splits(tiles, m, n, groups)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else None
@@ -293,13 +293,6 @@ def _reduce_kernel(
     if bias is not None:
         total += tl.load(bias + features, mask, other=0).to(tl.float32)
     tl.store(out + row * n + features, total.to(out.dtype.element_ty), mask)
-
-
-def _architecture(x: Tensor) -> int:
-    if INTERPRETED:
-        return 90
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return max((known for known in TILES if known <= major * 10 + minor), default=80)
 
 
 def _tiles(architecture: int, m: int) -> Tiles:

@@ -6,7 +6,7 @@
     q_w, scale_w   int8 [n, k], float32 [n]       row-major, so that k is contiguous in both operands: what integer MMA wants
     y              [m, n] bfloat16, float16 or float32
 
-    quantize: scale = max |x| / 127, q = floor(x * (127 / max |x|) + 0.5), sum = the sum of q   (0, 0, 0 where max |x| < 1e-35)
+    quantize: kernels/int8_rows.py
 
 The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071, whatever the order: how many rows
 there are, which tiles are used and how k is split do not change a bit of y. Few rows do not fill a GPU with tiles; k is
@@ -21,14 +21,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import INTERPRETED, Variant, jit, runs_on, tl
+from kernels import int8_rows
+from kernels.int8_rows import int8_scales
+from kernels.triton_runtime import Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 # (m, n, k)
 CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 192), (300, 130, 48), (0, 64, 128)]
 ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quantize's x
 
 MOST_K = 131_071  # 128 * 128 * k stays within int32
-LEAST = 1e-35  # 127 / max |x| would overflow below
 PROGRAMS = 132  # that fill a GPU: an H200's SMs
 MOST_SPLITS = 8
 LEAST_STEPS = 4  # of block_k a split is worth
@@ -75,16 +76,6 @@ def reference(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
-    x = x.float()
-    most = x.abs().amax(1)
-    most = torch.where(most < LEAST, 0, most)
-    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0)
-    q = torch.floor(x * inverse[:, None] + 0.5).to(torch.int8)
-    return q, most / 127, q.sum(1, dtype=torch.int32)
-
-
 def w8a8(
     q_x: Tensor,
     scale_x: Tensor,
@@ -102,7 +93,7 @@ def w8a8(
     out = torch.empty(m, n, dtype=dtype, device=q_x.device)
     if m == 0:
         return out
-    tiles = _tiles(_architecture(q_x), m)
+    tiles = _tiles(architecture_of(q_x, TILES), m)
     splits = _splits(tiles, m, n, k)
     k_split = -(-k // (splits * tiles.block_k)) * tiles.block_k
     parts = torch.empty(splits, m, n, dtype=torch.int32, device=q_x.device) if splits > 1 else None
@@ -135,15 +126,15 @@ def w8a8(
 def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
     if not runs_on(x):
-        return reference_quantize(x)
+        return int8_rows.reference(x)
     x = x.contiguous()
     rows, k = x.shape
     q = torch.empty(rows, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = torch.empty(rows, dtype=torch.int32, device=x.device)
     if rows:
-        block = 1 << (k - 1).bit_length()
-        _quantize_kernel[(rows,)](x, q, scale, total, k, LEAST=LEAST, BLOCK=block, num_warps=_num_warps(block))
+        block = next_power_of_two(k)
+        _quantize_kernel[(rows,)](x, q, scale, total, k, BLOCK=block, num_warps=_num_warps(block))
     return q, scale, total
 
 
@@ -240,19 +231,16 @@ def _quantize_kernel(
     scales,  # [rows] float32
     sums,  # [rows] int32
     k,
-    LEAST: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least k
 ):
     row = tl.program_id(0).to(tl.int64) * k
     columns = tl.arange(0, BLOCK)
     mask = columns < k
     values = tl.load(x + row + columns, mask, other=0).to(tl.float32)
-    most = tl.max(tl.abs(values), 0)
-    most = tl.where(most < LEAST, 0.0, most)
-    inverse = tl.where(most > 0, 127.0 / tl.maximum(most, LEAST), 0.0)
+    scale, inverse = int8_scales(tl.max(tl.abs(values), 0))
     rounded = tl.floor(values * inverse + 0.5).to(tl.int32)
     tl.store(q + row + columns, rounded.to(tl.int8), mask)
-    tl.store(scales + tl.program_id(0), most / 127.0)
+    tl.store(scales + tl.program_id(0), scale)
     tl.store(sums + tl.program_id(0), tl.sum(rounded, 0))
 
 
@@ -261,13 +249,6 @@ REDUCED_AT_ONCE = 1024  # features
 
 def _num_warps(block: int) -> int:
     return min(16, max(1, block // 512))
-
-
-def _architecture(x: Tensor) -> int:
-    if INTERPRETED:
-        return 90
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return max((known for known in TILES if known <= major * 10 + minor), default=80)
 
 
 def _tiles(architecture: int, m: int) -> Tiles:
@@ -310,7 +291,7 @@ def variants() -> dict[str, Variant]:
     made["reduce"] = Variant(_reduce_kernel, reduced | {"m": "i32", "n": "i32"}, constants, divisible=("n",))
     quantized = {"x": "*bf16", "q": "*i8", "scales": "*fp32", "sums": "*i32", "k": "i32"}
     for k in (4096, 14336):
-        block = 1 << (k - 1).bit_length()
-        constants = {"LEAST": LEAST, "BLOCK": block}
+        block = next_power_of_two(k)
+        constants = {"BLOCK": block}
         made[f"quantize-{k}"] = Variant(_quantize_kernel, quantized, constants, _num_warps(block), divisible=("k",))
     return made

@@ -115,6 +115,9 @@ void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int6
     }
 }
 
+// Bytes between what is used of a panel and what is fetched, where one tile has all rows: measured on Zen 4.
+constexpr int64_t fetch_ahead(int rows) { return rows < 4 ? 4096 : 8192; }
+
 // Panels that an item of work takes, so that the threads' shares are even: 4 share a pass over many rows of activations.
 inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     int64_t best = 1, least = INT64_MAX;
@@ -149,7 +152,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
                     const bool last = first + piece >= depth;
                     const int64_t ahead = p + 1 < p1 ? (p + 1) * depth + first : last ? p1 * depth : p0 * depth + first + piece;
                     const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
-                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + (m < 4 ? 4096 : 8192);
+                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + fetch_ahead(m);
                     panel_piece<T>(l, a, row0, m, p, first, count, scratch.data() + (p - p0) * m * PANEL, next);
                 }
             }

@@ -37,8 +37,8 @@ constexpr size_t packed_at(int64_t row, int64_t column) {
     return size_t(row / TOGETHER * TOGETHER * PANEL + column * TOGETHER + row % TOGETHER);
 }
 
-// What to fetch meanwhile: LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. Software has to
-// do it: few hardware prefetchers follow two threads that hop from panel to panel.
+// What to fetch meanwhile: LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. Hardware does as
+// well for a row or two; with more of them it does not run far enough ahead.
 template <int LINES>
 ALWAYS_INLINE void prefetch(const char*& at) {
     for (int i = 0; i < LINES; i++, at += 64) __builtin_prefetch(at, 0, 2);

@@ -7,30 +7,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from backend.models import loader
-from backend.models.linears import LinearOptions
-from backend.sampling.sampler import Sampler
-from backend.worker.input_batch import InputBatch
-from backend.worker.kv_storage import KVStorage
-from backend.worker.model_runner import ModelRunner
-from backend.worker.torch_tier import TorchTier
 from tests.model.conftest import Oracle
-from tests.model.driver import Driver
+from tests.native.harness import Format, torch_driver
 from tools.make_random_model import make_random_model
 
 LIMIT = 1e-4  # absolute, on logits of magnitude 1 to 10
 BLOCK_SIZE = 16
-CPU = torch.device("cpu")
-
-
-def make_driver(directory, window: int | None) -> Driver:
-    model = loader.open_directory(directory).build(None, torch.float32, CPU, LinearOptions())
-    tier = TorchTier(model, BLOCK_SIZE)
-    block = tier.kv_block()
-    storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
-    batch = InputBatch(4, model.cos.shape[0], BLOCK_SIZE, CPU)
-    runner = ModelRunner(tier, storage, batch, Sampler(4, model.config.vocab_size, CPU))
-    return Driver(runner, BLOCK_SIZE, num_blocks=40, window=window)
 
 
 def assert_equal(measured: Tensor, expected: Tensor) -> None:
@@ -42,7 +24,7 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
 def test_chunks_and_decoding_of_two_sequences_have_transformers_logits(tmp_path, family, head_dim, window):
     directory = make_random_model(tmp_path, family, head_dim=head_dim)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    driver = make_driver(directory, window)
+    driver = torch_driver(directory, Format(), BLOCK_SIZE, num_blocks=40, window=window)
     first, second = ([(7 * i + seed) % 131 for i in range(length)] for seed, length in ((1, 37), (2, 21)))
     driver.begin(0, first)
     logits = [driver.step([(0, 20)])[0]]

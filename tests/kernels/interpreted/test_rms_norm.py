@@ -38,3 +38,9 @@ def test_int8_rows_have_their_scales_and_sums(shape):
     assert (q != expected_q).float().mean() < 0.01
     assert torch.equal(total, q.sum(1, dtype=torch.int32))
     assert scale[-1] == 0 and not q[-1].any()
+
+
+def test_an_int8_row_too_small_for_its_scale_is_zero():
+    x, weight = random_tensor(3, 64), random_tensor(64) * 1e-37
+    for part in kernel.rms_norm_int8(x, weight, EPS):
+        assert not part.any()
