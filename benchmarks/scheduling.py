@@ -105,7 +105,7 @@ class NullDevice:
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         pass
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
         started_ns = time.thread_time_ns()
         np.add(self._memory, 1, out=self._memory)
         sampled = [SampledToken(row.slot, self._random.randrange(VOCAB)) for row in step.rows if row.samples]
@@ -116,7 +116,10 @@ class NullDevice:
             self._num_steps += 1
             if len(self._marks) > self._num_blocks:
                 self.is_done.set()
-        return StepOutput(step.step_id, sampled)
+        self._output = StepOutput(step.step_id, sampled)
+
+    def collect(self) -> StepOutput:
+        return self._output
 
     def shutdown(self) -> None:
         pass

@@ -60,6 +60,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
+    look_ahead: bool | None = None  # plan a step while the one before it runs; unset = on CUDA
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):

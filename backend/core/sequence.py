@@ -9,10 +9,12 @@ Progress is a number, not a mode. With n = num_tokens (all ids known) and c = nu
     context phase      n - c > 1 or no output yet
     generation phase   n - c == 1 and the last token is an output
 
+While steps are in flight, n counts the tokens that they will append (num_inflight_samples), and c the KV that they write.
+
 Who writes what:
     token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
-    num_inflight_tokens            KVCacheManager.commit sets it, engine.update clears it
+    num_inflight_tokens, num_inflight_samples      Scheduler.commit adds a step's, engine.update takes them off
     slot                           KVCacheManager.commit
     num_writable_cells, kv_due_at  KVCacheManager; they only say when it need not be asked
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
@@ -70,7 +72,8 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    num_inflight_tokens: int
+    num_inflight_tokens: int  # run by steps whose outcome is not known yet
+    num_inflight_samples: int  # tokens that these steps will append
     num_writable_cells: int  # KV positions below it have blocks that no other sequence reads: no plan is needed
     kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens is this far
     max_computed_tokens: int  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
@@ -114,6 +117,7 @@ class Sequence:
         self.token_ids = []
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
+        self.num_inflight_samples = 0
         self.num_writable_cells = 0
         self.kv_due_at = 0
         self.max_computed_tokens = 0
@@ -172,8 +176,8 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that must still run before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed_tokens - self.num_inflight_tokens
+        """Tokens that must still be scheduled before the next one can be sampled."""
+        return len(self.token_ids) + self.num_inflight_samples - self.num_computed_tokens - self.num_inflight_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -182,12 +186,20 @@ class Sequence:
 
     @property
     def is_generating(self) -> bool:
-        """In the generation phase: everything but the newest output token is computed."""
-        num_tokens = len(self.token_ids)
+        """In the generation phase: everything but the newest output token is computed, or will be."""
+        num_tokens = len(self.token_ids) + self.num_inflight_samples
         return (
             num_tokens > self.num_prompt_tokens
             and num_tokens - self.num_computed_tokens - self.num_inflight_tokens <= 1
         )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Nothing is left to schedule: steps in flight bring its longest end."""
+        samples = self.num_inflight_samples
+        if samples:
+            return len(self.token_ids) - self.num_prompt_tokens + samples >= self.max_output_tokens
+        return self.num_inflight_tokens > 0 and self.num_uncomputed_tokens == 0
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -7,6 +7,10 @@ samples to the slot's token ids itself, so the engine never sends a token back.
     token positions of one slot   0 ............ num_computed ............ num_computed + num_tokens
                                   | KV in blocks  |  run through the model in this step  |
                                                                     sampled token goes here ^   (if row.samples)
+
+Steps are submitted and collected in the same order. A worker that looks ahead takes the next step while one runs: it knows the
+token that the running one samples, though the engine does not yet. Effects on the pool happen in the order of submission, so a
+block may be given to another sequence while a step in flight still writes for one that has ended.
 """
 
 from __future__ import annotations
@@ -90,6 +94,7 @@ class ModelInfo(Struct, frozen=True):
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
+    looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 
 class WorkerGroup(Protocol):
@@ -107,8 +112,15 @@ class WorkerGroup(Protocol):
         """Prepare a pool of at most `max_blocks`, `num_blocks` of them backed by memory at once."""
         ...
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step on every rank. Raises on failure; the pool's content is undefined then."""
+    def submit(self, step: StepInput) -> None:
+        """Begin one step on every rank. Where the model looks ahead, one other may be in flight; steps run in their order.
+
+        Raises on failure, like `collect`: all steps in flight are lost then, and the pool's content is undefined.
+        """
+        ...
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step in flight."""
         ...
 
     def shutdown(self) -> None:

@@ -1,9 +1,15 @@
 """EngineCore: owns every Sequence, and runs the persistent batch one step at a time.
 
-    schedule -> execute -> sample -> update -> publish          (execute and sample are one call to the WorkerGroup)
+    schedule -> execute -> sample -> update -> publish          (execute and sample are the WorkerGroup's)
 
-Commands (enqueue, cancel, stop_session) are applied between steps, so nothing is in flight when they run. Each accepted
-request gets exactly one final response; a failed command gets an error response. Not thread-safe: one thread drives it.
+    one step at a time      schedule 1, submit 1, collect 1, update 1      schedule 2, submit 2, collect 2, update 2
+    looking ahead           schedule 1, submit 1      schedule 2, submit 2, collect 1, update 1      schedule 3, submit 3, ...
+
+Looking ahead, the host's work is done while the device is busy. A sequence that ends is then found out one step late: its row
+in the step in flight is dropped when that lands. A plan that needs to know what is in flight (StepPlan.must_wait) is dropped.
+
+Commands (enqueue, cancel, stop_session) are applied between steps. Each accepted request gets exactly one final response; a
+failed command gets an error response. Not thread-safe: one thread drives it.
 """
 
 from __future__ import annotations
@@ -21,8 +27,9 @@ from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, Status
-from backend.core.step import StepInput, StepOutput, WorkerGroup
+from backend.core.step import SampledToken, StepOutput, WorkerGroup
 from backend.engine import publish, update
+from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.pool import num_pool_blocks
 from backend.engine.sessions import SessionTable
@@ -48,13 +55,6 @@ class _StepRecord(NamedTuple):
     num_context_tokens: int
 
 
-def _check_samples(step: StepInput, output: StepOutput) -> None:
-    """Raise RuntimeError when the answers are not those of the rows that sample, in their order."""
-    expected = [row.slot for row in step.rows if row.samples]
-    if [sample.slot for sample in output.sampled] != expected:
-        raise RuntimeError(f"the workers answered for slots {[s.slot for s in output.sampled]}, expected {expected}")
-
-
 class EngineCore:
     def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None):
         """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError."""
@@ -75,7 +75,10 @@ class EngineCore:
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.counters = EngineCounters()
-        self.iteration = 0
+        self.iteration = 0  # steps that have landed; the number of the one that is landing
+        self._num_launched = 0
+        self._looks_ahead = self.model.looks_ahead
+        self._in_flight: Flight | None = None
         self._latest: _StepRecord | None = None
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; entries of finished requests are skipped
@@ -85,7 +88,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     @property
     def num_live(self) -> int:
@@ -153,13 +156,11 @@ class EngineCore:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
         self._expire(started_ns)
-        plan = self.scheduler.schedule()
-        step = self.scheduler.commit(plan, self.iteration, started_ns)
-        self._fail_rejected(plan)
-        if not plan.is_empty:
-            self._execute_and_update(plan, step)
-            self._record(plan, step, started_ns)
-            self.iteration += 1
+        landing = launched = self._launch(started_ns)
+        if self._looks_ahead:
+            landing, self._in_flight = self._in_flight, launched
+        if landing is not None:
+            self._land(landing)
         return self.take_responses()
 
     def take_responses(self) -> list[Response]:
@@ -221,38 +222,65 @@ class EngineCore:
         for seq in self.scheduler.waiting:
             assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
 
-    def _execute_and_update(self, plan: StepPlan, step: StepInput) -> None:
+    def _launch(self, started_ns: int) -> Flight | None:
+        """Plan a step and submit it; None when there is nothing to run, or nothing before the step in flight has landed."""
+        plan = self.scheduler.schedule()
+        if plan.is_empty or (self._in_flight is not None and plan.must_wait):
+            return None
+        step = self.scheduler.commit(plan, self._num_launched, started_ns)
+        flight = Flight(plan, step, started_ns)
+        self._num_launched += 1
+        self._fail_rejected(plan)
         if not step.rows and not step.new_rows:
-            return
+            self._record(flight)
+            return None
         try:
-            output = self.workers.execute(step)
-            _check_samples(step, output)
+            self.workers.submit(step)
         except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
-            log.exception("step %d failed", step.step_id)
-            self._lose_step(plan, error)
-            return
-        self._update(plan, output)
+            self._lose_steps([flight] if self._in_flight is None else [self._in_flight, flight], error)
+            return None
+        return flight
 
-    def _update(self, plan: StepPlan, output: StepOutput) -> None:
-        now_ns = self.clock.monotonic_ns()
-        self.counters.generated_tokens_total += len(output.sampled)
+    def _land(self, flight: Flight) -> None:
+        """Wait for a step and book what it did."""
+        try:
+            output = self.workers.collect()
+            check_samples(flight.step, output)
+        except Exception as error:
+            self._lose_steps([flight] if self._in_flight is None else [flight, self._in_flight], error)
+            return
+        self.iteration = flight.step.step_id
+        self._update(flight, output)
+        self._record(flight)
+
+    def _update(self, flight: Flight, output: StepOutput) -> None:
+        plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
         samples = iter(output.sampled)
         for seq, sample in zip(plan.generation, samples):
+            if dropped and seq.seq_id in dropped:
+                continue
             update.advance_by_newest(seq)
             if seq.num_computed_tokens >= seq.kv_due_at:
                 self.kv.advance(seq)
-            update.append_token(seq, sample, now_ns)
-            self._judge(seq)
-        for seq, num_tokens in plan.context:
+            self._append(seq, sample, now_ns)
+        rows = flight.step.rows[len(plan.generation) :]
+        for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
+            sample = next(samples) if row.samples else None
+            if seq.seq_id in dropped:
+                continue
             context, recomputed = update.advance(seq, num_tokens)
             self.counters.context_tokens_total += context
             self.counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
-            if seq.num_uncomputed_tokens:
-                continue  # a chunk of the context; more is to come
-            if seq.max_output_tokens:
-                update.append_token(seq, next(samples), now_ns)
-            self._judge(seq)
+            if sample is not None:
+                self._append(seq, sample, now_ns)
+            elif not seq.num_uncomputed_tokens + seq.num_inflight_tokens:
+                self._judge(seq)  # asked for no output
+
+    def _append(self, seq: Sequence, sample: SampledToken, now_ns: int) -> None:
+        self.counters.generated_tokens_total += 1
+        update.append_token(seq, sample, now_ns)
+        self._judge(seq)
 
     def _judge(self, seq: Sequence) -> None:
         """End a sequence, or tell what is new of it."""
@@ -282,7 +310,9 @@ class EngineCore:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
         self.scheduler.remove(seq)
         del self._live[seq.request_id]
-        seq.num_inflight_tokens = 0
+        seq.num_inflight_tokens = seq.num_inflight_samples = 0
+        if self._in_flight is not None:
+            self._in_flight.dropped.add(seq.seq_id)
         seq.apply(Event.REST if self._stays(seq) else Event.RETIRE)
         self.kv.release(seq, keep=seq.status is Status.IDLE)
 
@@ -313,29 +343,34 @@ class EngineCore:
         for seq in plan.rejected:
             self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
 
-    def _lose_step(self, plan: StepPlan, error: Exception) -> None:
+    def _lose_steps(self, flights: list[Flight], error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""
-        for seq, num_tokens in plan.rows:
-            seq.num_inflight_tokens -= num_tokens
+        log.error("step %d failed", flights[0].step.step_id, exc_info=error)
+        self._in_flight = None
+        for seq in {seq.seq_id: seq for flight in flights for seq in flight.sequences}.values():
             self._fail(seq, WorkerFailure(f"the model step failed ({type(error).__name__}); send the request again"))
-        for seq in list(self.scheduler.running):  # had no tokens in this step
+        for seq in list(self.scheduler.running):  # had no tokens in these steps
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
+        for flight in flights:
+            self._record(flight)
 
     def _count_end(self, name: str) -> None:
         self._num_completed += 1
         totals = self.counters.requests_finished_total
         totals[name] = totals.get(name, 0) + 1
 
-    def _record(self, plan: StepPlan, step: StepInput, started_ns: int) -> None:
-        counters = self.counters
+    def _record(self, flight: Flight) -> None:
+        """Close the books of a step. Its time begins where that of the step before it ended, if it was launched earlier."""
+        plan, counters = flight.plan, self.counters
+        before_ns = self._latest.ended_ns if self._latest is not None else 0
         counters.steps_total += 1
         counters.pauses_total += len(plan.paused)
         counters.cached_tokens_total += plan.num_cached_tokens
         counters.sequences_evicted_total += plan.num_evicted
         self._latest = _StepRecord(
-            self.iteration,
-            started_ns,
+            flight.step.step_id,
+            max(flight.started_ns, before_ns),
             self.clock.monotonic_ns(),
             self._num_completed,
             len(plan.generation),
@@ -343,6 +378,7 @@ class EngineCore:
             sum(num_tokens for _, num_tokens in plan.context),
         )
         self._num_completed = 0
+        self.iteration = flight.step.step_id + 1
 
     def _gauges(self, latest: IterationStats) -> IterationStats:
         """`latest` with everything that can be read off the present state."""

@@ -31,6 +31,7 @@ def advance_by_newest(seq: Sequence) -> None:
 def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
     """Append a sampled token and what was asked for about it."""
     seq.token_ids.append(sample.token_id)
+    seq.num_inflight_samples -= 1
     if sample.log_prob is not None:
         seq.log_probs.append(sample.log_prob)
         seq.cum_log_prob += sample.log_prob

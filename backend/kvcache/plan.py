@@ -79,6 +79,8 @@ class KVPlan:
         index = first_cell // manager.block_size
         source = None
         if first_cell % manager.block_size and self._ref_count(handles[index].block_id) > 1:
+            # Seen before its first step only. Later its new table would travel with tokens that lack the one in flight.
+            assert not seq.num_inflight_samples, f"{seq!r} generates into a block that others read"
             source = handles[index]
             num_new += 1
         if num_new > self.available:

@@ -6,7 +6,8 @@ One step, in order:
     3. unless somebody was paused: admit from the head of the queue while slots, blocks and tokens last; nobody overtakes
     4. share the token budget among context rows
 
-A sequence is in exactly one of `waiting` and `running`, or in neither (idle, retired).
+A sequence is in exactly one of `waiting` and `running`, or in neither (idle, retired). Steps may be in flight meanwhile: what
+they compute and sample counts as there (Sequence), and who has its longest end in flight gets nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.generation or self.context or self.paused or self.rejected)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether steps in flight have to land first: a pause would give up what they compute."""
+        return bool(self.paused)
 
 
 class Scheduler:
@@ -139,7 +145,8 @@ class Scheduler:
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         context, generation = [], []
         for seq in self.running:
-            (generation if seq.is_generating else context).append(seq)
+            if not seq.is_awaited:
+                (generation if seq.is_generating else context).append(seq)
         return context, generation
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
@@ -177,12 +184,15 @@ def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[R
     rows = []
     for seq in plan.generation:
         new_blocks = _take_new_blocks(seq, changes) if changes else []
-        rows.append(Row(seq.slot, seq.num_computed_tokens, 1, True, new_blocks))
+        rows.append(Row(seq.slot, seq.num_computed_tokens + seq.num_inflight_tokens, 1, True, new_blocks))
         seq.num_inflight_tokens += 1
+        seq.num_inflight_samples += 1
     for seq, num_tokens in plan.context:
+        start = seq.num_computed_tokens + seq.num_inflight_tokens
         seq.num_inflight_tokens += num_tokens
         samples = seq.num_uncomputed_tokens == 0 and seq.max_output_tokens > 0
-        rows.append(Row(seq.slot, seq.num_computed_tokens, num_tokens, samples, _take_new_blocks(seq, changes)))
+        seq.num_inflight_samples += samples
+        rows.append(Row(seq.slot, start, num_tokens, samples, _take_new_blocks(seq, changes)))
     return rows
 
 

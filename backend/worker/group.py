@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from ctypes import CDLL
 from pathlib import Path
@@ -53,6 +54,8 @@ class InProcessWorkerGroup:
         self._library: CDLL | None = None
         self._tier: Tier | None = None
         self.runner: ModelRunner | None = None
+        self._looks_ahead = self.device.type == "cuda" if scheduler.look_ahead is None else scheduler.look_ahead
+        self._in_flight: deque[StepOutput] = deque()
 
     @classmethod
     def from_buffers(
@@ -93,6 +96,7 @@ class InProcessWorkerGroup:
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
             kernels=self._tier.name,
+            looks_ahead=self._looks_ahead,
         )
 
     def free_memory_bytes(self) -> int:
@@ -105,8 +109,16 @@ class InProcessWorkerGroup:
             self._tier = self._make_tier(block_size)
         self.runner = self._make_runner(self._tier, block_size, num_blocks)
 
+    def submit(self, step: StepInput) -> None:
+        self._in_flight.append(self.runner.execute(step))
+
+    def collect(self) -> StepOutput:
+        return self._in_flight.popleft()
+
     def execute(self, step: StepInput) -> StepOutput:
-        return self.runner.execute(step)
+        """Submit and collect."""
+        self.submit(step)
+        return self.collect()
 
     def shutdown(self) -> None:
         self.runner = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Request, SamplingConfig, SessionConfig
-from backend.core.step import StepInput, StepOutput
+from backend.core.step import StepOutput
 from tests.engine.driver import Driver, answer
 
 
@@ -99,13 +99,13 @@ def test_namespaces_of_which_nothing_is_cached_are_not_remembered() -> None:
 
 def test_answers_for_other_rows_than_those_that_ran_are_a_failed_step() -> None:
     driver = Driver()
-    execute = driver.workers.execute
+    collect = driver.workers.collect
 
-    def mixed_up(step: StepInput) -> StepOutput:
-        output = execute(step)
+    def mixed_up() -> StepOutput:
+        output = collect()
         return StepOutput(output.step_id, output.sampled[::-1])
 
-    driver.workers.execute = mixed_up
+    driver.workers.collect = mixed_up
     asked = [driver.ask([1, 2], 3), driver.ask([3, 4], 3)]
     driver.run()
     assert all("the model step failed (RuntimeError)" in driver.error(request_id) for request_id in asked)

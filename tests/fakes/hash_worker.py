@@ -7,6 +7,7 @@ computes the same output from the token ids alone, with an infinite pool.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from backend.core.step import ModelInfo, NewRow, SampledToken, StepInput, StepOutput
@@ -69,10 +70,18 @@ class HashWorkerGroup:
         bytes_per_token: int = 1024,
         keep_trace: bool = True,
         takes_extra_inputs: bool = False,
+        looks_ahead: bool = False,
     ):
         self.info = ModelInfo(
-            "hash", vocab_size, max_seq_len, window, bytes_per_token, takes_extra_inputs=takes_extra_inputs
+            "hash",
+            vocab_size,
+            max_seq_len,
+            window,
+            bytes_per_token,
+            takes_extra_inputs=takes_extra_inputs,
+            looks_ahead=looks_ahead,
         )
+        self._in_flight: deque[StepOutput | Exception] = deque()
         self.free_bytes = free_bytes
         self.trace: list[StepInput] = []
         self.fail_next: Exception | None = None
@@ -80,6 +89,11 @@ class HashWorkerGroup:
         self.num_grown = 0  # how often memory was obtained
         self._keep_trace = keep_trace
         self._slots: dict[int, NewRow] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps submitted and not collected."""
+        return len(self._in_flight)
 
     def load(self) -> ModelInfo:
         return self.info
@@ -93,8 +107,29 @@ class HashWorkerGroup:
         self._grow(num_blocks)
 
     def execute(self, step: StepInput) -> StepOutput:
+        self.submit(step)
+        return self.collect()
+
+    def submit(self, step: StepInput) -> None:
+        """Runs it at once, as a device would that takes steps in order; its failure is found out when it is collected."""
+        assert len(self._in_flight) <= self.info.looks_ahead, "too many steps in flight"
         if self._keep_trace:
             self.trace.append(step)
+        if self._in_flight and isinstance(self._in_flight[0], Exception):
+            return  # lost with the one ahead of it
+        try:
+            self._in_flight.append(self._execute(step))
+        except RuntimeError as error:
+            self._in_flight.append(error)
+
+    def collect(self) -> StepOutput:
+        output = self._in_flight.popleft()
+        if isinstance(output, Exception):
+            self._in_flight.clear()
+            raise output
+        return output
+
+    def _execute(self, step: StepInput) -> StepOutput:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             self.cells = [[mix(i) for i in range(self.block_size)] for _ in self.cells]

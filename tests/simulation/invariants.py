@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backend.core.sequence import Status
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.scheduler.capacity import max_cells
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def check_invariants(simulation: Simulation) -> None:
     simulation.core.check_integrity()
+    check_flights(simulation)
     _check_order(simulation)
     _check_context_limits(simulation)
     _check_tables(simulation)
@@ -33,6 +35,16 @@ def _check_order(simulation: Simulation) -> None:
     if scheduler.batching == "separate":
         latest = core.latest_iteration()
         assert not (latest.num_context_requests and latest.num_gen_requests), f"context beside generation: {latest}"
+
+
+def check_flights(simulation: Simulation) -> None:
+    """Only what runs has something in flight, and nothing goes beyond its longest end; true of a step just committed, too."""
+    scheduler = simulation.core.scheduler
+    for seq in scheduler.waiting:
+        assert not seq.num_inflight_tokens + seq.num_inflight_samples, f"{seq!r} waits with something in flight"
+    for seq in scheduler.running:
+        cells, most = seq.num_computed_tokens + seq.num_inflight_tokens, max_cells(seq)
+        assert cells <= most, f"{seq!r} is to have KV of {cells} tokens, its longest end needs {most}"
 
 
 def _check_context_limits(simulation: Simulation) -> None:

@@ -27,6 +27,7 @@ from backend.scheduler import scheduler
 from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
+from backend.scheduler.scheduler import StepPlan
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -317,6 +318,27 @@ def retired_session_comes_back(set_attribute: SetAttribute) -> None:
         "_stays",
         lambda self, seq: seq.session_id is not None and (original(self, seq) or seq.num_pauses > 0),
     )
+
+
+def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
+    set_attribute(StepPlan, "must_wait", False)
+
+
+def rows_of_those_that_left_are_booked(set_attribute: SetAttribute) -> None:
+    def land(self: EngineCore, flight) -> None:
+        flight.dropped.clear()
+        original(self, flight)
+
+    original = EngineCore._land
+    set_attribute(EngineCore, "_land", land)
+
+
+def scheduled_beyond_its_end(set_attribute: SetAttribute) -> None:
+    set_attribute(Sequence, "is_awaited", property(lambda seq: seq.num_uncomputed_tokens == 0))
+
+
+def has_work_forgets_what_is_in_flight(set_attribute: SetAttribute) -> None:
+    set_attribute(EngineCore, "has_work", property(lambda self: self.scheduler.has_work))
 
 
 MUTANTS: dict[str, Callable[[SetAttribute], None]] = {

@@ -17,6 +17,7 @@ class Setup:
     config: EngineConfig
     num_blocks: int
     window: int | None
+    looks_ahead: bool = False
     twins: bool = False  # sessions that begin alike and rewind a little under a window, so that tables share blocks
 
 
@@ -41,7 +42,7 @@ def random_setup(rng: Random) -> Setup:
             max_sessions=100 if twins else rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))
         ),
     )
-    return Setup(config, num_blocks, window, twins)
+    return Setup(config, num_blocks, window, looks_ahead=rng.random() < 0.5, twins=twins)
 
 
 def _random_scheduler(rng: Random) -> SchedulerConfig:

@@ -19,7 +19,7 @@ from backend.api import FinishReason, Request, Response, SessionConfig
 from backend.core.clock import ManualClock
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Resize, Step, Stop
-from tests.simulation.invariants import check_invariants
+from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn
 from tests.simulation.setups import random_setup
 from tests.simulation.workers import CheckedWorkers
@@ -37,6 +37,7 @@ class Simulation:
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
+        self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.events: list[Event] = []
         self.was_resized = False
@@ -114,6 +115,7 @@ class Simulation:
                 break
             self.apply(Step())
         assert not self.core.has_work and not self.model.live, f"requests {list(self.model.live)} never end"
+        assert not self.workers.num_in_flight, "a step was never collected"
 
     def _enqueue(self, request_id: int, request: Request) -> None:
         expected = self.model.judge(request_id, request)

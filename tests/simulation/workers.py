@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,20 +23,25 @@ class CheckedWorkers(HashWorkerGroup):
     """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
 
     def __init__(self, setup: Setup):
-        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False)
+        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False, looks_ahead=setup.looks_ahead)
         self._setup = setup
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # of the current event; the simulator clears it
         self.has_failed = False
         self.num_copies = 0
+        self.on_submit: Callable[[], None] = lambda: None
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
         self.digest.update(msgspec.msgpack.encode(step))
         self.steps.append(step)
         self._check(step)
+        self.on_submit()
         self.num_copies += len(step.copies)
-        self.has_failed = self.fail_next is not None
-        return super().execute(step)
+        super().submit(step)
+
+    def collect(self) -> StepOutput:
+        self.has_failed = isinstance(self._in_flight[0], Exception)
+        return super().collect()
 
     def scramble(self, block_id: int) -> None:
         """Overwrite a block that nobody may read."""
