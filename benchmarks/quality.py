@@ -1,7 +1,7 @@
 """What the int8 formats cost in quality, beside those of llama.cpp and OpenVINO: perplexity of the default model, and the
-error of its logits and of random models'.
+error of its logits and of random models'. And what checkpoints of `./everbatch quantize` cost (quality_quantized.py).
 
-    ./everbatch bench quality                      a minute or two
+    ./everbatch bench quality                      some minutes
     ./everbatch bench quality --tokens 32768       all of the held-out text
 
 Every format is computed by the torch tier in float32, so that the format's own error shows and nothing else; `bfloat16` alone
@@ -18,9 +18,7 @@ moves it up or down, and on one text by chance.
 from __future__ import annotations
 
 import json
-import math
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,12 +26,10 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from backend.layers.linear import (
@@ -45,33 +41,19 @@ from backend.layers.linear import (
     QuantizedWeight,
     make_torch_linear,
 )
+from backend.models.config import read_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.cpu.errors import Skipped
-from kernels.paged_attention import AttentionRows
+from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
+from benchmarks.quality_quantized import document_of, measure_checkpoints, table_of
 from kernels.quantize import dequantize, quantize_activations, quantize_weight
 from tools.make_random_model import make_random_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LLAMACPP = ROOT / ".run" / "bench" / "env-llamacpp" / "bin" / "python"
-# What tools/train_default_model.py held out (seed 0, CPython 3.11.7): 1 % of the characters.
-HELD_OUT = (
-    "turtledemo/lindenmayer.py",
-    "unittest/__init__.py",
-    "http/__init__.py",
-    "distutils/command/bdist.py",
-    "wsgiref/types.py",
-    "distutils/archive_util.py",
-    "aifc.py",
-    "distutils/core.py",
-    "importlib/resources/__init__.py",
-    "fractions.py",
-)
-ROW_TOKENS = 512
-ROWS_AT_ONCE = 4
-BLOCK_SIZE = 32
 Q8_0_BLOCK = 32
 Q8_0, LLAMACPP_Q8_0 = "q8_0 format, simulated", "q8_0, llama.cpp itself"
 TIE = 1.02  # q8_0 and w8a8 in groups of 32 differ in the rounding of the scale alone: by up to 1.5 %, either way
@@ -84,14 +66,6 @@ class Format(NamedTuple):
     bits: float  # of a weight, scales included; of a long row where there is one scale a row
     make: MakeLinear
     dtype: str = "float32"  # of the computation
-
-
-class Measured(NamedTuple):
-    """One format on one model."""
-
-    error: float
-    divergence: float
-    perplexity: float | None  # of real text
 
 
 def q8_0(x: Tensor) -> Tensor:
@@ -165,55 +139,15 @@ def formats() -> list[Format]:
     ]
 
 
-@torch.inference_mode()
-def row_logits(model: Llama, rows: Tensor) -> Tensor:
-    """rows [rows, length] int64, each a text of its own -> logits [rows, length, vocab] float32."""
-    config = model.config
-    num_rows, length = rows.shape
-    num_blocks = -(-length // BLOCK_SIZE)
-    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
-    positions = torch.arange(length).repeat(num_rows)
-    cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
-    shape = (num_rows * num_blocks, BLOCK_SIZE, 2, config.num_kv_heads, config.head_dim)
-    pools = [torch.zeros(shape, dtype=model.embedding.dtype) for _ in range(config.num_layers)]
-    where = AttentionRows(np.arange(num_rows + 1) * length, np.full(num_rows, length), tables)
-    hidden = model.forward(rows.flatten(), positions, cells, where, pools)
-    return model.logits(hidden).unflatten(0, (num_rows, length))
-
-
-def held_out_rows(num_tokens: int) -> Tensor:
-    """Text that the default model has not seen, in the tokens of its tokenizer: [rows, ROW_TOKENS] int64, from all of it."""
-    library = Path(sysconfig.get_path("stdlib"))
-    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
-    ids: list[int] = []
-    for path in (library / name for name in HELD_OUT):
-        if path.is_file():  # some have left newer versions of Python
-            ids += [*tokenizer.encode(path.read_text(encoding="utf-8")).ids, tokenizer.token_to_id("<|endoftext|>")]
-    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS]).view(-1, ROW_TOKENS)
-    num_rows = min(num_tokens // ROW_TOKENS, len(rows))
-    return rows[torch.arange(num_rows) * len(rows) // num_rows]
+def random_tokens(like: Tensor) -> Tensor:
+    """As many rows of the default model's tokens, at most 8."""
+    vocab_size = read_model_config(DEFAULT_MODEL).vocab_size
+    return torch.randint(vocab_size, (min(8, len(like)), ROW_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
 def random_rows(model: Llama) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(model.config.vocab_size, (2, ROW_TOKENS // 2), generator=generator)
-
-
-def compare(expected: Iterable[Tensor], measured: Iterable[Tensor], rows: Tensor, is_text: bool) -> Measured:
-    """The reference's and a format's logits of `rows`, both ROWS_AT_ONCE at a time."""
-    differences = squares = divergence = loss = 0.0
-    for part, reference, logits in zip(rows.split(ROWS_AT_ONCE), expected, measured, strict=True):
-        differences += (logits - reference).norm().item() ** 2
-        squares += reference.norm().item() ** 2
-        log_p, log_q = reference.log_softmax(2), logits.log_softmax(2)
-        divergence += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
-        loss += F.nll_loss(log_q[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
-    num_targets = rows.shape[0] * (rows.shape[1] - 1)
-    return Measured(
-        error=math.sqrt(differences / squares),
-        divergence=divergence / rows.numel(),
-        perplexity=math.exp(loss / num_targets) if is_text else None,
-    )
 
 
 def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
@@ -300,8 +234,11 @@ def main(
     console.print(table(results, bits))
     winners = [name for name in bits if is_ours(name) and no_worse(results, name)]
     console.print(f"no worse than q8_0: {'; '.join(winners) or 'none'}")
+    made, perplexities = measure_checkpoints(text, random_tokens(text), console)
+    console.print(table_of(made, perplexities))
     document = {
         "held_out_tokens": text.numel(),
+        "checkpoints": document_of(made, perplexities),
         "no_worse_than_q8_0": winners,
         "formats": [
             {"format": name, "bits": width} | {model: of[name]._asdict() for model, of in results.items() if name in of}

@@ -128,6 +128,33 @@ def doctor_command(
     raise typer.Exit(show(findings, Console()))
 
 
+@app.command("quantize")
+def quantize_command(
+    scheme: Annotated[
+        str, typer.Option(help="w8a8 (int8 weights and activations), w4a16 (4-bit weights) or w4a8 (int8 activations).")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder to write; a new one, or an empty one.")],
+    model: Annotated[
+        str, typer.Argument(help="Float checkpoint: directory or hub id; the default model when left out.")
+    ] = "",
+    kv: Annotated[str | None, typer.Option(help="Type of the KV cache: int8 or int4; else the model's own.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Text file to calibrate with, or none; the default model has one of its own.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(help="Columns that share a scale: 128 (w4a16 also 64, 32), or -1: one scale a row.")
+    ] = None,
+) -> None:
+    """Quantise a checkpoint, and write a new one that `serve` reads."""
+    from deploy.quantize import QuantizeOptions, quantize
+
+    try:
+        status = quantize(QuantizeOptions(model, scheme, output, kv, calibration, group))
+    except UserError as error:
+        raise fail(error) from None
+    raise typer.Exit(status)
+
+
 @app.command("bench", context_settings=PASS_ON)
 def bench_command(
     context: typer.Context,

@@ -10,7 +10,7 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 FlashAttention (Dao 2023) with pages. A tile is BLOCK_M rows: the queries of some tokens for all heads of a kv head. As in vLLM's
 unified attention a program finds its row by itself: the grid depends on shapes alone, so nothing waits for the device and a CUDA
-graph can hold it. Pools: kernels/kv_write.py, or int8 and int4 of kernels/kv_format.py, made 16-bit before the products.
+graph can hold it. Pools: kernels/kv_write.py, or int8 and int4 of kernels/kv_format.py, folded as in decode_attention.py.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
 
@@ -29,7 +29,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_format import QuantizedPool, dequantize_rows, unpack
+from kernels.kv_format import (
+    KVPool,
+    dequantize_rows,
+    floats_of_int4,
+    floats_of_int8,
+    scale_and_least,
+    unpack,
+    unpacking,
+)
 from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 
@@ -94,25 +102,24 @@ def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int) -> T
 
 def reference(
     q: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     starts: Tensor,
     lengths: Tensor,
     tables: Tensor,
     scale: float,
-    layout: QuantizedPool | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `context_attention`; token by token, in float64, rounded at the end. Tokens of no row get 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    block_size, kv_heads = (layout.block_size, layout.kv_heads) if layout else (pool.shape[1], pool.shape[3])
+    _, block_size, _, kv_heads, _ = pool.data.shape
     bounds = starts.tolist()
     for row, length in enumerate(lengths.tolist()):
         for token in range(bounds[row], bounds[row + 1]):
             position = length - bounds[row + 1] + token
             first = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(first, max(position + 1, first), device=q.device)
-            k, v = _read(pool, layout, tables[row, seen // block_size].long(), seen % block_size)
+            k, v = _read(pool, tables[row, seen // block_size].long(), seen % block_size)
             scores = scale * torch.einsum("hgd,khd->hgk", q[token].double().unflatten(0, (kv_heads, -1)), k)
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), dim=2)
@@ -121,29 +128,28 @@ def reference(
     return out.to(q.dtype)
 
 
-def _read(pool: Tensor, layout: QuantizedPool | None, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+def _read(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     """The keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
-    if layout is None:
-        return pool[blocks, cells].double().unbind(1)
-    q = unpack(layout.data(pool)[blocks, :, :, cells], layout.bits)  # [cells, kv_heads, 2, head_dim]
-    scale, least = layout.params(pool)[blocks, :, :, cells].flatten(0, 2).unbind(1)
-    return dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(2)
+    if pool.params is None:
+        return pool.data[blocks, cells].double().unbind(1)
+    q = unpack(pool.data[blocks, cells], pool.bits)  # [cells, 2, kv_heads, head_dim]
+    scale, least = pool.params[blocks, cells].flatten(0, 2).unbind(1)
+    return dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
 
 
 def context_attention(
     q: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     starts: Tensor,
     lengths: Tensor,
     tables: Tensor,
     scale: float,
-    layout: QuantizedPool | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [tokens, heads, head_dim] -> a new tensor like it. The KV of q's tokens must be in the pool already.
 
-    pool     one layer: [num_blocks, block_size, 2, kv_heads, head_dim] in q's dtype, or as `layout` says
+    pool     of one layer; a plain one in q's dtype
     starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens past the last get anything
     lengths  int32 [rows]: keys of each row, those of q's tokens included
     tables   int32 [rows, max_blocks]: block ids
@@ -152,7 +158,7 @@ def context_attention(
     sinks    float32 [heads]
     """
     if not runs_on(q):
-        return reference(q, pool, starts, lengths, tables, scale, layout, window, sinks)
+        return reference(q, pool, starts, lengths, tables, scale, window, sinks)
     if q.stride(2) != 1:
         q = q.contiguous()
     tokens, heads, head_dim = q.shape
@@ -160,25 +166,16 @@ def context_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or rows == 0:
         return out
-    if layout is None:
-        bits, block_size, kv_heads = 16, pool.shape[1], pool.shape[3]
-        keys, values = pool.unbind(2)  # [num_blocks, block_size, kv_heads, head_dim]
-        key_params = value_params = None
-        strides, params_stride = keys.stride()[:3], 0
-    else:
-        bits, block_size, kv_heads = layout.bits, layout.block_size, layout.kv_heads
-        keys, values = layout.data(pool).unbind(2)  # [num_blocks, kv_heads, block_size, row_bytes]
-        # A token's scale and least are read as one int32.
-        key_params, value_params = layout.params(pool).view(torch.int32)[..., 0].unbind(2)
-        strides, params_stride = (keys.stride(0), keys.stride(2), keys.stride(1)), key_params.stride(0)
+    _, block_size, _, kv_heads, _ = pool.data.shape
     group = heads // kv_heads
+    bits = min(pool.bits, 16)
     tiles = tiles_for(head_dim, bits, group, tokens, rows)
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
-        q, keys, values, key_params, value_params, starts, lengths, tables, sinks, out,
-        scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *strides, params_stride,
-        **_constants(tiles, head_dim, group, block_size, bits, window, rows), WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        q, pool.data, pool.words, starts, lengths, tables, sinks, out,
+        scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
+        **_constants(tiles, head_dim, group, block_size, bits, window, rows), **unpacking(q.dtype, bits).constants(),
+        WIDEN=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
@@ -195,10 +192,8 @@ def _constants(
 @jit(do_not_specialize=["rows", "table_stride"])
 def _context_attention_kernel(
     q,  # [tokens, heads, head_dim]
-    keys,  # a token's head is contiguous: WIDTH numbers, or bytes
-    values,  # strides like those of keys
-    key_params,  # int32 [num_blocks, kv_heads, BLOCK_SIZE]: scale, and least in the high half; None for 16 bits
-    value_params,  # like key_params
+    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, WIDTH]
+    words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool
     starts,  # [rows + 1] int32
     lengths,  # [rows] int32
     tables,  # [rows, max_blocks] int32
@@ -209,10 +204,14 @@ def _context_attention_kernel(
     table_stride,
     q_token_stride,
     q_head_stride,
-    block_stride,
-    cell_stride,
-    head_stride,
-    params_stride,  # of a block
+    stride_block,
+    stride_token,
+    stride_side,
+    stride_head,
+    words_stride_block,
+    words_stride_token,
+    words_stride_side,
+    words_stride_head,
     GROUP: tl.constexpr,  # query heads of a kv head
     WIDTH: tl.constexpr,  # head_dim, or half of it for int4: then q and out are two halves
     BLOCK_SIZE: tl.constexpr,
@@ -222,6 +221,8 @@ def _context_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # a power of two, at least WIDTH
+    ASM: tl.constexpr,  # kv_format.Unpacking
+    BIAS: tl.constexpr,
     WIDEN: tl.constexpr,  # compute in float32: the interpreter cannot multiply bfloat16
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # tokens
@@ -250,13 +251,12 @@ def _context_attention_kernel(
     q_mask = is_query[:, None] & (d < WIDTH)[None, :]
     q += token * q_token_stride + kv_head * GROUP * q_head_stride
     q_at = q + (place // GROUP * q_token_stride + place % GROUP * q_head_stride)[:, None] + d[None, :]
-    x = tl.load(q_at, q_mask, other=0)
-    if WIDEN:
-        x = x.to(tl.float32)
+    DTYPE: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
+    x = tl.load(q_at, q_mask, other=0).to(DTYPE)
+    x_sum = tl.sum(x.to(tl.float32), 1)
     if BITS == 4:
-        x_high = tl.load(q_at + WIDTH, q_mask, other=0)
-        if WIDEN:
-            x_high = x_high.to(tl.float32)
+        x_high = tl.load(q_at + WIDTH, q_mask, other=0).to(DTYPE)
+        x_sum += tl.sum(x_high.to(tl.float32), 1)
 
     # Keys in [begin, end) are seen by some of the queries, those of tiles in [whole_begin, whole_end) by all of them.
     first_position = length - queries + first_query
@@ -277,10 +277,12 @@ def _context_attention_kernel(
         most = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
         mass += 1.0  # one of -inf fades with the first tile
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    shift = tl.zeros([BLOCK_M], tl.float32)  # what is to be added to each element of total
     if BITS == 4:
         total_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
+    head = pool + kv_head.to(tl.int64) * stride_head
+    if words is not None:
+        head_words = words + kv_head.to(tl.int64) * words_stride_head
 
     for part in tl.static_range(3):
         for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting costs registers
@@ -290,23 +292,25 @@ def _context_attention_kernel(
             if BLOCK_SIZE % BLOCK_N == 0:
                 block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
                 cell = tile * BLOCK_N % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-                base = block * block_stride
+                base = block * stride_block
             else:
                 block = _load(table + key // BLOCK_SIZE, is_seen, part != 1).to(tl.int64)
                 cell = key % BLOCK_SIZE
-                base = (block * block_stride)[:, None]
-            at = (cell * cell_stride)[:, None] + d[None, :]
-            k = _load(keys + base + at, mask, part != 1 or BLOCK_D != WIDTH)
-            if BITS == 16:
-                k_low = k.to(x.dtype)
-            else:
-                params_at = block * params_stride + kv_head * (2 * BLOCK_SIZE) + cell
-                k_params = _load(key_params + params_at, is_seen, part != 1)
-                k_low = _dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
-            scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
+                base = (block * stride_block)[:, None]
+            at = (cell * stride_token)[:, None] + d[None, :]
+            k = _load(head + base + at, mask, part != 1 or BLOCK_D != WIDTH)
             if BITS == 4:
-                k_high = _dequantised(k >> 4, k_params, x.dtype)
-                scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
+                k_low, k_high = floats_of_int4(k, q.dtype.element_ty, ASM)
+                scores = tl.dot(x, tl.trans(k_low.to(x.dtype)), input_precision="ieee")
+                scores = tl.dot(x_high, tl.trans(k_high.to(x.dtype)), scores, input_precision="ieee")
+            else:
+                if BITS == 8:
+                    k = floats_of_int8(k, q.dtype.element_ty, ASM)
+                scores = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee")
+            if BITS < 16:
+                words_at = block * words_stride_block + cell * words_stride_token
+                k_scale, k_least = scale_and_least(_load(head_words + words_at, is_seen, part != 1))
+                scores = scores * k_scale[None, :] + x_sum[:, None] * (k_least - BIAS * k_scale)[None, :]
             if part != 1:
                 may_see = key[None, :] <= position[:, None]
                 if WINDOW is not None:
@@ -314,33 +318,40 @@ def _context_attention_kernel(
                 scores = tl.where(may_see, scores, float("-inf"))
 
             new_most = tl.maximum(most, tl.max(scores, 1) * scale)
-            shift = new_most
+            safe = new_most
             if part != 1:
-                shift = tl.where(new_most > float("-inf"), new_most, 0.0)
-            p = tl.exp2(scores * scale - shift[:, None])
-            decay = tl.exp2(most - shift)
+                safe = tl.where(new_most > float("-inf"), new_most, 0.0)
+            p = tl.exp2(scores * scale - safe[:, None])
+            decay = tl.exp2(most - safe)
             most = new_most
             mass = mass * decay + tl.sum(p, 1)
             total *= decay[:, None]
-            p = p.to(x.dtype)
-            v = _load(values + base + at, mask, part != 1 or BLOCK_D != WIDTH)  # not sooner: registers
+            v = _load(head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH)  # not sooner: registers
             if BITS == 16:
-                v_low = v.to(x.dtype)
+                total = tl.dot(p.to(x.dtype), v.to(x.dtype), total, input_precision="ieee")
             else:
-                v_params = _load(value_params + params_at, is_seen, part != 1)
-                v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
-            total = tl.dot(p, v_low, total, input_precision="ieee")
-            if BITS == 4:
-                v_high = _dequantised(v >> 4, v_params, x.dtype)
-                total_high = tl.dot(p, v_high, total_high * decay[:, None], input_precision="ieee")
+                v_scale, v_least = scale_and_least(
+                    _load(head_words + (words_at + words_stride_side), is_seen, part != 1)
+                )
+                weight = (p * v_scale[None, :]).to(x.dtype)
+                # The rounded weights' BIAS is taken out: it is they that the dots multiply.
+                shift = shift * decay + tl.sum(p * v_least[None, :] - weight.to(tl.float32) * BIAS, 1)
+                if BITS == 4:
+                    v_low, v_high = floats_of_int4(v, q.dtype.element_ty, ASM)
+                    total = tl.dot(weight, v_low.to(x.dtype), total, input_precision="ieee")
+                    total_high = tl.dot(weight, v_high.to(x.dtype), total_high * decay[:, None], input_precision="ieee")
+                else:
+                    v = floats_of_int8(v, q.dtype.element_ty, ASM)
+                    total = tl.dot(weight, v.to(x.dtype), total, input_precision="ieee")
 
     inverse = 1.0 / tl.where(mass > 0, mass, 1.0)
     heads = tl.num_programs(1) * GROUP
     out += (token * heads + kv_head * GROUP) * HEAD_DIM
+    total += shift[:, None]
     out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_at, (total * inverse[:, None]).to(out.dtype.element_ty), q_mask)
     if BITS == 4:
-        tl.store(out_at + WIDTH, (total_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+        tl.store(out_at + WIDTH, ((total_high + shift[:, None]) * inverse[:, None]).to(out.dtype.element_ty), q_mask)
 
 
 @jit
@@ -351,39 +362,32 @@ def _load(at, mask, MASKED: tl.constexpr):
         return tl.load(at)
 
 
-@jit
-def _dequantised(
-    n,  # [BLOCK_N, BLOCK_D] uint8
-    params,  # [BLOCK_N] int32: float16 scale, and float16 least in the high half
-    dtype: tl.constexpr,
-):
-    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    least = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (n.to(tl.float32) * scale[:, None] + least[:, None]).to(dtype)
-
-
 def variants() -> dict[str, Variant]:
     """Llama-3-8B: 32 heads, 8 kv heads of 128."""
 
     def variant(bits: int, block_size: int, window: int | None = None, many: bool = True) -> Variant:
         tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8)
-        integers = [name for name in _context_attention_kernel.arg_names if name.endswith("stride")] + ["rows"]
-        floats = ("q", "out") if bits < 16 else ("q", "keys", "values", "out")
+        strides = [
+            name for name in _context_attention_kernel.arg_names if "stride_" in name and name != "words_stride_token"
+        ]
+        strides += ["q_token_stride", "q_head_stride"]
+        integers = [*strides, "table_stride", "rows"]
+        floats = ("q", "out") if bits < 16 else ("q", "pool", "out")
         types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
         types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-        constants = _constants(tiles, 128, 4, block_size, bits, window, 8) | {"WIDEN": False}
+        constants = _constants(tiles, 128, 4, block_size, bits, window, 8) | {"WIDEN": False, "words_stride_token": 1}
+        constants |= unpacking(torch.bfloat16, bits).constants()
         if bits < 16:
-            types |= {"keys": "*u8", "values": "*u8", "key_params": "*i32", "value_params": "*i32"}
+            types |= {"pool": "*u8", "words": "*i32"}
         else:
-            constants |= {"key_params": None, "value_params": None}
+            constants["words"] = None
         if window:
             types["sinks"] = "*fp32"
         else:
             constants["sinks"] = None
-        divisible = tuple(name for name in integers if name not in ("rows", "table_stride"))
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
         return Variant(
-            _context_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages, divisible, instructions
+            _context_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages, tuple(strides), instructions
         )
 
     return {

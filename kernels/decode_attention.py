@@ -3,8 +3,8 @@
     out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length); 0 where the length is 0
     a sink adds exp(sink) to a head's denominator, and nothing to its numerator
 
-A program has a row, a kv head and SPLIT_TOKENS tokens; the query heads of the kv head are the rows of its dots. The split is a
-number of tokens, and splits are merged in order: a row's result does not depend on the batch, nor on the tables' width.
+A program has a row, a kv head and SPLIT_TOKENS tokens. The split is a number of tokens, and splits are merged in order: a row's
+result does not depend on the batch, nor on the tables' width.
 
 Quantised pools (kernels/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind; QServe, Lin et
 al. 2024), but folded:
@@ -12,8 +12,18 @@ al. 2024), but folded:
     q.k           = scale_k * q.n + least_k * sum(q)
     sum_t p_t v_t = sum_t (p_t * scale_v) n_t + sum_t p_t * least_v
 
-An int4 n becomes a float as the low mantissa bits of 128 (bfloat16) or 1024 (float16): the dots see n + BIAS, and BIAS is taken
-out where `least` goes in. The low and high halves of a byte are the two halves of head_dim: two dots each.
+The dots see n + bias, and bias is taken out where `least` goes in. The low and high halves of an int4 byte are the two halves of
+head_dim: two dots each.
+
+What bounds this loop is instructions (docs/kv4-decode.md), so
+
+    both dots are turned         K q^T and V^T p^T: keys, then columns, fill the 16 rows of a matrix instruction, and the heads of
+                                 a kv head its 8 columns, where as rows they would be padded to 16
+    a program is one warp        nothing is reduced between warps, nothing waits for another
+    columns are permuted         so that what a thread needs of a key, or of a value, lies together in shared memory: 16 or 8
+                                 bytes are one load. Of keys the dot does not notice, for the query is permuted alike; of values
+                                 the output is put straight at the end
+    masks are where they matter  tiles that are seen as a whole have none
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention
-from kernels.kv_format import QuantizedPool
+from kernels.kv_format import KVPool, floats_of_int4, floats_of_int8, scale_and_least, unpacking
 from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (heads, kv_heads, head_dim, block_size, lengths, window)
@@ -34,32 +44,30 @@ CASES = [
 ]
 
 SPLIT_TOKENS = 512
-TILE_TOKENS = 64
+TILE_TOKENS = 32
 LOG2_E = 1.4426950408889634
 
 
 def reference(
     q: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     lengths: Tensor,
     tables: Tensor,
     scale: float,
-    layout: QuantizedPool | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Like `decode_attention`: of rows with one query each, context_attention's."""
     starts = torch.arange(len(q) + 1)
-    return context_attention.reference(q, pool, starts, lengths, tables, scale, layout, window, sinks)
+    return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks)
 
 
 def decode_attention(
     q: Tensor,
-    pool: Tensor,
+    pool: KVPool,
     lengths: Tensor,
     tables: Tensor,
     scale: float,
-    layout: QuantizedPool | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
@@ -67,25 +75,17 @@ def decode_attention(
     """q [rows, heads, head_dim], head_dim a power of two from 32 on -> like q.
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
-    a query sees, its own included. pool, of one layer: [num_blocks, block_size, 2, kv_heads, head_dim] of q's dtype; with a
-    layout uint8 [num_blocks, block_bytes]. split_tokens: a multiple of TILE_TOKENS.
+    a query sees, its own included. pool: of one layer; a plain one of q's dtype. split_tokens: a multiple of TILE_TOKENS.
     """
     if not runs_on(q):
-        return reference(q, pool, lengths, tables, scale, layout, window, sinks)
+        return reference(q, pool, lengths, tables, scale, window, sinks)
     rows, heads, head_dim = q.shape
-    if layout is None:
-        data, params, bits, params_stride_block = pool, None, 16, 0
-        _, block_size, _, kv_heads, _ = pool.shape
-        stride_block, stride_token, stride_side, stride_head, within = data.stride()
-    else:
-        data, params, bits = layout.data(pool), layout.params(pool), layout.bits
-        block_size, kv_heads = layout.block_size, layout.kv_heads
-        stride_block, stride_head, stride_side, stride_token, within = data.stride()
-        params_stride_block = params.stride(0)
+    _, block_size, _, kv_heads, _ = pool.data.shape
+    bits = min(pool.bits, 16)
     if head_dim < 32 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim {head_dim} is not a power of two from 32 on")
-    if within != 1 or tables.stride(1) != 1 or split_tokens % TILE_TOKENS:
-        raise ValueError("rows of the pool and the tables have to lie together, and a split to be whole tiles")
+    if tables.stride(1) != 1 or split_tokens % TILE_TOKENS:
+        raise ValueError("rows of the tables have to lie together, and a split to be whole tiles")
     q = q.contiguous()
     out = torch.empty_like(q)
     splits = max(1, -(-tables.shape[1] * block_size // split_tokens))
@@ -94,12 +94,12 @@ def decode_attention(
         parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     window = window or 0
-    config = _config(heads // kv_heads, bits)
     _decode_kernel[(rows, kv_heads, splits)](
-        q, data, params, lengths, tables, sinks, out, parts, stats, scale * LOG2_E, window, splits, tables.stride(0),
-        stride_block, stride_token, stride_side, stride_head, params_stride_block,
-        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, SPLIT=split_tokens,
-        IN_FLOAT32=INTERPRETED, **config,
+        q, pool.data, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E, window, splits,
+        tables.stride(0), *pool.strides,
+        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, WINDOWED=window > 0,
+        WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
+        **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](
@@ -108,21 +108,21 @@ def decode_attention(
     return out
 
 
-def _config(group: int, bits: int) -> dict[str, int]:
-    rows = max(16, next_power_of_two(group))  # a matrix instruction has 16
-    return {"ROWS": rows, "TILE": TILE_TOKENS, "num_warps": 4, "num_stages": 3 if bits == 16 else 4}
+def _config(group: int, bits: int, head_dim: int) -> dict[str, int]:
+    columns = max(8, next_power_of_two(group))
+    num_warps = min(4, max(1, columns * head_dim // 2048, head_dim // 128))
+    return {"COLUMNS": columns, "TILE": TILE_TOKENS, "num_warps": num_warps, "num_stages": 3 if bits == 16 else 5}
 
 
 @jit
 def _finished(
-    acc,  # float32 [N, ...] in the first dimension's units of exp2(most)
-    most,  # float32 [N]
+    most,  # float32 [N]: a head's sums are in units of exp2(most)
     total,  # float32 [N]
     sinks,  # [heads] float32, or None
     head,  # [N]
     inside,  # [N]
 ):
-    """-> the factor of acc [N]."""
+    """-> what the weighted values are to be multiplied by [N]."""
     factor = tl.where(total > 0, 1.0, 0.0)
     if sinks is not None:
         sink = tl.load(sinks + head, inside, other=0) * 1.4426950408889634
@@ -134,26 +134,63 @@ def _finished(
 
 
 @jit
-def _as_float(
-    n,  # uint8, below 16
-    DTYPE: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-    BIAS: tl.constexpr,
-):
-    """-> n + BIAS."""
-    if IN_FLOAT32:
-        return n.to(tl.float32) + BIAS
-    elif BIAS == 128:
-        return (n.to(tl.int16) | 0x4300).to(DTYPE, bitcast=True)
+def _load(at, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask, other=0)
     else:
-        return (n.to(tl.int16) | 0x6400).to(DTYPE, bitcast=True)
+        return tl.load(at)
+
+
+@jit
+def _for_keys(
+    x,  # [N, ROW]
+    N: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """-> x with other columns: those that a quarter of the dot's threads has for itself lie together in x."""
+    return x.reshape(N, 4, ROW // 16, 4).permute(0, 2, 1, 3).reshape(N, ROW)
+
+
+@jit
+def _for_values(
+    x,  # [N, ROW]
+    N: tl.constexpr,
+    ROW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """-> [ROW, N], the rows such that an eighth of the dot's threads has columns that lie together in x."""
+    return _apart(x, N, ROW, BITS).reshape(N, 8, ROW // 8).permute(2, 1, 0).reshape(ROW, N)
+
+
+@jit
+def _apart(
+    x,  # [N, ROW]
+    N: tl.constexpr,
+    ROW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """-> x with other rows: threads that read at the same time have neighbours, and less of the same banks."""
+    if BITS != 4:
+        return x  # rows as long as all banks
+    else:
+        return x.reshape(N // 16, 4, 4, ROW).permute(0, 2, 1, 3).reshape(N, ROW)
+
+
+@jit
+def _straight(
+    x,  # [ROW, N]
+    N: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """The inverse of _for_values."""
+    return x.reshape(ROW // 8, 8, N).permute(2, 1, 0).reshape(N, ROW)
 
 
 @jit
 def _decode_kernel(
     q,  # [rows, heads, HEAD_DIM]
-    pool,  # [num_blocks, BLOCK_SIZE, 2, kv_heads, HEAD_DIM], or uint8 [num_blocks, kv_heads, 2, BLOCK_SIZE, row_bytes]
-    params,  # [num_blocks, kv_heads, 2, BLOCK_SIZE, 2] float16, or None
+    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, ROW]
+    words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, kv_heads], or None: a plain pool
     lengths,  # [rows] int32 or int64
     tables,  # [rows, max_blocks] int32
     sinks,  # [heads] float32, or None
@@ -168,106 +205,127 @@ def _decode_kernel(
     stride_token,
     stride_side,
     stride_head,
-    params_stride_block,
+    words_stride_block,
+    words_stride_token,
+    words_stride_side,
+    words_stride_head,
     GROUP: tl.constexpr,  # heads / kv_heads
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # of the pool
+    BITS: tl.constexpr,  # 4, 8, or 16: a plain pool
+    ASM: tl.constexpr,  # kv_format.Unpacking
+    BIAS: tl.constexpr,
+    WINDOWED: tl.constexpr,  # window > 0
+    WIDEN: tl.constexpr,  # dots in float32: the interpreter's bfloat16 is wrong
     SPLIT: tl.constexpr,  # tokens
-    IN_FLOAT32: tl.constexpr,  # the dots: the interpreter's bfloat16 is wrong
-    ROWS: tl.constexpr,  # a power of two, at least GROUP
+    COLUMNS: tl.constexpr,  # a power of two, at least GROUP
     TILE: tl.constexpr,  # tokens
 ):
-    COLUMNS: tl.constexpr = HEAD_DIM // 2 if BITS == 4 else HEAD_DIM
-    DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else q.dtype.element_ty
-    BIAS: tl.constexpr = 0 if BITS != 4 else 16 if IN_FLOAT32 else 1024 if q.dtype.element_ty == tl.float16 else 128
+    ROW: tl.constexpr = HEAD_DIM // 2 if BITS == 4 else HEAD_DIM
+    DTYPE: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     start = split * SPLIT
-    first = tl.maximum(length - window, 0) * (window > 0).to(tl.int32)
+    first = tl.maximum(length - window, 0) if WINDOWED else 0
     if ((split > 0) & (start >= length)) | (start + SPLIT <= first):
         return
-    lane = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    real = lane < GROUP
-    head = kv_head * GROUP + lane
-    place = (row * tl.num_programs(1) * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
-    mask = real[:, None] & (columns < COLUMNS)[None, :]
-    q_a = tl.load(q + place, mask, other=0).to(DTYPE)
-    q_sum = tl.sum(q_a.to(tl.float32), 1)
+    column = tl.arange(0, COLUMNS)
+    real = column < GROUP
+    head = kv_head * GROUP + column
+    d = tl.arange(0, ROW)
+    place = (row * tl.num_programs(1) * GROUP + head) * HEAD_DIM
+    q_at = q + place[None, :] + (d if BITS == 16 else d // 4 % 4 * (ROW // 4) + d // 16 * 4 + d % 4)[:, None]
+    q_a = tl.load(q_at, real[None, :] & (d < ROW)[:, None], other=0).to(DTYPE)
+    q_sum = tl.sum(q_a.to(tl.float32), 0)
     if BITS == 4:
-        q_b = tl.load(q + place + COLUMNS, mask, other=0).to(DTYPE)
-        q_sum += tl.sum(q_b.to(tl.float32), 1)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc_a = tl.zeros([ROWS, COLUMNS], tl.float32)
-    acc_b = tl.zeros([ROWS, COLUMNS], tl.float32)
-    shift = tl.zeros([ROWS], tl.float32)  # what is to be added to each element of acc
-    begin = tl.maximum(start, first // TILE * TILE)
+        q_b = tl.load(q_at + ROW, real[None, :] & (d < ROW)[:, None], other=0).to(DTYPE)
+        q_sum += tl.sum(q_b.to(tl.float32), 0)
+    q_sum *= scale
+    most = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
+    acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
+    shift = tl.zeros([COLUMNS], tl.float32)  # what is to be added to each element of acc
+    # What is not seen is not read: it may be anything, NaN too. Tiles of [whole_begin, whole_end) are seen as a whole.
     stop = tl.minimum(length, start + SPLIT)
-    for tile in range(begin, stop, TILE):
-        token = tile + tl.arange(0, TILE)
-        seen = (token >= first) & (token < stop)  # what is not seen is not read: it may be anything, NaN too
-        block = tl.load(tables + row * stride_table + token // BLOCK_SIZE, seen, other=0).to(tl.int64)
-        offset = token % BLOCK_SIZE
-        base = pool + block * stride_block + offset * stride_token + kv_head * stride_head
-        keys = tl.load(base[:, None] + columns[None, :], seen[:, None], other=0)
-        if BITS == 16:
-            s = tl.dot(q_a, tl.trans(keys.to(DTYPE)), input_precision="ieee") * scale
-        else:
-            pair = params + block * params_stride_block + (kv_head * 2 * BLOCK_SIZE + offset) * 2
-            k_scale = tl.load(pair, seen, other=0).to(tl.float32)
-            k_least = tl.load(pair + 1, seen, other=0).to(tl.float32)
-            if BITS == 8:
-                s = tl.dot(q_a, tl.trans(keys.to(DTYPE)), input_precision="ieee")
+    whole_begin = tl.maximum(start, tl.cdiv(first, TILE) * TILE)
+    whole_end = tl.maximum(stop // TILE * TILE, whole_begin)
+    bounds = (tl.maximum(start, first // TILE * TILE), whole_begin, whole_end, stop)
+    table = tables + row * stride_table
+    pool += kv_head * stride_head
+    if BITS < 16:
+        words += kv_head * words_stride_head
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        for tile in tl.range(bounds[part], bounds[part + 1], TILE, num_stages=None if part == 1 else 1):
+            token = tile + tl.arange(0, TILE)
+            seen = (token >= first) & (token < stop)
+            if BLOCK_SIZE % TILE == 0:
+                block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
+                cell = tile % BLOCK_SIZE + tl.arange(0, TILE)
+                at = pool + block * stride_block + (cell * stride_token)[:, None] + d[None, :]
             else:
-                s = tl.dot(q_a, tl.trans(_as_float(keys & 15, DTYPE, IN_FLOAT32, BIAS)), input_precision="ieee")
-                s = tl.dot(q_b, tl.trans(_as_float(keys >> 4, DTYPE, IN_FLOAT32, BIAS)), s, input_precision="ieee")
-            s = (s * k_scale[None, :] + q_sum[:, None] * (k_least - BIAS * k_scale)[None, :]) * scale
-        s = tl.where(seen[None, :], s, float("-inf"))
-        new = tl.maximum(most, tl.max(s, 1))
-        decay = tl.exp2(most - new)
-        p = tl.exp2(s - new[:, None])
-        total = total * decay + tl.sum(p, 1)
-        most = new
-        acc_a *= decay[:, None]
-        values = tl.load(base[:, None] + stride_side + columns[None, :], seen[:, None], other=0)
-        if BITS == 16:
-            acc_a = tl.dot(p.to(DTYPE), values.to(DTYPE), acc_a, input_precision="ieee")
-        else:
-            v_scale = tl.load(pair + 2 * BLOCK_SIZE, seen, other=0).to(tl.float32)
-            v_least = tl.load(pair + 2 * BLOCK_SIZE + 1, seen, other=0).to(tl.float32)
-            weight = (p * v_scale[None, :]).to(DTYPE)
-            # The rounded weights' BIAS is taken out: it is they that the dots have multiplied.
-            change = p * v_least[None, :] - weight.to(tl.float32) * BIAS
-            shift = shift * decay + tl.sum(change, 1)
-            if BITS == 8:
-                acc_a = tl.dot(weight, values.to(DTYPE), acc_a, input_precision="ieee")
+                block = _load(table + token // BLOCK_SIZE, seen, part != 1).to(tl.int64)
+                cell = token % BLOCK_SIZE
+                at = pool + (block * stride_block + cell * stride_token)[:, None] + d[None, :]
+            keys = _load(at, seen[:, None], part != 1)
+            if BITS == 16:
+                s = tl.dot(keys.to(DTYPE), q_a, input_precision="ieee") * scale
             else:
-                acc_b *= decay[:, None]
-                low, high = (
-                    _as_float(values & 15, DTYPE, IN_FLOAT32, BIAS),
-                    _as_float(values >> 4, DTYPE, IN_FLOAT32, BIAS),
-                )
-                acc_a = tl.dot(weight, low, acc_a, input_precision="ieee")
-                acc_b = tl.dot(weight, high, acc_b, input_precision="ieee")
-    acc_a += shift[:, None]
-    acc_b += shift[:, None]
+                word = words + block * words_stride_block + cell * words_stride_token
+                k_scale, k_least = scale_and_least(_load(word, seen, part != 1))
+                keys = _for_keys(keys, TILE, ROW)
+                if BITS == 4:
+                    low, high = floats_of_int4(keys, q.dtype.element_ty, ASM)
+                    s = tl.dot(low.to(DTYPE), q_a, input_precision="ieee")
+                    s = tl.dot(high.to(DTYPE), q_b, s, input_precision="ieee")
+                else:
+                    s = tl.dot(floats_of_int8(keys, q.dtype.element_ty, ASM).to(DTYPE), q_a, input_precision="ieee")
+                s = s * (k_scale * scale)[:, None] + q_sum[None, :] * (k_least - BIAS * k_scale)[:, None]
+            if part != 1:
+                s = tl.where(seen[:, None], s, float("-inf"))
+            new = tl.maximum(most, tl.max(s, 0))
+            decay = tl.exp2(most - new)
+            p = tl.exp2(s - new[None, :])
+            total = total * decay + tl.sum(p, 0)
+            most = new
+            acc_a *= decay[None, :]
+            values = _for_values(_load(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
+            if BITS == 16:
+                acc_a = tl.dot(values.to(DTYPE), p.to(DTYPE), acc_a, input_precision="ieee")
+            else:
+                v_scale, v_least = scale_and_least(_load(word + words_stride_side, seen, part != 1))
+                weight = (p * v_scale[:, None]).to(DTYPE)
+                # The rounded weights' BIAS is taken out: it is they that the dots have multiplied.
+                shift = shift * decay + tl.sum(p * v_least[:, None] - weight.to(tl.float32) * BIAS, 0)
+                weight = _apart(weight, TILE, COLUMNS, BITS)
+                if BITS == 4:
+                    acc_b *= decay[None, :]
+                    low, high = floats_of_int4(values, q.dtype.element_ty, ASM)
+                    acc_a = tl.dot(low.to(DTYPE), weight, acc_a, input_precision="ieee")
+                    acc_b = tl.dot(high.to(DTYPE), weight, acc_b, input_precision="ieee")
+                else:
+                    acc_a = tl.dot(
+                        floats_of_int8(values, q.dtype.element_ty, ASM).to(DTYPE), weight, acc_a, input_precision="ieee"
+                    )
+    acc_a = _straight(acc_a + shift[None, :], COLUMNS, ROW)
+    acc_b = _straight(acc_b + shift[None, :], COLUMNS, ROW)
+    mask = real[:, None] & (d < ROW)[None, :]
     if parts is None:
-        factor = _finished(acc_a, most, total, sinks, head, real)[:, None]
+        place = place[:, None] + d[None, :]
+        factor = _finished(most, total, sinks, head, real)[:, None]
         tl.store(out + place, (acc_a * factor).to(out.dtype.element_ty), mask)
         if BITS == 4:
-            tl.store(out + place + COLUMNS, (acc_b * factor).to(out.dtype.element_ty), mask)
+            tl.store(out + place + ROW, (acc_b * factor).to(out.dtype.element_ty), mask)
     else:
-        part = (row * tl.num_programs(1) * GROUP + head) * splits + split
-        target = parts + part[:, None] * HEAD_DIM + columns[None, :]
+        part_at = (row * tl.num_programs(1) * GROUP + head) * splits + split
+        target = parts + part_at[:, None] * HEAD_DIM + d[None, :]
         tl.store(target, acc_a, mask)
         if BITS == 4:
-            tl.store(target + COLUMNS, acc_b, mask)
-        tl.store(stats + part * 2, most, real)
-        tl.store(stats + part * 2 + 1, total, real)
+            tl.store(target + ROW, acc_b, mask)
+        tl.store(stats + part_at * 2, most, real)
+        tl.store(stats + part_at * 2 + 1, total, real)
 
 
 @jit
@@ -301,32 +359,36 @@ def _merge_kernel(
         total = total * decay + tl.load(stats + part * 2 + 1) * share
         acc = acc * decay[:, None] + tl.load(parts + part[:, None] * HEAD_DIM + columns[None, :]) * share[:, None]
         most = new
-    factor = _finished(acc, most, total, sinks, head, head >= 0)[:, None]
+    factor = _finished(most, total, sinks, head, head >= 0)[:, None]
     tl.store(out + place[:, None] * HEAD_DIM + columns[None, :], (acc * factor).to(out.dtype.element_ty))
 
 
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("q", "out"), "*bf16") | {"lengths": "*i32", "tables": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("parts", "stats"), "*fp32")
-    strides = ("stride_block", "stride_token", "stride_side", "stride_head", "params_stride_block")
+    strides = ("stride_block", "stride_token", "stride_side", "stride_head")
+    strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
-    made = {}
-    for block_size, bits in ((64, 16), (32, 16), (64, 8), (64, 4), (32, 4)):
-        config = _config(4, bits)
+
+    def variant(bits: int, block_size: int, group: int = 4, windowed: bool = False) -> Variant:
+        config = _config(group, bits, 128)
         num_warps, num_stages = config.pop("num_warps"), config.pop("num_stages")
-        constants = config | {
-            "GROUP": 4,
-            "HEAD_DIM": 128,
-            "BLOCK_SIZE": block_size,
-            "BITS": bits,
-            "SPLIT": SPLIT_TOKENS,
-        }
-        constants |= {"IN_FLOAT32": False, "sinks": None} | ({"params": None} if bits == 16 else {})
-        its_types = types | ({"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "params": "*fp16"})
-        instructions = dict.fromkeys((80, 90, 100), ("HMMA", "LDGSTS"))
-        made[f"{bits}-bit-blocks-of-{block_size}"] = Variant(
-            _decode_kernel, its_types, constants, num_warps, num_stages, strides, instructions
-        )
+        shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "BITS": bits, "SPLIT": SPLIT_TOKENS}
+        constants = config | shape | unpacking(torch.bfloat16, bits).constants()
+        constants |= {"WINDOWED": windowed, "WIDEN": False}
+        constants |= {"sinks": None, "words_stride_token": 1} | ({"words": None} if bits == 16 else {})
+        its_types = types | ({"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "words": "*i32"})
+        instructions = dict.fromkeys((80, 90, 100), ("HMMA", "LDGSTS.E.BYPASS.128", "LDS.128" if bits < 16 else "LDSM"))
+        return Variant(_decode_kernel, its_types, constants, num_warps, num_stages, strides, instructions)
+
+    made = {
+        "16-bit": variant(16, 64),
+        "16-bit-blocks-of-16": variant(16, 16),
+        "8-bit": variant(8, 64),
+        "4-bit": variant(4, 64),
+        "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
+        "4-bit-32-heads": variant(4, 64, group=32),
+    }
     merge_types = {name: kind for name, kind in types.items() if name in _MERGED}
     constants = {"HEAD_DIM": 128, "SPLIT": SPLIT_TOKENS, "sinks": None}
     made["merge"] = Variant(_merge_kernel, merge_types, constants, 1)

@@ -1,29 +1,55 @@
 """A row of activations as int8, for the quantised products (SmoothQuant, Xiao et al., 2023; QServe, Lin et al., 2024).
 
-    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5), sum = the sum of q         (all 0 where max |y| < LEAST)
+    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5)         (all 0 where max |y| < LEAST)
+    sums[g] = the sum of q over the columns of group g: 128, or what is left of them
 
-The sum is that of the integers, not of y, so that a product can correct for a weight's zero point exactly. The
+The sums are those of the integers, not of y, so that a product can correct for a weight's zero points exactly. The
 kernels that make y (rms_norm.py, silu_mul.py, w8a8.py's quantize) end with it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.triton_runtime import jit, tl
 
+GROUP = 128  # columns of a sum
 LEAST = 1e-35  # 127 / max |y| would overflow below
 
 
-def reference(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
+class Int8Rows(NamedTuple):
+    q: Tensor  # int8 [rows, k]
+    scale: Tensor  # float32 [rows]
+    sums: Tensor  # int32 [rows, ceil(k / GROUP)]
+
+
+def reference(y: Tensor) -> Int8Rows:
+    """y [rows, k]."""
     y = y.float()
     most = y.abs().amax(1)
     most = torch.where(most < LEAST, 0.0, most)
     inverse = torch.where(most > 0, torch.full_like(most, 127) / most.clamp(min=LEAST), 0.0)
     q = torch.floor(y * inverse[:, None] + 0.5).to(torch.int8)
-    return q, most / 127, q.sum(1, dtype=torch.int32)
+    return Int8Rows(q, most / 127, group_sums(q))
+
+
+def group_sums(q: Tensor) -> Tensor:
+    """q int8 [rows, k] -> int32 [rows, ceil(k / GROUP)]."""
+    filled = F.pad(q, (0, -q.shape[1] % GROUP))
+    return filled.unflatten(1, (-1, GROUP)).sum(2, dtype=torch.int32)
+
+
+def empty(rows: int, k: int, device: torch.device) -> Int8Rows:
+    """For a kernel to fill."""
+    return Int8Rows(
+        torch.empty(rows, k, dtype=torch.int8, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, -(-k // GROUP), dtype=torch.int32, device=device),
+    )
 
 
 @jit
@@ -31,3 +57,23 @@ def int8_scales(most):
     """max |y| of a row, float32 -> (scale, what y is multiplied by)."""
     most = tl.where(most < 1e-35, 0.0, most)
     return most / 127.0, tl.where(most > 0, 127.0 / tl.maximum(most, 1e-35), 0.0)
+
+
+@jit
+def store_int8(
+    y,  # float32 [BLOCK]: columns start, start + 1, ... of a row; 0 past its end
+    inverse,  # of int8_scales
+    q,  # a row: [k] int8
+    sums,  # of the row: [ceil(k / 128)] int32
+    start,  # a multiple of 128
+    k,
+    BLOCK: tl.constexpr,  # a power of two
+):
+    """Rounds a part of a row and adds its groups up."""
+    GROUPS: tl.constexpr = (BLOCK + 127) // 128
+    columns = start + tl.arange(0, BLOCK)
+    rounded = tl.floor(y * inverse + 0.5).to(tl.int32)
+    tl.store(q + columns, rounded.to(tl.int8), columns < k)
+    groups = start // 128 + tl.arange(0, GROUPS)
+    totals = tl.sum(tl.reshape(rounded, (GROUPS, BLOCK // GROUPS)), 1)
+    tl.store(sums + groups, totals, groups * 128 < k)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import rms_norm, rope
-from kernels.kv_format import QuantizedPool, pack, quantize_rows
+from kernels.kv_format import KVPool, pack, quantize_rows
 from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, heads, kv_heads, head_dim, block_size)
@@ -34,14 +34,13 @@ def reference(
     cos: Tensor,
     sin: Tensor,
     cells: Tensor,
-    pool: Tensor,
-    layout: QuantizedPool | None = None,
+    pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Like `kv_append`; q is 0 where the cell is -1."""
-    heads, kv_heads, head_dim, block_size = _shape(qkv, pool, layout)
+    heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
     real = cells >= 0
     cells, positions = cells[real], positions[real]
     parts = qkv[real].float().unflatten(1, (-1, head_dim))
@@ -53,14 +52,13 @@ def reference(
     factors = rope.rope_factors(cos[positions], sin[positions])
     query, key = rope.reference(query, *factors), rope.reference(key, *factors)
     block, offset = cells // block_size, cells % block_size
-    if layout is None:
-        pool[block, offset] = torch.stack((key, value), dim=1).to(pool.dtype)  # kv_write, of a pool with any strides
+    sides = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
+    if pool.params is None:
+        pool.data[block, offset] = sides.to(pool.data.dtype)  # kv_write, of a pool with any strides
     else:
-        for side, x in enumerate((key, value)):
-            q, scale, least = quantize_rows(x.flatten(0, 1), layout.bits)
-            layout.data(pool)[block, :, side, offset] = pack(q, layout.bits).unflatten(0, (-1, kv_heads))
-            params = torch.stack((scale, least), dim=1)
-            layout.params(pool)[block, :, side, offset] = params.unflatten(0, (-1, kv_heads))
+        q, scale, least = quantize_rows(sides.flatten(0, 2), pool.bits)
+        pool.data[block, offset] = pack(q, pool.bits).unflatten(0, sides.shape[:3])
+        pool.params[block, offset] = torch.stack((scale, least), dim=1).unflatten(0, sides.shape[:3])
     out = qkv.new_zeros(len(qkv), heads, head_dim)
     out[real] = query.to(qkv.dtype)
     return out
@@ -72,8 +70,7 @@ def kv_append(
     cos: Tensor,
     sin: Tensor,
     cells: Tensor,
-    pool: Tensor,
-    layout: QuantizedPool | None = None,
+    pool: KVPool,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -82,37 +79,24 @@ def kv_append(
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]; positions, cells int64 [tokens], cells all different or -1;
     cos, sin float32 [max_seq_len, head_dim / 2]; q_norm, k_norm [head_dim].
-    pool, of one layer: [num_blocks, block_size, 2, kv_heads, head_dim]; with a layout uint8 [num_blocks, block_bytes].
     """
     if not runs_on(qkv):
-        return reference(qkv, positions, cos, sin, cells, pool, layout, q_norm, k_norm, eps)
-    heads, kv_heads, head_dim, block_size = _shape(qkv, pool, layout)
-    if layout is None:
-        data, params, bits, params_stride_block = pool, None, 0, 0
-        stride_block, stride_token, stride_side, stride_head, within = data.stride()
-    else:
-        data, params, bits = layout.data(pool), layout.params(pool), layout.bits
-        stride_block, stride_head, stride_side, stride_token, within = data.stride()
-        params_stride_block = params.stride(0)
-    if within != 1:
-        raise ValueError("the elements of a head have to lie together in the pool")
+        return reference(qkv, positions, cos, sin, cells, pool, q_norm, k_norm, eps)
+    heads, kv_heads, head_dim, block_size = _shape(qkv, pool)
     q = qkv.new_empty(len(qkv), heads, head_dim)
     config = _config(heads, kv_heads, head_dim)
     _kv_append_kernel[(len(qkv), _num_groups(heads, kv_heads, config["GROUP"]))](
         qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cells.contiguous(), q_norm, k_norm,
-        q, data, params, eps, stride_block, stride_token, stride_side, stride_head, params_stride_block,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, **config,
+        q, pool.data, pool.words, eps, *pool.strides,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=pool.bits, **config,
     )  # fmt: skip
     return q
 
 
-def _shape(qkv: Tensor, pool: Tensor, layout: QuantizedPool | None) -> tuple[int, int, int, int]:
+def _shape(qkv: Tensor, pool: KVPool) -> tuple[int, int, int, int]:
     """-> heads, kv_heads, head_dim, block_size."""
-    if layout is None:
-        _, block_size, _, kv_heads, head_dim = pool.shape
-    else:
-        block_size, kv_heads, head_dim, _ = layout
-    return qkv.shape[1] // head_dim - 2 * kv_heads, kv_heads, head_dim, block_size
+    _, block_size, _, kv_heads, _ = pool.data.shape
+    return qkv.shape[1] // pool.head_dim - 2 * kv_heads, kv_heads, pool.head_dim, block_size
 
 
 def _config(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -178,14 +162,17 @@ def _kv_append_kernel(
     q_norm,  # [HEAD_DIM], or None
     k_norm,  # [HEAD_DIM], or None
     q,  # [tokens, HEADS, HEAD_DIM]
-    pool,  # [num_blocks, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM], or uint8 [num_blocks, KV_HEADS, 2, BLOCK_SIZE, row_bytes]
-    params,  # [num_blocks, KV_HEADS, 2, BLOCK_SIZE, 2] float16, or None
+    pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, KV_HEADS, row]
+    words,  # KVPool.words [num_blocks, BLOCK_SIZE, 2, KV_HEADS], or None: a plain pool
     eps,
     stride_block,
     stride_token,
     stride_side,
     stride_head,
-    params_stride_block,
+    words_stride_block,
+    words_stride_token,
+    words_stride_side,
+    words_stride_head,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -231,7 +218,7 @@ def _kv_append_kernel(
         offset = cell % BLOCK_SIZE
         place = pool + block * stride_block + offset * stride_token + side.to(tl.int64) * stride_side
         target = place + head.to(tl.int64)[:, None] * stride_head + columns[None, :]
-        if params is None:
+        if words is None:
             tl.store(target, a.to(pool.dtype.element_ty), mask)
             tl.store(target + HALF, b.to(pool.dtype.element_ty), mask)
         else:
@@ -241,22 +228,25 @@ def _kv_append_kernel(
             else:
                 tl.store(target, lower.to(tl.uint8), mask)
                 tl.store(target + HALF, upper.to(tl.uint8), mask)
-            pair = params + block * params_stride_block + ((head * 2 + side) * BLOCK_SIZE + offset) * 2
-            tl.store(pair, scale, head < KV_HEADS)
-            tl.store(pair + 1, least, head < KV_HEADS)
+            low_half = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            word = low_half | least.to(tl.int16, bitcast=True).to(tl.int32) << 16
+            its_place = words + block * words_stride_block + offset * words_stride_token
+            its_place += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
+            tl.store(its_place, word, head < KV_HEADS)
 
 
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("qkv", "q", "pool"), "*bf16") | dict.fromkeys(("positions", "cells"), "*i64")
     types |= dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
-    strides = ("stride_block", "stride_token", "stride_side", "stride_head", "params_stride_block")
+    strides = ("stride_block", "stride_token", "stride_side", "stride_head")
+    strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys(strides, "i32")
     without_norms = {"q_norm": None, "k_norm": None}
     # name -> heads, kv_heads, head_dim, bits, norms
     shapes = {
-        "plain-128": (32, 8, 128, 0, False),
-        "plain-norms-128": (32, 8, 128, 0, True),
-        "plain-80": (32, 32, 80, 0, False),
+        "plain-128": (32, 8, 128, 16, False),
+        "plain-norms-128": (32, 8, 128, 16, True),
+        "plain-80": (32, 32, 80, 16, False),
         "int8-128": (32, 8, 128, 8, False),
         "int4-128": (32, 8, 128, 4, False),
         "int4-norms-128-one-kv-head": (4, 1, 128, 4, True),
@@ -271,12 +261,13 @@ def variants() -> dict[str, Variant]:
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 64,
             "BITS": bits,
+            "words_stride_token": 1,
         }
         its_types = types | (dict.fromkeys(without_norms, "*bf16") if norms else {})
         constants |= {} if norms else without_norms
-        its_types |= {"pool": "*u8", "params": "*fp16"} if bits else {}
-        constants |= {} if bits else {"params": None}
-        wide = ("LDG.E.128", "STG.E.128") if not bits else ("LDG.E.128", "STG.E.64")
+        its_types |= {"pool": "*u8", "words": "*i32"} if bits < 16 else {}
+        constants |= {} if bits < 16 else {"words": None}
+        wide = ("LDG.E.128", "STG.E.128") if bits == 16 else ("LDG.E.128", "STG.E.64")
         instructions = dict.fromkeys((80, 90, 100), wide)
         made[name] = Variant(
             _kv_append_kernel, its_types, constants, num_warps, divisible=strides, instructions=instructions

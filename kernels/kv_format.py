@@ -17,7 +17,17 @@ matter in rows that hardly vary.
         params      [kv_heads][key, value][block_size][scale, least]          float16
 
 An int4 byte j of a row holds q[j] in its low and q[j + head_dim / 2] in its high bits, so that the two halves of a row are
-unpacked without exchanging neighbours. Blocks of 16-bit pools: kernels/kv_write.py.
+unpacked without exchanging neighbours. Blocks of plain pools: kernels/kv_write.py.
+
+Kernels that read or write a pool take a `KVPool`: the same dimensions whatever the layout, and strides that tell them apart.
+
+Kernels make q a float by bits, not by conversion (a quarter of the rate): n are the low mantissa bits of a power of two, so that
+the float is n + bias, and bias is folded into least. Four bytes at a time (the byte permutation and the magic numbers are
+FasterTransformer's, Kim et al. 2022):
+
+    int4    128 + n in bfloat16, 1024 + n in float16, of each half of the byte
+    int8    1024 + n in float16. bfloat16 has 7 bits: the upper bit makes 128 or 256, the lower ones n & 127 - 255; their sum is
+            n - 127, exact in 8 bits
 """
 
 from __future__ import annotations
@@ -27,19 +37,74 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.triton_runtime import INTERPRETED, jit, tl
+
 # (rows, head_dim, bits)
 CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]
 
-MOST_HALF = 65504.0
+MOST_DTYPE = 65504.0
+
+
+class KVPool(NamedTuple):
+    """One layer's pool as kernels read it, whatever its layout."""
+
+    data: Tensor  # [num_blocks, block_size, 2, kv_heads, row]: a view; only the last stride is given, 1
+    params: (
+        Tensor | None
+    )  # [num_blocks, block_size, 2, kv_heads, 2] float16, a view: scale, least; None: data are the values
+    head_dim: int
+    bits: int  # of an element: 8 or 4 with params, otherwise those of data's dtype
+
+    @property
+    def words(self) -> Tensor | None:
+        """params as int32 [num_blocks, block_size, 2, kv_heads]: scale, and least in the high half."""
+        return None if self.params is None else self.params.view(torch.int32)[..., 0]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of block, token, side and head, in elements: data's four, then those of words, 0 where there are none."""
+        return self.data.stride()[:4] + ((0, 0, 0, 0) if self.params is None else self.words.stride())
+
+
+def plain_pool(pool: Tensor) -> KVPool:
+    """pool [num_blocks, block_size, 2, kv_heads, head_dim], with any strides but the last."""
+    if pool.stride(4) != 1:
+        raise ValueError(f"the elements of a head have to lie together in the pool; they are {pool.stride(4)} apart")
+    return KVPool(pool, None, pool.shape[4], 8 * pool.element_size())
+
+
+class PlainPool(NamedTuple):
+    """The layout of one layer's pool that holds values as they are."""
+
+    block_size: int  # tokens
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.block_size, 2, self.kv_heads, self.head_dim)
+
+    def view(self, pool: Tensor) -> KVPool:
+        """pool [num_blocks, *block_shape]."""
+        return plain_pool(pool)
 
 
 class QuantizedPool(NamedTuple):
-    """The layout of one layer's pool."""
+    """The layout of one layer's pool that holds int8 or int4."""
 
     block_size: int  # tokens
     kv_heads: int
     head_dim: int  # a multiple of 8
     bits: int  # 8 or 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.block_bytes,)
 
     @property
     def row_bytes(self) -> int:
@@ -54,23 +119,24 @@ class QuantizedPool(NamedTuple):
     def block_bytes(self) -> int:
         return self.data_bytes + self.kv_heads * 2 * self.block_size * 4
 
-    def data(self, pool: Tensor) -> Tensor:
-        """pool uint8 [num_blocks, block_bytes] -> a view [num_blocks, kv_heads, 2, block_size, row_bytes] uint8."""
-        shape = (self.kv_heads, 2, self.block_size, self.row_bytes)
-        return pool[:, : self.data_bytes].unflatten(1, shape)
+    def view(self, pool: Tensor) -> KVPool:
+        """pool uint8 [num_blocks, block_bytes]."""
+        shape = (self.kv_heads, 2, self.block_size)
+        data = pool[:, : self.data_bytes].unflatten(1, (*shape, self.row_bytes))
+        params = pool[:, self.data_bytes :].view(torch.float16).unflatten(1, (*shape, 2))
+        return KVPool(data.transpose(1, 3), params.transpose(1, 3), self.head_dim, self.bits)
 
-    def params(self, pool: Tensor) -> Tensor:
-        """-> a view [num_blocks, kv_heads, 2, block_size, 2] float16: scale, least."""
-        return pool[:, self.data_bytes :].view(torch.float16).unflatten(1, (self.kv_heads, 2, self.block_size, 2))
+
+PoolLayout = PlainPool | QuantizedPool
 
 
 def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, head_dim] -> (q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows])."""
     x = x.float()
     most_q = (1 << bits) - 1
-    least = x.amin(1).clamp_(-MOST_HALF, MOST_HALF).half()
+    least = x.amin(1).clamp_(-MOST_DTYPE, MOST_DTYPE).half()
     shifted = x - least.float()[:, None]
-    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_HALF).half()  # below 0: a constant row, and least was rounded up
+    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_DTYPE).half()  # below 0: a constant row, and least was rounded up
     divisor = torch.where(scale > 0, scale.float(), torch.inf)[:, None]
     q = torch.floor(shifted / divisor + 0.5).clamp_(0, most_q)
     return q.to(torch.uint8), scale, least
@@ -94,3 +160,105 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+class Unpacking(NamedTuple):
+    """How a kernel makes q a 16-bit float, up to a bias."""
+
+    asm: str | None  # PTX, of four bytes in a register; None in the interpreter, which has the same numbers
+    bias: int
+
+    def constants(self) -> dict[str, object]:
+        """Of a kernel."""
+        return {"ASM": self.asm, "BIAS": self.bias}
+
+
+INT4 = """{
+    .reg .b32 low, high;
+    and.b32 low, $4, 0x0f0f0f0f;
+    shr.b32 high, $4, 4;
+    and.b32 high, high, 0x0f0f0f0f;
+    prmt.b32 $0, low, MAGIC, 0x4140;
+    prmt.b32 $1, low, MAGIC, 0x4342;
+    prmt.b32 $2, high, MAGIC, 0x4140;
+    prmt.b32 $3, high, MAGIC, 0x4342;
+}"""
+
+INT8 = """{
+    prmt.b32 $0, $2, MAGIC, 0x4140;
+    prmt.b32 $1, $2, MAGIC, 0x4342;
+}"""
+
+INT8_BFLOAT16 = """{
+    .reg .b32 lower, upper, minus, left, right;
+    not.b32 lower, $2;
+    and.b32 lower, lower, 0x7f7f7f7f;
+    and.b32 upper, $2, 0x80808080;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 left, lower, 0x43434343, 0x4140;
+    prmt.b32 right, upper, 0x43434343, 0x4140;
+    fma.rn.bf16x2 $0, left, minus, right;
+    prmt.b32 left, lower, 0x43434343, 0x4342;
+    prmt.b32 right, upper, 0x43434343, 0x4342;
+    fma.rn.bf16x2 $1, left, minus, right;
+}"""
+
+
+def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -> Unpacking:
+    """dtype: of the queries. For float32 ones q is converted: a bias would cost bits that they have."""
+    if dtype == torch.float32:
+        return Unpacking(None, 0)
+    if dtype == torch.float16:
+        magic, bias = "0x64646464", 1024
+    else:
+        magic, bias = "0x43434343", 128 if bits == 4 else -127
+    text = INT4 if bits == 4 else INT8 if dtype == torch.float16 else INT8_BFLOAT16
+    return Unpacking(text.replace("MAGIC", magic) if compiled else None, bias)
+
+
+@jit
+def floats_of_int4(
+    packed,  # uint8
+    DTYPE: tl.constexpr,  # of the queries
+    ASM: tl.constexpr,
+):
+    """-> the low halves and the high halves of the bytes, each + bias."""
+    if DTYPE == tl.float32:
+        return (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    elif ASM is None:
+        low, high = (packed & 15).to(tl.int16), (packed >> 4).to(tl.int16)
+        MAGIC: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300
+        return (low | MAGIC).to(DTYPE, bitcast=True), (high | MAGIC).to(DTYPE, bitcast=True)
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), True, 4)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), True, 4)
+
+
+@jit
+def floats_of_int8(
+    q,  # uint8
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """-> q + bias."""
+    if DTYPE == tl.float32:
+        return q.to(tl.float32)
+    elif ASM is None:
+        if DTYPE == tl.float16:
+            return (q.to(tl.int16) | 0x6400).to(DTYPE, bitcast=True)
+        else:
+            return (q.to(tl.float32) - 127).to(DTYPE)
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [q], tl.float16, True, 4)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [q], tl.bfloat16, True, 4)
+
+
+@jit
+def scale_and_least(
+    words,  # int32: KVPool.words
+):
+    """-> float32, float32."""
+    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

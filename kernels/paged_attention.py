@@ -9,11 +9,11 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds
 (NaN of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that
-have left the window (-1) and beyond the end are never used as an index. Pool layout: kernels/kv_write.py.
+have left the window (-1) and beyond the end are never used as an index. Pool layouts: kernels/kv_format.py.
 
 `plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
-reference gathers: rows with one query go together, in groups of like length, the others one by one. On a GPU the kernels of
-decode_attention.py and context_attention.py read the pool through the tables.
+reference gathers, and dequantises what is quantised: rows with one query go together, in groups of like length, the others one
+by one. On a GPU the kernels of decode_attention.py and context_attention.py read the pool through the tables.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.context_attention import context_attention
 from kernels.decode_attention import decode_attention
+from kernels.kv_format import KVPool, unpack
 from kernels.triton_runtime import runs_at
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
@@ -72,14 +73,23 @@ class AttentionPlan(NamedTuple):
     context: list[ContextRow]
 
 
-class DevicePlan(NamedTuple):
-    """The rows as the Triton kernels read them, on the device."""
+class DeviceRows(NamedTuple):
+    """Consecutive rows as the Triton kernels read them, on the device."""
 
-    starts: Tensor  # int32 [num_rows + 1]
+    starts: Tensor | None  # int32 [num_rows + 1], counted from the first query of these rows; None: one query each
     lengths: Tensor  # int32 [num_rows]
     tables: Tensor  # int32 [num_rows, max_blocks]
+
+
+class DevicePlan(NamedTuple):
+    """Rows of one query each, and those behind them. Either may be missing."""
+
+    generation: DeviceRows | None
+    context: DeviceRows | None
     window: int | None
-    is_generation: bool  # every row has one query
+
+
+Plan = AttentionPlan | DevicePlan
 
 
 class Case(NamedTuple):
@@ -112,14 +122,12 @@ CASES = [
 
 
 def plan_attention(
-    rows: AttentionRows, block_size: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> AttentionPlan | DevicePlan:
+    rows: AttentionRows, block_size: int, window: int | None, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Plan:
     """Work out what each row reads. `dtype` is that of the queries, `window` in tokens."""
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
-        # Not packed into one copy: kernels want aligned pointers.
-        parts = (torch.from_numpy(part.astype(np.int32)).to(device) for part in rows)
-        return DevicePlan(*parts, window, bool((num_queries == 1).all()))
+        return _plan_on_device(rows, num_queries, window, head_dim, device)
     single = np.flatnonzero(num_queries == 1)
     generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
     context = [
@@ -138,8 +146,15 @@ def plan_attention(
     return AttentionPlan(generation, context)
 
 
-def reference(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
-    """q [num_tokens, heads, head_dim], pool [blocks, block_size, 2, kv_heads, head_dim] -> a new tensor like q."""
+def num_leading_single(num_queries: NDArray[np.int64], head_dim: int) -> int:
+    """How many of the first rows decode_attention.py takes."""
+    if head_dim not in DECODE_HEAD_DIMS:
+        return 0
+    return int((num_queries != 1).argmax()) if (num_queries != 1).any() else len(num_queries)
+
+
+def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
+    """q [num_tokens, heads, head_dim] -> a new tensor like q."""
     if len(plan.generation) == 1 and plan.generation[0].tokens is None:
         return _attend_generation(q, pool, plan.generation[0])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -150,14 +165,36 @@ def reference(q: Tensor, pool: Tensor, plan: AttentionPlan) -> Tensor:
     return out
 
 
-def paged_attention(q: Tensor, pool: Tensor, plan: AttentionPlan | DevicePlan) -> Tensor:
-    """Attend every query of a flat batch. The KV of this step's tokens must be in the pool already."""
+def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
+    """q [num_tokens, heads, head_dim] -> a new tensor like q. The KV of this step's tokens must be in the pool already."""
     if isinstance(plan, AttentionPlan):
         return reference(q, pool, plan)
-    scale = q.shape[-1] ** -0.5
-    if plan.is_generation and q.shape[-1] in DECODE_HEAD_DIMS:
-        return decode_attention(q, pool, plan.lengths, plan.tables, scale, window=plan.window)
-    return context_attention(q, pool, plan.starts, plan.lengths, plan.tables, scale, window=plan.window)
+    scale, window = q.shape[-1] ** -0.5, plan.window
+    first = 0 if plan.generation is None else len(plan.generation.lengths)
+    parts = []
+    if plan.generation is not None:
+        _, lengths, tables = plan.generation
+        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window=window))
+    if plan.context is not None:
+        starts, lengths, tables = plan.context
+        parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window=window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _plan_on_device(
+    rows: AttentionRows, num_queries: NDArray[np.int64], window: int | None, head_dim: int, device: torch.device
+) -> DevicePlan:
+    def place(array: NDArray) -> Tensor:  # each in memory of its own: kernels want aligned pointers
+        return torch.from_numpy(array.astype(np.int32)).to(device)
+
+    first = num_leading_single(num_queries, head_dim)
+    generation = context = None
+    if first:
+        generation = DeviceRows(None, place(rows.lengths[:first]), place(rows.tables[:first]))
+    if first < len(num_queries):
+        starts = rows.starts[first:] - rows.starts[first]
+        context = DeviceRows(place(starts), place(rows.lengths[first:]), place(rows.tables[first:]))
+    return DevicePlan(generation, context, window)
 
 
 def _plan_generation(
@@ -230,22 +267,31 @@ def _plan_context(
     return ContextRow(blocks.to(device), slices)
 
 
-def _attend_generation(q: Tensor, pool: Tensor, group: GenerationGroup) -> Tensor:
+def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """blocks int64 [n] -> their KV [n, block_size, 2, kv_heads, head_dim] in dtype, a new tensor."""
+    data = pool.data.index_select(0, blocks)
+    if pool.params is None:
+        return data
+    scale, least = pool.params.index_select(0, blocks).float().unbind(-1)
+    return (unpack(data, pool.bits).float() * scale[..., None] + least[..., None]).to(dtype)
+
+
+def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup) -> Tensor:
     """q [rows, heads, head_dim] -> the same shape. The query heads of a kv head become the queries of one product."""
-    kv = pool.index_select(0, group.blocks)
-    kv = kv.view(q.shape[0], -1, *pool.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
+    kv = gather_blocks(pool, group.blocks, q.dtype)
+    kv = kv.view(q.shape[0], -1, *kv.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
     head, tail = group.seen_by_all.start, group.seen_by_all.stop
     for ragged in (slice(0, head), slice(tail, kv.shape[1])):
         if ragged.start < ragged.stop:
             kv[:, ragged].masked_fill_(group.unseen[:, ragged], 0)
     k, v = kv.transpose(1, 3).unbind(2)  # each [rows, kv_heads, cells, head_dim]
-    grouped = q.unflatten(1, (pool.shape[3], -1))  # [rows, kv_heads, group, head_dim]
+    grouped = q.unflatten(1, (kv.shape[3], -1))  # [rows, kv_heads, group, head_dim]
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).flatten(1, 2)
 
 
-def _attend_context(q: Tensor, out: Tensor, pool: Tensor, row: ContextRow) -> None:
+def _attend_context(q: Tensor, out: Tensor, pool: KVPool, row: ContextRow) -> None:
     """Fill the row's part of `out` [num_tokens, heads, head_dim]."""
-    kv = pool.index_select(0, row.blocks).flatten(0, 1)  # [cells, 2, kv_heads, head_dim]
+    kv = gather_blocks(pool, row.blocks, q.dtype).flatten(0, 1)  # [cells, 2, kv_heads, head_dim]
     for part in row.slices:
         k, v = kv[part.cells].permute(1, 2, 0, 3).unbind(0)  # each [kv_heads, keys, head_dim]
         queries = q[part.tokens].transpose(0, 1)[None]  # [1, heads, queries, head_dim]

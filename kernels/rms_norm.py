@@ -2,7 +2,7 @@
 
 r     = x + residual                                 (add_rms_norm; rounded to x's type, returned as well)
 y     = r / sqrt(mean(r^2) + eps) * weight           mean over the last dimension, in float32
-q     = floor(y / scale + 0.5), scale = max |y| / 127, sum = the sum of q            (a row's int8 form; 0 where y is 0)
+q, scale, sums                                       y as int8 (kernels/int8_rows.py)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import int8_rows
-from kernels.int8_rows import int8_scales
+from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 256), (2, 3, 40)]  # shapes of x; the last dimension is normalised
@@ -23,8 +23,8 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def reference_int8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, hidden] -> (q int8 [rows, hidden], scale float32 [rows], sum int32 [rows])."""
+def reference_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
+    """x [rows, hidden]."""
     return int8_rows.reference(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
 
 
@@ -49,15 +49,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
-def rms_norm_int8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, hidden] -> (q int8 [rows, hidden], scale float32 [rows], sum int32 [rows])."""
+def rms_norm_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
+    """x [rows, hidden]."""
     if not runs_on(x):
         return reference_int8(x, weight, eps)
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    total = torch.empty(len(x), dtype=torch.int32, device=x.device)
-    _launch(x.contiguous(), None, weight, eps, q, None, scale, total)
-    return q, scale, total
+    rows = int8_rows.empty(*x.shape, x.device)
+    _launch(x.contiguous(), None, weight, eps, rows.q, None, rows.scale, rows.sums)
+    return rows
+
+
+def add_rms_norm_int8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Int8Rows, Tensor]:
+    """x, residual [rows, hidden] -> (normed sum, sum)."""
+    if not runs_on(x):
+        total = x + residual
+        return reference_int8(total, weight, eps), total
+    rows, total = int8_rows.empty(*x.shape, x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x.contiguous(), residual.contiguous(), weight, eps, rows.q, total, rows.scale, rows.sums)
+    return rows, total
 
 
 @jit
@@ -68,7 +76,7 @@ def _rms_norm_kernel(
     out,  # like x, or int8
     total,  # like x, with a residual
     scales,  # [rows] float32, with int8
-    sums,  # [rows] int32, with int8
+    sums,  # [rows, ceil(hidden / 128)] int32, with int8
     hidden,
     eps,
     BLOCK: tl.constexpr,  # a power of two, at least hidden
@@ -86,10 +94,9 @@ def _rms_norm_kernel(
     y = r * tl.rsqrt(tl.sum(r * r, 0) / hidden + eps) * w
     if scales is not None:
         scale, inverse = int8_scales(tl.max(tl.abs(y), 0))
-        q = tl.floor(y * inverse + 0.5).to(tl.int32)
-        tl.store(out + row + columns, q.to(tl.int8), mask)
         tl.store(scales + tl.program_id(0), scale)
-        tl.store(sums + tl.program_id(0), tl.sum(q, 0))
+        row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(hidden, 128)
+        store_int8(y, inverse, out + row, row_sums, 0, hidden, BLOCK)
     else:
         tl.store(out + row + columns, y.to(out.dtype.element_ty), mask)
 
@@ -129,6 +136,8 @@ def variants() -> dict[str, Variant]:
         types = common | {"out": "*bf16", "residual": "*bf16", "total": "*bf16"}
         made[f"add-{hidden}"] = Variant(_rms_norm_kernel, types, constants | added, num_warps, divisible=("hidden",))
         types = common | {"out": "*i8", "scales": "*fp32", "sums": "*i32"}
-        constants = constants | dict.fromkeys(("residual", "total"))
-        made[f"int8-{hidden}"] = Variant(_rms_norm_kernel, types, constants, num_warps, divisible=("hidden",))
+        alone = dict.fromkeys(("residual", "total"))
+        made[f"int8-{hidden}"] = Variant(_rms_norm_kernel, types, constants | alone, num_warps, divisible=("hidden",))
+        types = types | {"residual": "*bf16", "total": "*bf16"}
+        made[f"add-int8-{hidden}"] = Variant(_rms_norm_kernel, types, constants, num_warps, divisible=("hidden",))
     return made

@@ -1,17 +1,16 @@
 """The gate of a SwiGLU MLP (Shazeer, 2020).
 
 y = silu(gate) * up          for gate_up = [gate | up] along the last dimension; silu(g) = g / (1 + exp(-g)), in float32
-q, scale, sum                y as int8 (kernels/int8_rows.py), for the down projection
+q, scale, sums               y as int8 (kernels/int8_rows.py), for the down projection
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import int8_rows
-from kernels.int8_rows import int8_scales
+from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
@@ -27,8 +26,8 @@ def reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def reference_int8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate_up [rows, 2 * intermediate] -> (q int8 [rows, intermediate], scale float32 [rows], sum int32 [rows])."""
+def reference_int8(gate_up: Tensor) -> Int8Rows:
+    """gate_up [rows, 2 * intermediate]."""
     return int8_rows.reference(reference(gate_up.float()))
 
 
@@ -44,20 +43,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate_up [rows, 2 * intermediate] -> (q int8 [rows, intermediate], scale float32 [rows], sum int32 [rows])."""
+def silu_mul_int8(gate_up: Tensor) -> Int8Rows:
+    """gate_up [rows, 2 * intermediate]."""
     if not runs_on(gate_up):
         return reference_int8(gate_up)
-    rows, intermediate = len(gate_up), gate_up.shape[1] // 2
-    q = torch.empty(rows, intermediate, dtype=torch.int8, device=gate_up.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
-    total = torch.empty(rows, dtype=torch.int32, device=gate_up.device)
+    intermediate = gate_up.shape[1] // 2
+    rows = int8_rows.empty(len(gate_up), intermediate, gate_up.device)
     block = _row_block(intermediate)
-    _silu_mul_int8_kernel[(rows,)](
-        gate_up.contiguous(), q, scale, total, intermediate,
+    _silu_mul_int8_kernel[(len(gate_up),)](
+        gate_up.contiguous(), *rows, intermediate,
         BLOCK=block, WHOLE_ROW=block >= intermediate, num_warps=_num_warps(block),
     )  # fmt: skip
-    return q, scale, total
+    return rows
 
 
 @jit
@@ -87,33 +84,27 @@ def _silu_mul_int8_kernel(
     gate_up,  # [rows, 2 * intermediate]
     out,  # [rows, intermediate] int8
     scales,  # [rows] float32
-    sums,  # [rows] int32
+    sums,  # [rows, ceil(intermediate / 128)] int32
     intermediate,
     BLOCK: tl.constexpr,
     WHOLE_ROW: tl.constexpr,  # BLOCK is at least intermediate; otherwise y is computed twice, from memory and from the cache
 ):
     row = tl.program_id(0).to(tl.int64) * intermediate
+    row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(intermediate, 128)
     columns = tl.arange(0, BLOCK)
     if WHOLE_ROW:
         y = _gated(gate_up + 2 * row, columns, intermediate)
         scale, inverse = int8_scales(tl.max(tl.abs(y), 0))
-        q = tl.floor(y * inverse + 0.5).to(tl.int32)
-        tl.store(out + row + columns, q.to(tl.int8), columns < intermediate)
-        total = tl.sum(q, 0)
+        store_int8(y, inverse, out + row, row_sums, 0, intermediate, BLOCK)
     else:
         largest = tl.zeros([BLOCK], tl.float32)
         for start in range(0, intermediate, BLOCK):
             largest = tl.maximum(largest, tl.abs(_gated(gate_up + 2 * row, start + columns, intermediate)))
         scale, inverse = int8_scales(tl.max(largest, 0))
-        partial = tl.zeros([BLOCK], tl.int32)
         for start in range(0, intermediate, BLOCK):
             y = _gated(gate_up + 2 * row, start + columns, intermediate)
-            q = tl.floor(y * inverse + 0.5).to(tl.int32)
-            tl.store(out + row + start + columns, q.to(tl.int8), start + columns < intermediate)
-            partial += q
-        total = tl.sum(partial, 0)
+            store_int8(y, inverse, out + row, row_sums, start, intermediate, BLOCK)
     tl.store(scales + tl.program_id(0), scale)
-    tl.store(sums + tl.program_id(0), total)
 
 
 def _block(columns: int, most: int) -> int:

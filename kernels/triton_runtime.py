@@ -44,7 +44,8 @@ class Variant(NamedTuple):
     num_warps: int = 4
     num_stages: int = 2
     divisible: tuple[str, ...] = ()  # integer arguments that are multiples of 16
-    instructions: dict[int, tuple[str, ...]] = {}  # architecture (80, 90, 100) -> mnemonics that SASS must contain
+    instructions: dict[int, tuple[str, ...]] = {}  # architecture -> mnemonics that SASS must contain
+    architectures: tuple[int, ...] = (80, 90, 100)  # compute capabilities times ten that it is compiled for
 
 
 def runs_on(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.gemm_tiles import splits_of, tiles_of
 from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 # (m, n, k, group, zero points)
@@ -41,10 +42,6 @@ SYMMETRIC_ZERO = 8
 # dtype -> the bits of a float whose last digit is 1, and that float
 MAGIC = {torch.float16: (0x6400, 1024), torch.bfloat16: (0x4300, 128)}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of eight
-PROGRAMS = 132  # that fill a GPU: an H200's SMs
-MOST_SPLITS = 8
-LEAST_GROUPS = 4  # that a split is worth
-SPLIT_UP_TO = 64  # rows
 REDUCED_AT_ONCE = 1024  # features
 
 
@@ -296,18 +293,13 @@ def _reduce_kernel(
 
 
 def _tiles(architecture: int, m: int) -> Tiles:
-    table = TILES[architecture]
-    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+    return tiles_of(TILES[architecture], m)
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
     """Of k: a power of two that divides the groups. The same for every m of a bucket."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    splits = 1
-    if m <= SPLIT_UP_TO:
-        while splits < MOST_SPLITS and programs * splits < PROGRAMS and groups % (2 * splits * LEAST_GROUPS) == 0:
-            splits *= 2
-    return splits
+    return splits_of(m, programs, groups, even=True)
 
 
 def variants() -> dict[str, Variant]:

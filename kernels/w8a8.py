@@ -2,11 +2,9 @@
 
     y[m, n] = (sum over k of q_x[m, k] * q_w[n, k]) * scale_x[m] * scale_w[n] + bias[n]
 
-    q_x, scale_x   int8 [m, k], float32 [m]       of `quantize`, or of kernels/rms_norm.py's rms_norm_int8
+    q_x, scale_x   int8 [m, k], float32 [m]       kernels/int8_rows.py's, of `quantize` or of what made x
     q_w, scale_w   int8 [n, k], float32 [n]       row-major, so that k is contiguous in both operands: what integer MMA wants
     y              [m, n] bfloat16, float16 or float32
-
-    quantize: kernels/int8_rows.py
 
 The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071, whatever the order: how many rows
 there are, which tiles are used and how k is split do not change a bit of y. Few rows do not fill a GPU with tiles; k is
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels import int8_rows
-from kernels.int8_rows import int8_scales
+from kernels.gemm_tiles import splits_of, tiles_of
+from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 from kernels.triton_runtime import Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 # (m, n, k)
@@ -30,9 +29,6 @@ CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 1
 ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quantize's x
 
 MOST_K = 131_071  # 128 * 128 * k stays within int32
-PROGRAMS = 132  # that fill a GPU: an H200's SMs
-MOST_SPLITS = 8
-LEAST_STEPS = 4  # of block_k a split is worth
 
 
 class Tiles(NamedTuple):
@@ -64,43 +60,39 @@ TILES = {
         None: Tiles(128, 128, 128, 8, 3),
     },
 }
-SPLIT_UP_TO = 64  # rows
 
 
-def reference(
-    q_x: Tensor, scale_x: Tensor, q_w: Tensor, scale_w: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def reference(x: Int8Rows, q_w: Tensor, scale_w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """-> [m, n] in dtype. In float64 the sums of integers are exact."""
-    total = (q_x.double() @ q_w.double().T).float()
-    y = total * scale_x[:, None] * scale_w
+    total = (x.q.double() @ q_w.double().T).float()
+    y = total * x.scale[:, None] * scale_w
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def w8a8(
-    q_x: Tensor,
-    scale_x: Tensor,
+    x: Int8Rows,
     q_w: Tensor,
     scale_w: Tensor,
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """q_x int8 [m, k], scale_x float32 [m], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
-    (m, k), n = q_x.shape, len(q_w)
+    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
+    (m, k), n = x.q.shape, len(q_w)
     if k > MOST_K:
         raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
-    if not runs_on(q_x):
-        return reference(q_x, scale_x, q_w, scale_w, bias, dtype)
-    out = torch.empty(m, n, dtype=dtype, device=q_x.device)
+    if not runs_on(x.q):
+        return reference(x, q_w, scale_w, bias, dtype)
+    out = torch.empty(m, n, dtype=dtype, device=q_w.device)
     if m == 0:
         return out
-    tiles = _tiles(architecture_of(q_x, TILES), m)
+    tiles = _tiles(architecture_of(q_w, TILES), m)
     splits = _splits(tiles, m, n, k)
     k_split = -(-k // (splits * tiles.block_k)) * tiles.block_k
-    parts = torch.empty(splits, m, n, dtype=torch.int32, device=q_x.device) if splits > 1 else None
+    parts = torch.empty(splits, m, n, dtype=torch.int32, device=q_w.device) if splits > 1 else None
     grid = (-(-m // tiles.block_m), -(-n // tiles.block_n), splits)
     _w8a8_kernel[grid](
-        q_x.contiguous(),
-        scale_x,
+        x.q.contiguous(),
+        x.scale,
         q_w,
         scale_w,
         bias,
@@ -118,24 +110,27 @@ def w8a8(
         num_stages=tiles.num_stages,
     )
     if parts is not None:
-        grid = (m, -(-n // REDUCED_AT_ONCE))
-        _reduce_kernel[grid](parts, scale_x, scale_w, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+        add_parts(parts, x.scale, scale_w, bias, out)
     return out
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, k] -> (q int8 [rows, k], scale float32 [rows], sum int32 [rows])."""
+def add_parts(parts: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """parts int32 [splits, m, n], scale_x float32 [m], scale_w float32 [n], bias [n] -> out [m, n]."""
+    splits, m, n = parts.shape
+    grid = (m, -(-n // REDUCED_AT_ONCE))
+    _reduce_kernel[grid](parts, scale_x, scale_w, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+
+
+def quantize(x: Tensor) -> Int8Rows:
+    """x [rows, k]."""
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
-    rows, k = x.shape
-    q = torch.empty(rows, k, dtype=torch.int8, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    total = torch.empty(rows, dtype=torch.int32, device=x.device)
-    if rows:
-        block = next_power_of_two(k)
-        _quantize_kernel[(rows,)](x, q, scale, total, k, BLOCK=block, num_warps=_num_warps(block))
-    return q, scale, total
+    made = int8_rows.empty(*x.shape, x.device)
+    if len(x):
+        block = next_power_of_two(x.shape[1])
+        _quantize_kernel[(len(x),)](x, *made, x.shape[1], BLOCK=block, num_warps=_num_warps(block))
+    return made
 
 
 @jit(do_not_specialize=["m"])
@@ -189,7 +184,7 @@ def _w8a8_kernel(
         tl.store(parts + tl.program_id(2).to(tl.int64) * m * n + at, total, mask)
     else:
         x_scale = tl.load(scale_x + rows, rows < m, other=0)
-        y = _scaled(total, x_scale[:, None], scale_w, bias, features, n)
+        y = scaled(total, x_scale[:, None], scale_w, bias, features, n)
         tl.store(out + at, y.to(out.dtype.element_ty), mask)
 
 
@@ -211,13 +206,13 @@ def _reduce_kernel(
     total = tl.zeros((BLOCK_N,), tl.int32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + (split * m + row) * n + features, mask, other=0)
-    y = _scaled(total[None, :], tl.load(scale_x + row), scale_w, bias, features, n)
+    y = scaled(total[None, :], tl.load(scale_x + row), scale_w, bias, features, n)
     tl.store(out + row * n + features[None, :], y.to(out.dtype.element_ty), mask[None, :])
 
 
 @jit
-def _scaled(total, x_scale, scale_w, bias, features, n):
-    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. One source for both kernels: the same bits."""
+def scaled(total, x_scale, scale_w, bias, features, n):
+    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. One source for every kernel: the same bits."""
     y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
     if bias is not None:
         y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]
@@ -229,19 +224,17 @@ def _quantize_kernel(
     x,  # [rows, k]
     q,  # [rows, k] int8
     scales,  # [rows] float32
-    sums,  # [rows] int32
+    sums,  # [rows, ceil(k / 128)] int32
     k,
     BLOCK: tl.constexpr,  # a power of two, at least k
 ):
     row = tl.program_id(0).to(tl.int64) * k
     columns = tl.arange(0, BLOCK)
-    mask = columns < k
-    values = tl.load(x + row + columns, mask, other=0).to(tl.float32)
+    values = tl.load(x + row + columns, columns < k, other=0).to(tl.float32)
     scale, inverse = int8_scales(tl.max(tl.abs(values), 0))
-    rounded = tl.floor(values * inverse + 0.5).to(tl.int32)
-    tl.store(q + row + columns, rounded.to(tl.int8), mask)
     tl.store(scales + tl.program_id(0), scale)
-    tl.store(sums + tl.program_id(0), tl.sum(rounded, 0))
+    row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(k, 128)
+    store_int8(values, inverse, q + row, row_sums, 0, k, BLOCK)
 
 
 REDUCED_AT_ONCE = 1024  # features
@@ -252,18 +245,13 @@ def _num_warps(block: int) -> int:
 
 
 def _tiles(architecture: int, m: int) -> Tiles:
-    table = TILES[architecture]
-    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+    return tiles_of(TILES[architecture], m)
 
 
 def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
     """Of k: a power of two."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    splits = 1
-    if m <= SPLIT_UP_TO:
-        while splits < MOST_SPLITS and programs * splits < PROGRAMS and k >= 2 * splits * LEAST_STEPS * tiles.block_k:
-            splits *= 2
-    return splits
+    return splits_of(m, programs, k // tiles.block_k, even=False)
 
 
 def variants() -> dict[str, Variant]:

@@ -14,9 +14,9 @@ from msgspec import Struct
 from backend.api.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Kernels = Literal["auto", "native", "torch"]
+Kernels = Literal["auto", "native", "torch", "triton"]
 Quantization = Literal["none", "int8", "w8a8"]
-KvDType = Literal["auto", "int8"]
+KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 Batching = Literal["fused", "separate"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
@@ -30,7 +30,8 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
     num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
-    kernels: Kernels = "auto"  # `native`, `torch`; auto = native where it can be had on this machine
+    kernels: Kernels = "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best that can be had on this machine
+    cuda_graphs: bool = True  # replay steps that only generate as CUDA graphs
     quantization: Quantization = "none"  # `int8` weights, `w8a8` int8 activations too; none = the checkpoint's own
 
 
@@ -45,7 +46,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     watermark: float = 0.01  # share of the pool that a new admission leaves untouched
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
-    dtype: KvDType = "auto"  # `int8` takes half the memory of bfloat16; auto = that of the model
+    dtype: KvDType = "auto"  # `int8`, `int4`: a half, a quarter of bfloat16's memory; auto = the checkpoint's, the model's own
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

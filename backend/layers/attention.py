@@ -1,17 +1,16 @@
-"""The attention layer: fused qkv projection, q/k norm, rotary embedding, KV write, paged attention, output."""
+"""The attention layer: fused qkv projection, q/k norm, rotary embedding and KV write, paged attention, output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from backend.layers.linear import Linear
-from kernels.kv_write import kv_write
-from kernels.paged_attention import AttentionPlan, paged_attention
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
+from kernels.int8_rows import Int8Rows
+from kernels.kv_append import kv_append
+from kernels.kv_format import KVPool
+from kernels.paged_attention import Plan, paged_attention
 
 
 @dataclass(slots=True)
@@ -23,27 +22,20 @@ class AttentionWeights:
 
 
 def attention(
-    x: Tensor,
+    x: Tensor | Int8Rows,
     weights: AttentionWeights,
-    pool: Tensor,
-    plan: AttentionPlan,
+    pool: KVPool,
+    plan: Plan,
+    positions: Tensor,
     cells: Tensor,
-    angles: tuple[Tensor, Tensor],
-    head_dim: int,
+    tables: tuple[Tensor, Tensor],
     norm_eps: float,
 ) -> Tensor:
     """x [num_tokens, hidden] -> [num_tokens, hidden]. Writes this layer's KV of all tokens to `pool` before it is read.
 
-    `angles`: kernels.rope.rope_factors of the tokens' positions. `cells` [num_tokens] int64: see kernels/kv_write.py.
+    positions, cells int64 [num_tokens]; a token whose cell is -1 is padding. tables: cos and sin (backend/layers/rotary.py).
     """
-    num_tokens, kv_heads = x.shape[0], pool.shape[3]
-    qkv = weights.qkv(x).view(num_tokens, -1, head_dim)
-    num_heads = qkv.shape[1] - 2 * kv_heads
-    qk, v = qkv.split((num_heads + kv_heads, kv_heads), dim=1)  # each [num_tokens, its heads, head_dim]
-    if weights.q_norm is not None:
-        q, k = qk.split((num_heads, kv_heads), dim=1)
-        qk = torch.cat((rms_norm(q, weights.q_norm, norm_eps), rms_norm(k, weights.k_norm, norm_eps)), dim=1)
-    q, k = rope(qk, *angles).split((num_heads, kv_heads), dim=1)
-    kv_write(pool, k, v, cells)
+    qkv = weights.qkv(x)
+    q = kv_append(qkv, positions, *tables, cells, pool, weights.q_norm, weights.k_norm, norm_eps)
     out = paged_attention(q, pool, plan)  # [num_tokens, heads, head_dim]
     return weights.out(out.flatten(1))

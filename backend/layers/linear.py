@@ -2,9 +2,10 @@
 
     DenseLinear       any device and dtype, F.linear
     PackedLinear      bfloat16 on a CPU, the weight in the order that oneDNN's product reads it
-    QuantizedLinear   int8 weight and its scales; the reference of native kernels: right, not fast
+    QuantizedLinear   int8 weight and its scales; the reference of other kernels: right, not fast
 
 A `MakeLinear` chooses among them. The weight it is given is its own: a layer that packs keeps the packed form alone.
+4-bit weights are int8 weights as well, exactly: `in_eight_bits`. Those of a GPU: device_linear.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import w4a8, w4a16
+from kernels.int8_rows import Int8Rows
 from kernels.quantize import dequantize, quantize_activations, row_slices
+from kernels.w4a8 import Weight4A8
+from kernels.w4a16 import Weight4
 
 QuantizedFormat = Literal["int8", "w8a8"]
 
@@ -31,8 +36,13 @@ class QuantizedWeight(NamedTuple):
     format: QuantizedFormat  # w8a8: activations are quantised as well, per token and group
 
 
+Weight = Tensor | QuantizedWeight | Weight4 | Weight4A8  # [n, k]
+
+
 class Linear(Protocol):
     """A linear layer of n outputs and k inputs."""
+
+    takes_int8: bool  # whether it may be called with Int8Rows, which a norm before it makes in passing
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,15 +52,17 @@ class Linear(Protocol):
     def num_bytes(self) -> int:
         """Memory of weight, scales and bias."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, k] in the model's dtype -> [tokens, n] in the same."""
+    def __call__(self, x: Tensor | Int8Rows) -> Tensor:
+        """x [tokens, k] in the model's dtype, or in int8 where `takes_int8` -> [tokens, n] in the model's dtype."""
 
 
-MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
+MakeLinear = Callable[[Weight, Tensor | None], Linear]
 
 
-def make_torch_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
     """The fastest form that torch itself has. weight [n, k], bias [n] or None."""
+    if isinstance(weight, Weight4 | Weight4A8):
+        weight = in_eight_bits(weight)
     if isinstance(weight, QuantizedWeight):
         return QuantizedLinear(weight, bias)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and onednn_packs():
@@ -58,8 +70,20 @@ def make_torch_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> 
     return DenseLinear(weight, bias)
 
 
+def in_eight_bits(weight: Weight4 | Weight4A8) -> QuantizedWeight:
+    """The same weight, exactly: what is left of 4 bits after the zero point fits int8, and the scales stay."""
+    if isinstance(weight, Weight4A8):
+        q, scale = w4a8.as_int8(weight)
+        return QuantizedWeight(q, scale[:, None], q.shape[1], "w8a8")
+    q = w4a16.unpack(weight.packed, weight.group).view(torch.int8).unflatten(1, (-1, weight.group))
+    q -= w4a16.SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.T[:, :, None].to(torch.int8)
+    return QuantizedWeight(q.flatten(1), weight.scales.T.float().contiguous(), weight.group, "int8")
+
+
 class DenseLinear:
     """Holds the very tensor it is given, so that a tied output head costs nothing."""
+
+    takes_int8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self._weight, self._bias = weight, bias
@@ -70,7 +94,7 @@ class DenseLinear:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._weight, self._bias)
+        return num_bytes_of(self._weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
@@ -78,6 +102,8 @@ class DenseLinear:
 
 class PackedLinear:
     """bfloat16 on a CPU through torch's private oneDNN operators: ask `onednn_packs` first."""
+
+    takes_int8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -89,7 +115,7 @@ class PackedLinear:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._weight, self._bias)
+        return num_bytes_of(self._weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -97,6 +123,8 @@ class PackedLinear:
 
 class QuantizedLinear:
     """In float32: dequantised weight times x, and for w8a8 times x quantised and dequantised. Slices bound the memory."""
+
+    takes_int8 = False
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
         self._weight, self._bias = weight, bias
@@ -107,7 +135,7 @@ class QuantizedLinear:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._weight.q, self._weight.scale, self._bias)
+        return num_bytes_of(self._weight.q, self._weight.scale, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         q, scale, group, format = self._weight
@@ -131,5 +159,6 @@ def onednn_packs() -> bool:
         return False
 
 
-def _num_bytes(*tensors: Tensor | None) -> int:
+def num_bytes_of(*tensors: Tensor | None) -> int:
+    """Memory of those that are there."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

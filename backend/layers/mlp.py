@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.layers.linear import Linear
-from kernels.silu_mul import silu_mul
+from kernels.int8_rows import Int8Rows
+from kernels.silu_mul import silu_mul, silu_mul_int8
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class MlpWeights:
     down: Linear  # [hidden, intermediate]
 
 
-def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+def mlp(x: Tensor | Int8Rows, weights: MlpWeights) -> Tensor:
     """x [num_tokens, hidden] -> [num_tokens, hidden]."""
-    return weights.down(silu_mul(weights.gate_up(x)))
+    gate_up = weights.gate_up(x)
+    return weights.down(silu_mul_int8(gate_up) if weights.down.takes_int8 else silu_mul(gate_up))

@@ -31,13 +31,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return inv_freq
 
 
-def rotary_tables(
-    rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [num_positions, head_dim / 2] in `dtype`; the angles are formed in float32."""
+def rotary_tables(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each float32 [num_positions, head_dim / 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:

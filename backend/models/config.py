@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from backend.api.errors import ConfigError
 from backend.layers.rotary import RopeConfig
-from backend.models.compressed_tensors import Int8Checkpoint, parse_quantization
+from backend.models.quantization import KvDtype, parse_quantization
+from backend.models.quantized import QuantizedLayers
 
 ROPE_KINDS = ("default", "linear", "llama3")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -37,7 +38,8 @@ class ModelConfig(Struct, frozen=True):
     windows: tuple[int | None, ...]  # of each layer, in tokens
     dtype: str | None  # None: not said, then it is that of the embedding
     eos_ids: tuple[int, ...]
-    quantization: Int8Checkpoint | None  # of the checkpoint's linear layers; None = floats
+    quantization: QuantizedLayers | None  # of the checkpoint's linear layers; None = floats
+    kv_cache_dtype: KvDtype | None  # that the checkpoint was calibrated for; None = not said
 
     @property
     def sliding_window(self) -> int | None:
@@ -88,6 +90,7 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
     heads = raw["num_attention_heads"]
     is_llama, is_qwen2 = architecture == "LlamaForCausalLM", architecture == "Qwen2ForCausalLM"
     attention_bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    quantization, kv_cache_dtype = parse_quantization(raw)
     config = dict(
         architecture=architecture,
         vocab_size=raw["vocab_size"],
@@ -108,7 +111,8 @@ def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
         windows=_windows(raw, architecture),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_ids=eos_ids(raw),
-        quantization=parse_quantization(raw),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return _checked(msgspec.convert(config, ModelConfig))
 

@@ -11,29 +11,31 @@ from torch import Tensor
 from backend.api.config import Quantization
 from backend.api.errors import ConfigError
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, make_torch_linear
-from backend.models.compressed_tensors import Int8Checkpoint, take_int8
+from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
 from kernels.quantize import DEFAULT_GROUPS, quantize_weight
+
+WHOLE_ROW = -1  # as LinearOptions.group: one scale a row
 
 
 class LinearOptions(NamedTuple):
     """How linear layers are held."""
 
     quantization: Quantization = "none"  # of float weights while loading; none = as the checkpoint has them
-    group: int | None = None  # columns that share a scale, of weights quantised here; None = the format's DEFAULT_GROUPS
+    group: int | None = None  # columns a scale of weights quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
 
-    @property
-    def columns_per_scale(self) -> int:
-        return self.group or DEFAULT_GROUPS[self.quantization]
+    def columns_per_scale(self, columns: int) -> int:
+        """Of a weight that has `columns`."""
+        return columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[self.quantization]
 
 
 class LinearBuilder:
-    def __init__(self, source: TensorSource, checkpoint: Int8Checkpoint | None, options: LinearOptions):
+    def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions):
         """`checkpoint`: the format of weights that are quantised already. ConfigError when `options` contradict it."""
-        if checkpoint is not None and options.quantization not in ("none", checkpoint.format):
+        if checkpoint is not None and options.quantization not in ("none", checkpoint.scheme):
             raise ConfigError(
-                f"model.quantization is {options.quantization}, but the checkpoint is quantised as {checkpoint.format}; "
+                f"model.quantization is {options.quantization}, but the checkpoint is quantised as {checkpoint.scheme}; "
                 f"use --set model.quantization=none"
             )
         self._source = source
@@ -42,8 +44,10 @@ class LinearBuilder:
 
     def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False) -> Linear:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does."""
-        if self._checkpoint is not None and self._are_quantized(rows):
-            weight = self._take_int8(rows, columns, self._checkpoint)
+        if self._checkpoint is not None and self._are_quantized(rows, self._checkpoint.marker):
+            weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
+            if not has_bias:  # then GPTQ's writers store zeros
+                self._source.drop_zeros(name + ".bias" for name in rows)
         elif self._checkpoint is None and self._options.quantization != "none":
             weight = self._quantize(rows, columns, self._options.quantization)
         else:
@@ -54,14 +58,14 @@ class LinearBuilder:
     def from_tensor(self, weight: Tensor) -> Linear:
         """A layer whose weight [n, k] stays in use elsewhere (a tied embedding)."""
         if self._checkpoint is None and self._options.quantization != "none":
-            group = self._options.columns_per_scale
+            group = self._options.columns_per_scale(weight.shape[1])
             q, scale = quantize_weight(weight, group)
             return self._options.make(QuantizedWeight(q, scale, group, self._options.quantization), None)
         return self._options.make(weight, None)
 
-    def _are_quantized(self, rows: Mapping[str, int]) -> bool:
-        """Of layers that the checkpoint was told to leave alone, it holds no scales."""
-        scaled = [name for name in rows if self._source.has(name + ".weight_scale")]
+    def _are_quantized(self, rows: Mapping[str, int], marker: str) -> bool:
+        """Layers that the checkpoint was told to leave alone are floats in it."""
+        scaled = [name for name in rows if self._source.has(name + marker)]
         if scaled and len(scaled) < len(rows):
             raise ConfigError(
                 f"the checkpoint has {', '.join(scaled)} quantised and others of {', '.join(rows)} not, which is not "
@@ -69,14 +73,9 @@ class LinearBuilder:
             )
         return bool(scaled)
 
-    def _take_int8(self, rows: Mapping[str, int], columns: int, checkpoint: Int8Checkpoint) -> QuantizedWeight:
-        parts = [take_int8(self._source, checkpoint, name, count, columns) for name, count in rows.items()]
-        q, scale = (torch.cat(tensors) for tensors in zip(*parts))
-        return QuantizedWeight(q, scale, checkpoint.group or columns, checkpoint.format)
-
     def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
         """From the values as they are stored, not as the model's dtype would round them."""
-        group, num_rows, device = self._options.columns_per_scale, sum(rows.values()), self._source.device
+        group, num_rows, device = self._options.columns_per_scale(columns), sum(rows.values()), self._source.device
         q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
         scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
         start = 0

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear
 from backend.layers.mlp import MlpWeights, mlp
+from backend.layers.norm import add_norm
 from backend.layers.rotary import rotary_tables
 from backend.models.config import ModelConfig
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
-from kernels.paged_attention import AttentionRows, plan_attention
+from kernels.embedding import embedding
+from kernels.kv_format import KVPool
+from kernels.paged_attention import Plan
 from kernels.rms_norm import rms_norm
-from kernels.rope import rope_factors
 
 
 @dataclass(slots=True)
@@ -36,8 +37,12 @@ class Llama:
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Linear  # [vocab, hidden]
-    cos: Tensor  # [max_seq_len, head_dim / 2]
+    cos: Tensor  # float32 [max_seq_len, head_dim / 2]
     sin: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
 
     @property
     def num_linear_bytes(self) -> int:
@@ -48,31 +53,30 @@ class Llama:
         return sum(linear.num_bytes for linear in linears)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, cells: Tensor, rows: AttentionRows, pools: list[Tensor]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cells: Tensor,
+        plans: Mapping[int | None, Plan],
+        pools: Sequence[KVPool],
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV.
 
-        token_ids, positions, cells: [num_tokens] int64. pools: one KV pool a layer. Returns [num_tokens, hidden].
+        token_ids, positions, cells: [num_tokens] int64. plans: of attention, by window. pools: one a layer. Returns
+        [num_tokens, hidden], before the last norm.
         """
-        config = self.config
-        angles = rope_factors(self.cos[positions], self.sin[positions])
-        block_size = pools[0].shape[1]
-        plans = {
-            window: plan_attention(rows, block_size, window, self.embedding.dtype, self.embedding.device)
-            for window in set(config.windows)
-        }
-        x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
-        for layer, pool, window in zip(self.layers, pools, config.windows, strict=True):
-            normed = rms_norm(x, layer.input_norm, config.norm_eps)
-            x += attention(
-                normed, layer.attention, pool, plans[window], cells, angles, config.head_dim, config.norm_eps
-            )
-            x += mlp(rms_norm(x, layer.post_norm, config.norm_eps), layer.mlp)
-        return x
+        eps, tables = self.config.norm_eps, (self.cos, self.sin)
+        x, delta = embedding(self.embedding, token_ids), None  # [num_tokens, hidden]; delta is still to be added to x
+        for layer, pool, window in zip(self.layers, pools, self.config.windows, strict=True):
+            normed, x = add_norm(x, delta, layer.input_norm, eps, layer.attention.qkv.takes_int8)
+            delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps)
+            normed, x = add_norm(x, delta, layer.post_norm, eps, layer.mlp.gate_up.takes_int8)
+            delta = mlp(normed, layer.mlp)
+        return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden] -> [num_rows, vocab] float32. Give it only the rows that sample."""
-        return self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps)).float()
+        """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that sample."""
+        return self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps))
 
 
 def build_llama(
@@ -98,7 +102,7 @@ def build_llama(
     layers = [_layer(config, source, linears, f"model.layers.{index}.") for index in range(config.num_layers)]
     norm = source.take("model.norm.weight", (config.hidden_size,))
     source.check_all_used()
-    cos, sin = rotary_tables(config.rope, config.head_dim, max_seq_len, dtype, device)
+    cos, sin = rotary_tables(config.rope, config.head_dim, max_seq_len, device)
     return Llama(config, embedding, layers, norm, lm_head, cos, sin)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class TensorSource:
             raise ConfigError(
                 f"tensor {name} differs from the one it is tied to; set tie_word_embeddings to false in config.json"
             )
+
+    def drop_zeros(self, names: Iterable[str]) -> None:
+        """Use up tensors that may be there and must then be zero. Raises ConfigError when one is not."""
+        for name in self._left.intersection(names):
+            self._left.remove(name)
+            if self._tensors[name].any():
+                raise ConfigError(f"tensor {name} is not zero, but by its config.json the model has none there")
 
     def check_all_used(self) -> None:
         """Raise ConfigError when tensors are left over: the model would not be the one that was trained."""

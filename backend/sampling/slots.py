@@ -16,9 +16,10 @@ from torch import Tensor
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
+from kernels.transfer import place
 
 LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
-UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`
+UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`; NEVER of `special_until`, too: its end never comes
 
 
 class SlotOptions(Struct, frozen=True):
@@ -41,27 +42,34 @@ class SlotOptions(Struct, frozen=True):
         return self.return_log_probs or self.top_log_probs > 0
 
     @property
-    def plain_from(self) -> int:
-        """Known tokens from which on the row's token is the greatest of the model's own logits, and nothing else is asked."""
-        if not self.is_greedy or self.has_penalties or self.bias or self.words or self.wants_log_probs:
+    def special_until(self) -> int:
+        """Known tokens up to which the row's logits are changed before the choice, or its log-probabilities asked for."""
+        if self.has_penalties or self.bias or self.words or self.wants_log_probs:
             return NEVER
         return 0 if self.end_ids is None else self.num_prompt_tokens + self.min_tokens
+
+    @property
+    def plain_from(self) -> int:
+        """Known tokens from which on the row's token is the greatest of the model's own logits, and nothing else is asked."""
+        return self.special_until if self.is_greedy else NEVER
 
 
 class SlotParameters:
     """The store. Values are taken as valid: the limits were checked when the request was accepted.
 
-    floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64, on the device. On the host plain_from
-    [num_slots] int64: SlotOptions.plain_from, or UNKNOWN for a slot without a row; log_prob_widths [num_slots] int64: how many
-    alternatives the row asks for, -1 if it asks for no log-probabilities at all.
+    On the host: floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64; plain_from [num_slots] int64:
+    SlotOptions.plain_from, or UNKNOWN for a slot without a row; log_prob_widths [num_slots] int64: how many alternatives the row
+    asks for, -1 if it asks for no log-probabilities at all; special_until [num_slots] and is_greedy [num_slots]. The lists of `options` are on the device.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
         self.vocab_size = vocab_size
         self.device = device
-        self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64, device=device)
-        self.ints = torch.zeros(num_slots, len(IntColumn), dtype=torch.int64, device=device)
+        self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64)
+        self.ints = torch.zeros(num_slots, len(IntColumn), dtype=torch.int64)
+        self.is_greedy = np.ones(num_slots, dtype=bool)
         self.plain_from = np.full(num_slots, UNKNOWN)
+        self.special_until = np.zeros(num_slots, dtype=np.int64)
         self.log_prob_widths = np.full(num_slots, -1)
         self.options: list[SlotOptions | None] = [None] * num_slots
 
@@ -92,20 +100,21 @@ class SlotParameters:
         self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens, _mode(options), *_lists(options)])
         self.options[row.slot] = options
         self.plain_from[row.slot] = options.plain_from
+        self.special_until[row.slot] = options.special_until
+        self.is_greedy[row.slot] = options.is_greedy
         self.log_prob_widths[row.slot] = options.top_log_probs if options.wants_log_probs else -1
 
-    def _ids(self, ids: tuple[int, ...] | list[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+    def _ids(self, ids: tuple[int, ...] | list[int] | list[list[int]]) -> Tensor:
+        return place(np.array(ids, dtype=np.int64), self.device)
 
     def _bias(self, bias: dict[int, float]) -> tuple[Tensor, Tensor]:
-        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
-        return self._ids(list(bias)), values
+        return self._ids(list(bias)), place(np.array(list(bias.values()), dtype=np.float32), self.device)
 
     def _words(self, words: list[list[int]]) -> tuple[Tensor, Tensor]:
         words = [word for word in words if word]
         width = max(map(len, words))
-        table = torch.tensor([[0] * (width - len(word)) + word for word in words], device=self.device)
-        return table, self._ids([len(word) for word in words])
+        table = [[0] * (width - len(word)) + word for word in words]
+        return self._ids(table), self._ids([len(word) for word in words])
 
 
 def _value(value: float | None, default: float) -> float:

@@ -7,6 +7,7 @@ chosen; then everything the caller gets crosses to the host in one copy. The tok
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from backend.core.step import SampledToken
 from backend.sampling.slots import SlotOptions, SlotParameters
 from kernels import sampling as kernel
 from kernels.cpu.sampling import FloatColumn, IntColumn
+from kernels.transfer import place
 
 
 class TorchChoice:
@@ -32,7 +34,7 @@ class TorchChoice:
         options = [self._slots.options[slot] for slot in slots]
         asking = [i for i, row in enumerate(options) if row.wants_log_probs]
         log_probs = torch.log_softmax(self._pick(logits, asking), dim=-1) if asking else None
-        self._add_sparse(logits, options, slots, token_ids, num_tokens)
+        add_sparse(logits, options, slots, token_ids, num_tokens, is_own=True)
         self._penalize(logits, options, slots, token_ids, num_tokens)
         chosen = self._choose(logits, options, slots, num_tokens)
         if log_probs is None:
@@ -40,35 +42,6 @@ class TorchChoice:
         return self._with_log_probs(chosen, log_probs, asking, options, slots)
 
     # ---------------------------------------------------------------------------------------------- changes to logits
-
-    def _add_sparse(
-        self, logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int]
-    ) -> None:
-        """Add logit bias, and -inf for bad words and for end ids before min_tokens: one finite term a logit at most."""
-        where: list[int] = []  # row of each part
-        ids: list[Tensor] = []
-        values: list[Tensor] = []
-        for i, (row, slot, known) in enumerate(zip(rows, slots, num_tokens)):
-            parts = []
-            if row.bias is not None:
-                parts.append(row.bias)
-            if row.end_ids is not None and known - row.num_prompt_tokens < row.min_tokens:
-                parts.append((row.end_ids, torch.full(row.end_ids.shape, -torch.inf, device=self.device)))
-            if row.words is not None:
-                parts.append(self._bad_words(*row.words, token_ids[slot], known))
-            for part_ids, part_values in parts:
-                where.append(i)
-                ids.append(part_ids)
-                values.append(part_values)
-        if where:
-            row_of = torch.repeat_interleave(self._ints(where), self._ints([len(part) for part in ids]))
-            logits.index_put_((row_of, torch.cat(ids)), torch.cat(values), accumulate=True)
-
-    def _bad_words(self, words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tuple[Tensor, Tensor]:
-        """(last tokens of the row's bad words, -inf where the rest of the word is there already, else 0)."""
-        count = self._ints([known]).expand(len(words))
-        hit = kernel.tail_matches(tokens.expand(len(words), -1), count, words, lengths)
-        return words[:, -1], torch.zeros(len(words), device=self.device).masked_fill_(hit, -torch.inf)
 
     def _penalize(
         self, logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int]
@@ -78,11 +51,12 @@ class TorchChoice:
             return
         slot = self._ints([slots[i] for i in picked])
         known = [num_tokens[i] for i in picked]
-        floats = self._slots.floats[slot].float()
+        floats = self._slots.floats[[slots[i] for i in picked]].float().to(self.device)
+        num_prompt = self._slots.ints[[slots[i] for i in picked], IntColumn.NUM_PROMPT].to(self.device)
         changed = kernel.penalize(
             self._pick(logits, picked),
             token_ids[slot, : max(known)],
-            self._slots.ints[slot, IntColumn.NUM_PROMPT],
+            num_prompt,
             self._ints(known),
             floats[:, FloatColumn.REPETITION],
             floats[:, FloatColumn.PRESENCE],
@@ -106,13 +80,13 @@ class TorchChoice:
             if picked:
                 k_max = max(rows[i].top_k for i in picked) if picked is filtered else 0
                 known = self._ints([num_tokens[i] for i in picked])
-                slot = self._ints([slots[i] for i in picked])
+                slot = [slots[i] for i in picked]
                 chosen[self._ints(picked)] = self._draw(self._pick(logits, picked), slot, known, k_max)
         return chosen
 
-    def _draw(self, logits: Tensor, slot: Tensor, known: Tensor, k_max: int) -> Tensor:
+    def _draw(self, logits: Tensor, slot: list[int], known: Tensor, k_max: int) -> Tensor:
         """Token ids of rows that are all filtered (`k_max` > 0) or all unfiltered (0)."""
-        floats, ints = self._slots.floats[slot], self._slots.ints[slot]
+        floats, ints = self._slots.floats[slot].to(self.device), self._slots.ints[slot].to(self.device)
         u = kernel.uniform(ints[:, IntColumn.SEED], ints[:, IntColumn.COUNTER_BASE] + known)
         temperature = floats[:, FloatColumn.TEMPERATURE].float()
         filters = (ints[:, IntColumn.TOP_K], floats[:, FloatColumn.TOP_P], floats[:, FloatColumn.MIN_P])
@@ -146,3 +120,39 @@ class TorchChoice:
     def _pick(self, logits: Tensor, picked: list[int]) -> Tensor:
         """The picked rows of `logits`; the tensor itself when that is all of them."""
         return logits if len(picked) == len(logits) else logits[self._ints(picked)]
+
+
+def add_sparse(
+    logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int], is_own: bool
+) -> Tensor:
+    """Logits with bias, and -inf for bad words and for end ids before min_tokens: one finite term a logit at most.
+
+    logits float32 [rows, vocab]: changed in place where `is_own`, else copied before the first change.
+    """
+    device = logits.device
+    where: list[int] = []  # row of each part
+    ids: list[Tensor] = []
+    values: list[Tensor] = []
+    for i, (row, slot, known) in enumerate(zip(rows, slots, num_tokens)):
+        parts = []
+        if row.bias is not None:
+            parts.append(row.bias)
+        if row.end_ids is not None and known - row.num_prompt_tokens < row.min_tokens:
+            parts.append((row.end_ids, torch.full(row.end_ids.shape, -torch.inf, device=device)))
+        if row.words is not None:
+            parts.append(_bad_words(*row.words, token_ids[slot], known))
+        for part_ids, part_values in parts:
+            where += [i] * len(part_ids)
+            ids.append(part_ids)
+            values.append(part_values)
+    if not where:
+        return logits
+    logits = logits if is_own else logits.clone()
+    return logits.index_put_((place(np.array(where), device), torch.cat(ids)), torch.cat(values), accumulate=True)
+
+
+def _bad_words(words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tuple[Tensor, Tensor]:
+    """(last tokens of the row's bad words, -inf where the rest of the word is there already, else 0)."""
+    count = torch.full((1,), known, device=tokens.device).expand(len(words))
+    hit = kernel.tail_matches(tokens.expand(len(words), -1), count, words, lengths)
+    return words[:, -1], torch.zeros(len(words), device=tokens.device).masked_fill_(hit, -torch.inf)

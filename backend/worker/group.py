@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from ctypes import CDLL
 from pathlib import Path
 
 import msgspec
@@ -15,19 +15,24 @@ from torch import Tensor
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
 from backend.core.step import ModelInfo, StepInput, StepOutput
-from backend.layers.linear import make_torch_linear
+from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
-from backend.models.linears import LinearOptions
+from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
 from backend.sampling.sampler import Sampler
+from backend.sampling.slots import SlotParameters
+from backend.worker.device_runner import DeviceRunner
+from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import free_bytes
-from backend.worker.model_runner import ModelRunner, full_step
+from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
-from backend.worker.tier import Tier, native_library
+from backend.worker.tier import Choice, KVBlock, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
+from kernels.kv_format import PoolLayout
 
+log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens
 
 
@@ -51,11 +56,10 @@ class InProcessWorkerGroup:
         self.model_path = Path() if model.path == "<buffers>" else loader.resolve_model_path(model.path)
         self.device = _device(model.device)
         self.model: Llama | None = None
-        self._library: CDLL | None = None
-        self._tier: Tier | None = None
-        self.runner: ModelRunner | None = None
+        self._choice = Choice("torch")
+        self.runner: ModelRunner | DeviceRunner | None = None
         self._looks_ahead = self.device.type == "cuda" if scheduler.look_ahead is None else scheduler.look_ahead
-        self._in_flight: deque[StepOutput] = deque()
+        self._in_flight: deque[Pending] = deque()
 
     @classmethod
     def from_buffers(
@@ -81,21 +85,19 @@ class InProcessWorkerGroup:
             checkpoint = loader.open_directory(self.model_path)
             eos_ids = loader.read_eos_ids(self.model_path)
         config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
-        self._library = native_library(section, self._kv_cache, self.device, config, dtype, self._progress)
-        make = make_torch_linear if self._library is None else PackLinears(self._library)
-        options = LinearOptions(section.quantization, make=make)
-        self.model = checkpoint.build(section.max_seq_len, dtype, self.device, options)
-        self._tier = self._make_tier(self._kv_cache.block_size)
+        self._choice = choose_tier(section, self._kv_cache, self.device, config, dtype, self._progress)
+        self.model = checkpoint.build(section.max_seq_len, dtype, self.device, self._linears(dtype))
+        kv_block = self._kv_block(self._kv_cache.block_size)
         return ModelInfo(
             name=self.model_path.name or config.architecture,
             vocab_size=config.vocab_size,
             max_seq_len=self.model.cos.shape[0],
             sliding_window=config.sliding_window,
-            kv_bytes_per_token=-(-self._storage(self._tier).bytes_per_block // self._kv_cache.block_size),
+            kv_bytes_per_token=-(-config.num_layers * kv_block.num_bytes // self._kv_cache.block_size),
             eos_ids=eos_ids,
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
-            kernels=self._tier.name,
+            kernels=self._choice.name,
             looks_ahead=self._looks_ahead,
         )
 
@@ -105,15 +107,13 @@ class InProcessWorkerGroup:
         return free_bytes(self.device)
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
-        if block_size != self._kv_cache.block_size:
-            self._tier = self._make_tier(block_size)
-        self.runner = self._make_runner(self._tier, block_size, num_blocks)
+        self.runner = self._make_runner(block_size, num_blocks)
 
     def submit(self, step: StepInput) -> None:
-        self._in_flight.append(self.runner.execute(step))
+        self._in_flight.append(self.runner.launch(step))
 
     def collect(self) -> StepOutput:
-        return self._in_flight.popleft()
+        return self._in_flight.popleft().wait()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Submit and collect."""
@@ -121,26 +121,42 @@ class InProcessWorkerGroup:
         return self.collect()
 
     def shutdown(self) -> None:
+        self._in_flight.clear()
         self.runner = None
-        self._tier = None
         self.model = None
+
+    def _linears(self, dtype: torch.dtype) -> LinearOptions:
+        quantization = self._section.quantization
+        match self._choice.name:
+            case "native":
+                return LinearOptions(quantization, make=PackLinears(self._choice.library))
+            case "triton":
+                group = WHOLE_ROW if quantization == "w8a8" else None  # what the kernel takes
+                return LinearOptions(quantization, group, make_triton_linear(dtype))
+        return LinearOptions(quantization)
 
     def _dummy_run(self) -> None:
         """Run one full step on slots and a pool of its own, gone afterwards; warms up kernels and the allocator."""
         step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
-        self._make_runner(self._make_tier(_DUMMY_BLOCK_SIZE), _DUMMY_BLOCK_SIZE, step.num_blocks).execute(step)
+        self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks).execute(step)
 
-    def _make_tier(self, block_size: int) -> Tier:
-        if self._library is None:
-            return TorchTier(self.model, block_size)
-        return NativeTier(self.model, self._library, block_size, self._kv_cache.dtype == "int8")
+    def _layout(self, block_size: int) -> PoolLayout:
+        """Of the KV pool; the native tier has one of its own."""
+        config = self.model.config
+        return kv_layout(config, block_size, self.model.dtype, kv_dtype(self._kv_cache, config))
 
-    def _storage(self, tier: Tier) -> KVStorage:
-        block = tier.kv_block()
-        return KVStorage(self.model.config.num_layers, block.shape, block.dtype, self.device)
+    def _native_tier(self, block_size: int) -> NativeTier:
+        is_int8 = kv_dtype(self._kv_cache, self.model.config) == "int8"
+        return NativeTier(self.model, self._choice.library, block_size, is_int8)
 
-    def _make_runner(self, tier: Tier, block_size: int, num_blocks: int) -> ModelRunner:
-        storage = self._storage(tier)
+    def _kv_block(self, block_size: int) -> KVBlock:
+        if self._choice.name == "native":
+            return self._native_tier(block_size).kv_block()
+        layout = self._layout(block_size)
+        return KVBlock(layout.block_shape, layout.dtype)
+
+    def _storage(self, block_size: int, num_blocks: int) -> KVStorage:
+        storage = KVStorage(self.model.config.num_layers, *self._kv_block(block_size), self.device)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -148,9 +164,27 @@ class InProcessWorkerGroup:
             raise ConfigError(
                 f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens"
             ) from None
-        batch = InputBatch(self._num_slots, self.model.cos.shape[0], block_size, self.device)
-        sampler = Sampler(self._num_slots, self.model.config.vocab_size, self.device, self._library)
-        return ModelRunner(tier, storage, batch, sampler)
+        return storage
+
+    def _make_runner(self, block_size: int, num_blocks: int) -> ModelRunner | DeviceRunner:
+        model, slots, device = self.model, self._num_slots, self.device
+        max_len, vocab_size = model.cos.shape[0], model.config.vocab_size
+        storage = self._storage(block_size, num_blocks)
+        if self._choice.name == "triton":
+            batch = InputBatch(slots + 1, max_len, block_size, device)
+            parameters = SlotParameters(slots, vocab_size, device)
+            return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs())
+        is_native = self._choice.name == "native"
+        tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
+        batch = InputBatch(slots, max_len, block_size, device)
+        return ModelRunner(tier, storage, batch, Sampler(slots, vocab_size, device, self._choice.library))
+
+    def _graphs(self) -> Graphs:
+        if self._section.cuda_graphs and self.device.type == "cuda":
+            return Graphs(CudaCapture())
+        reason = f"the device is {self.device}" if self._section.cuda_graphs else "model.cuda_graphs is false"
+        log.info("CUDA graphs: off, because %s", reason)
+        return Graphs(None)
 
 
 def _device(name: str) -> torch.device:

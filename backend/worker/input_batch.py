@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
 from kernels.paged_attention import AttentionRows
+from kernels.transfer import place
 
 
 @dataclass(slots=True)
@@ -58,9 +59,16 @@ class InputBatch:
         slots = [row.slot for row in rows]
         self.block_tables[slots] = make_tensor_with_pad([row.block_ids for row in rows], self._max_blocks, -1, np.int32)
         for row in rows:
-            self.token_ids[row.slot, : len(row.token_ids)] = torch.from_numpy(np.array(row.token_ids, dtype=np.int64))
             self.num_tokens[row.slot] = len(row.token_ids)
             self.num_blocks[row.slot] = len(row.block_ids)
+        if self._host_ids is not None:
+            for row in rows:
+                self._host_ids[row.slot, : len(row.token_ids)] = row.token_ids
+            return
+        places = [np.arange(len(row.token_ids)) + row.slot * self.max_seq_len for row in rows]
+        ids = [np.array(row.token_ids, dtype=np.int64) for row in rows]
+        placed = place(np.stack((np.concatenate(places), np.concatenate(ids))), self._device)
+        self.token_ids.view(-1).index_copy_(0, placed[0], placed[1])
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = self.num_blocks[slot]
@@ -75,10 +83,14 @@ class InputBatch:
             for slot, end, token_id in places:
                 self._host_ids[slot, end] = token_id
         elif places:
-            place = self._to_device(np.array(places, dtype=np.int64).T)
-            self.token_ids[place[0], place[1]] = place[2]
-        for sample in samples:
-            self.num_tokens[sample.slot] += 1
+            placed = place(np.array(places, dtype=np.int64).T, self._device)
+            self.token_ids[placed[0], placed[1]] = placed[2]
+        self.count_tokens([sample.slot for sample in samples])
+
+    def count_tokens(self, slots: list[int]) -> None:
+        """Each of the slots has got one token, written by somebody else."""
+        for slot in slots:
+            self.num_tokens[slot] += 1
 
     def row_numbers(self, rows: list[Row], num_logits: Sequence[int]) -> NDArray[np.int32]:
         """[rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits.
@@ -110,14 +122,11 @@ class InputBatch:
         width = -(-int(lengths.max()) // self._block_size)
         logits_index = np.repeat(starts[1:] - wanted.cumsum(), wanted) + np.arange(wanted.sum())
         # One copy to the device for all three.
-        placed = self._to_device(np.stack((slot_of_token * self.max_seq_len + positions, positions, cells)))
+        placed = place(np.stack((slot_of_token * self.max_seq_len + positions, positions, cells)), self._device)
         return FlatBatch(
             token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
             positions=placed[1],
             cells=placed[2],
             rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
-            logits_index=self._to_device(logits_index),
+            logits_index=place(logits_index, self._device),
         )
-
-    def _to_device(self, array: NDArray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

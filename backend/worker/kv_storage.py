@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.memory import allocate
+from kernels.transfer import place
 
 
 class KVStorage:
@@ -35,12 +37,23 @@ class KVStorage:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination), as if one after the other."""
-        for pool in self.pools:
-            for source, destination in copies:
-                pool[destination] = pool[source]
+        if self._device.type == "cpu" or _is_chain(copies):
+            for pool in self.pools:
+                for source, destination in copies:
+                    pool[destination] = pool[source]
+        elif copies:
+            sources, destinations = place(np.array(copies).T.copy(), self._device)
+            for pool in self.pools:
+                pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
     def _allocate(self, num_blocks: int) -> Tensor:
         shape = (num_blocks, *self._shape)
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         return allocate(shape, self._dtype)
+
+
+def _is_chain(copies: list[tuple[int, int]]) -> bool:
+    """Whether the order of the copies matters."""
+    destinations = [destination for _, destination in copies]
+    return len(set(destinations)) < len(copies) or not set(destinations).isdisjoint(source for source, _ in copies)

@@ -5,6 +5,8 @@ Effects in order: grow, copy blocks, take in new rows, append blocks, run the mo
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import torch
 
 from backend.api.sampling import SamplingConfig
@@ -15,12 +17,29 @@ from backend.worker.kv_storage import KVStorage
 from backend.worker.tier import Tier
 
 
+class Pending(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepOutput: ...
+
+
+class Done(NamedTuple):
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+
 class ModelRunner:
     def __init__(self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler):
         self.tier = tier
         self.storage = storage
         self.batch = batch
         self.sampler = sampler
+
+    def launch(self, step: StepInput) -> Done:
+        """Run a step; there is nothing to wait for afterwards."""
+        return Done(self.execute(step))
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from ctypes import CDLL
 
@@ -12,14 +13,17 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.core.step import Row
-from backend.layers.linear import QuantizedWeight
-from backend.layers.rotary import rotary_tables
+from backend.layers.linear import QuantizedWeight, Weight, in_eight_bits
 from backend.models.llama import LayerWeights, Llama
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
+from kernels.w4a8 import Weight4A8
+from kernels.w4a16 import Weight4
+
+log = logging.getLogger("everbatch.worker")
 
 
 class PackLinears:
@@ -28,16 +32,28 @@ class PackLinears:
     def __init__(self, library: CDLL):
         self._library = library
         self._arena = Arena()
+        self._keeps_scales = True
 
-    def __call__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+    def __call__(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+        if isinstance(weight, Weight4 | Weight4A8):
+            weight = in_eight_bits(weight)
         if not isinstance(weight, QuantizedWeight):
             if weight.dtype not in (torch.float32, torch.bfloat16):
                 raise ConfigError(
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
+        if self._keeps_scales and not torch.equal(weight.scale.bfloat16().float(), weight.scale):
+            self._keeps_scales = False
+            log.info(_ROUNDED)
         is_w8a8 = weight.format == "w8a8"
         return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8)
+
+
+_ROUNDED = (
+    "the native kernels hold the scales of int8 weights as bfloat16: this checkpoint's are rounded, each by at most 0.4 %; "
+    "--set model.kernels=torch keeps them"
+)
 
 
 class NativeTier:
@@ -55,12 +71,9 @@ class NativeTier:
             block_size,
             int8_kv,
         )
-        cos, sin = rotary_tables(
-            config.rope, config.head_dim, model.cos.shape[0], torch.float32, torch.device("cpu")
-        )  # the model's own are in its dtype
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
         self._decoder = NativeDecoder(
-            library, shape, model.embedding, cos, sin, layers, _float(model.norm), model.lm_head
+            library, shape, model.embedding, model.cos, model.sin, layers, _float(model.norm), model.lm_head
         )
         self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
 

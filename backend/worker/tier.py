@@ -1,7 +1,10 @@
-"""Tier: how a rank runs the model. Two of them, behind one interface, chosen once while loading.
+"""Tier: how a rank runs the model, chosen once while loading.
 
 native    the whole step is one call of the native CPU kernels (kernels/cpu); float32 and bfloat16 on a CPU
+triton    Triton kernels on a GPU, steps that are queued and replayed as graphs (device_runner.py)
 torch     torch operators, layer by layer; any device and dtype; the reference
+
+`native` and `torch` are a Tier, which ModelRunner calls once a step.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +28,9 @@ from backend.worker.input_batch import InputBatch
 from kernels.cpu import build, isa
 from kernels.cpu.decoder import MAX_HEAD_DIM, UNIT
 from kernels.cpu.library import load_kernels
+from kernels.kv_format import PlainPool, PoolLayout, QuantizedPool
+from kernels.paged_attention import KERNEL_BLOCK_SIZES
+from kernels.triton_runtime import runs_at
 
 log = logging.getLogger("everbatch.worker")
 
@@ -33,6 +40,10 @@ class KVBlock(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Tier(Protocol):
@@ -52,45 +63,66 @@ class Tier(Protocol):
         ...
 
 
-def native_library(
+class Choice(NamedTuple):
+    """Which tier a model gets."""
+
+    name: str
+    library: CDLL | None = None  # of the native tier
+
+
+def choose_tier(
     section: ModelConfigSection,
     kv_cache: KvCacheConfig,
     device: torch.device,
     config: ModelConfig,
     dtype: torch.dtype,
     progress: Callable[[str], None],
-) -> CDLL | None:
-    """The native kernels if this model is to run on them, else None; a log line says why.
-
-    Raises ConfigError when the configuration insists on kernels, or on KV, that cannot be had.
-    """
-    library, reason = None, _objection(section, kv_cache, device, config, dtype)
+) -> Choice:
+    """Told in one log line, with the reason. Raises ConfigError when the configuration insists on what cannot be had."""
+    wanted = section.kernels
+    if wanted == "auto":
+        wanted = "native" if device.type == "cpu" else "triton"
+    reason, library = "model.kernels is torch", None
+    if wanted == "triton":
+        reason = _triton_objection(kv_cache, device, config)
+    elif wanted == "native":
+        reason = _native_objection(kv_cache, device, config, dtype)
+        if reason is None:
+            try:
+                library = load_kernels(progress=progress)
+            except build.NativeUnavailable as error:
+                reason = str(error)
+            except ValueError as error:  # EVERBATCH_ISA names what this machine does not have
+                raise ConfigError(str(error)) from None
     if reason is None:
-        try:
-            library = load_kernels(progress=progress)
-        except build.NativeUnavailable as error:
-            reason = str(error)
-        except ValueError as error:  # EVERBATCH_ISA names what this machine does not have
-            raise ConfigError(str(error)) from None
-    if library is not None:
-        log.info("kernels: native, for %s", isa.best_isa())
-        return library
-    if section.kernels == "native":
-        raise ConfigError(f"model.kernels is native, which cannot be had: {reason}")
-    if kv_cache.dtype == "int8":
-        raise ConfigError(
-            f"kv_cache.dtype is int8, which only the native kernels have, and they cannot be had: {reason}"
-        )
+        log.info("kernels: %s", f"native, for {isa.best_isa()}" if library is not None else f"triton, on {device}")
+        return Choice(wanted, library)
+    if section.kernels == wanted != "torch":
+        raise ConfigError(f"model.kernels is {wanted}, which cannot be had: {reason}")
     log.info("kernels: torch, because %s", reason)
-    return None
+    return Choice("torch")
 
 
-def _objection(
-    section: ModelConfigSection, kv_cache: KvCacheConfig, device: torch.device, config: ModelConfig, dtype: torch.dtype
+def kv_dtype(kv_cache: KvCacheConfig, config: ModelConfig) -> str:
+    """`auto` is resolved to what the checkpoint asks for."""
+    return config.kv_cache_dtype or "auto" if kv_cache.dtype == "auto" else kv_cache.dtype
+
+
+def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype, kv: str = "auto") -> PoolLayout:
+    """Of the torch and the triton tier. kv: as `kv_dtype` says. Raises ConfigError for heads that cannot be quantised."""
+    if kv == "auto":
+        return PlainPool(block_size, config.num_kv_heads, config.head_dim, dtype)
+    if config.head_dim % 8:
+        raise ConfigError(
+            f"kv_cache.dtype is {kv}, which needs heads of a multiple of 8, not {config.head_dim}; use auto"
+        )
+    return QuantizedPool(block_size, config.num_kv_heads, config.head_dim, int(kv.removeprefix("int")))
+
+
+def _native_objection(
+    kv_cache: KvCacheConfig, device: torch.device, config: ModelConfig, dtype: torch.dtype
 ) -> str | None:
     """Why the native kernels do not fit, or None."""
-    if section.kernels == "torch":
-        return "model.kernels is torch"
     if device.type != "cpu":
         return f"the device is {device}, and they are for CPUs"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -99,4 +131,18 @@ def _objection(
         return f"kv_cache.block_size is {kv_cache.block_size}; use a multiple of {UNIT}"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
+    if kv_dtype(kv_cache, config) == "int4":
+        return "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
+    return None
+
+
+def _triton_objection(kv_cache: KvCacheConfig, device: torch.device, config: ModelConfig) -> str | None:
+    """Why the Triton kernels do not fit, or None."""
+    if not runs_at(device):
+        return f"the device is {device}, and they are for CUDA devices"
+    if kv_cache.block_size not in KERNEL_BLOCK_SIZES:
+        sizes = ", ".join(map(str, KERNEL_BLOCK_SIZES))
+        return f"kv_cache.block_size is {kv_cache.block_size}; use one of {sizes}"
+    if config.head_dim % 8:
+        return f"the head dimension is {config.head_dim}, no multiple of 8"
     return None

@@ -1,4 +1,4 @@
-"""TorchTier: the model by torch operators."""
+"""TorchTier: the model layer by layer. Each kernel is torch operators on a CPU, and Triton's on a GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ from backend.core.step import Row
 from backend.models.llama import Llama
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
+from kernels.kv_format import PoolLayout
+from kernels.paged_attention import plan_attention
 
 
 class TorchTier:
     name = "torch"
 
-    def __init__(self, model: Llama, block_size: int):
+    def __init__(self, model: Llama, layout: PoolLayout):
         self._model = model
-        self._block_size = block_size
+        self._layout = layout
 
     def kv_block(self) -> KVBlock:
-        """See kernels/kv_write.py."""
-        config = self._model.config
-        return KVBlock((self._block_size, 2, config.num_kv_heads, config.head_dim), self._model.embedding.dtype)
+        return KVBlock(self._layout.block_shape, self._layout.dtype)
 
     def run(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
     ) -> tuple[None, Tensor]:
         """Logits are always computed: the sampler finds the greatest."""
+        model, config = self._model, self._model.config
         flat = batch.flatten(rows, num_logits)
-        hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, flat.rows, pools)
+        device, dtype = model.embedding.device, model.embedding.dtype
+        plans = {
+            window: plan_attention(flat.rows, self._layout.block_size, window, config.head_dim, dtype, device)
+            for window in set(config.windows)
+        }
+        views = [self._layout.view(pool) for pool in pools]
+        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views)
         if len(flat.logits_index) == 0:
-            return None, torch.empty(0, self._model.config.vocab_size)
-        return None, self._model.logits(hidden[flat.logits_index])
+            return None, torch.empty(0, config.vocab_size)
+        return None, model.logits(hidden[flat.logits_index]).float()

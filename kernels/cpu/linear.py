@@ -16,6 +16,8 @@ _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 class PackedLinear:
     """Callable: x [tokens, k] -> [tokens, n] in x's dtype. The reference is torch's F.linear of the same values."""
 
+    takes_int8 = False  # from outside
+
     def __init__(self, library: CDLL, packed: Tensor, scales: Tensor | None, bias: Tensor | None, struct: LinearStruct):
         self._library = library
         self._held = (packed, scales, bias)  # what `struct` points to

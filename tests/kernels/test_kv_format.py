@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import kv_format
-from kernels.kv_format import QuantizedPool, dequantize_rows, pack, quantize_rows, unpack
+from kernels.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack, unpacking
 from tests.kernels.numbers import random_tensor
 
 BITS = [8, 4]
@@ -125,11 +125,11 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_data_and_params_lie_where_the_format_says(layout):
     pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
-    data, params = layout.data(pool), layout.params(pool)
+    data, params, *_ = layout.view(pool)
     block, head, side, offset = 2, layout.kv_heads - 1, 1, layout.block_size - 1
     row = (head * 2 + side) * layout.block_size + offset
-    data[block, head, side, offset, -1] = 201
-    params[block, head, side, offset] = torch.tensor([1.0, -2.0])
+    data[block, offset, side, head, -1] = 201
+    params[block, offset, side, head] = torch.tensor([1.0, -2.0])
     params_start = layout.kv_heads * 2 * layout.block_size * layout.head_dim * layout.bits // 8
     place = params_start + row * 4
     expected = torch.zeros_like(pool)
@@ -141,18 +141,20 @@ def test_data_and_params_lie_where_the_format_says(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_data_and_params_are_the_whole_block_without_overlap(layout):
     pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
-    layout.data(pool).add_(1)
-    layout.params(pool).view(torch.uint8).add_(1)
+    view = layout.view(pool)
+    view.data.add_(1)
+    view.params.view(torch.uint8).add_(1)
     assert (pool == 1).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout):
     layers = torch.zeros(3, 5, layout.block_bytes, dtype=torch.uint8)
-    layout.data(layers[:, 2]).fill_(7)
-    layout.params(layers[:, 2]).fill_(1.5)
+    view = layout.view(layers[:, 2])
+    view.data.fill_(7)
+    view.params.fill_(1.5)
     assert layers[:, 2, : layout.data_bytes].eq(7).all()
-    assert layout.params(layers[:, 2].clone()).eq(1.5).all()
+    assert layout.view(layers[:, 2].clone()).params.eq(1.5).all()
     assert not layers[:, [0, 1, 3, 4]].any()
 
 
@@ -168,9 +170,83 @@ def test_what_is_written_through_the_views_is_read_through_them(bits):
     layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, bits=bits)
     x = random_tensor(3 * 2 * 2 * 4, 64)
     q, scale, least = quantize_rows(x, bits)
-    pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
-    layout.data(pool).copy_(pack(q, bits).view(3, 2, 2, 4, -1))
-    layout.params(pool).copy_(torch.stack((scale, least), dim=1).view(3, 2, 2, 4, 2))
-    params = layout.params(pool).flatten(0, 3)
-    found = dequantize_rows(unpack(layout.data(pool).flatten(0, 3), bits), params[:, 0], params[:, 1])
+    pool = layout.view(torch.zeros(3, layout.block_bytes, dtype=torch.uint8))
+    pool.data.copy_(pack(q, bits).view(3, 4, 2, 2, -1))
+    pool.params.copy_(torch.stack((scale, least), dim=1).view(3, 4, 2, 2, 2))
+    params = pool.params.flatten(0, 3)
+    found = dequantize_rows(unpack(pool.data.flatten(0, 3), bits), params[:, 0], params[:, 1])
     assert torch.equal(found, round_trip(x, bits))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(layout):
+    pool = layout.view(torch.arange(3 * layout.block_bytes).to(torch.uint8).view(3, -1))
+    assert pool.words.data_ptr() == pool.params.data_ptr()
+    halves = pool.params.view(torch.int16).int()
+    assert torch.equal(pool.words, halves[..., 1] << 16 | halves[..., 0] & 0xFFFF)
+    assert pool.strides == (*pool.data.stride()[:4], *pool.words.stride())
+    assert (pool.head_dim, pool.bits) == (layout.head_dim, layout.bits)
+
+
+def test_a_plain_pool_is_its_values():
+    memory = random_tensor(3, 4, 2, 5, 16, dtype=torch.bfloat16)
+    pool = plain_pool(memory[..., 2:10])
+    assert pool.data.data_ptr() == memory[..., 2:].data_ptr() and pool.data.shape == (3, 4, 2, 5, 8)
+    assert (pool.params, pool.words, pool.head_dim, pool.bits) == (None, None, 8, 16)
+    assert pool.strides == (640, 160, 80, 16, 0, 0, 0, 0)
+    assert plain_pool(memory.float()).bits == 32
+    with pytest.raises(ValueError, match="lie together"):
+        plain_pool(memory[..., ::2])
+
+
+def halves(words, dtype):
+    """Words [n] -> [n, 2] of their 16-bit floats, the low one first."""
+    return torch.stack((words, words >> 16), dim=1).to(torch.int16).view(dtype)
+
+
+def permuted(a, b, selector):
+    """prmt: byte i of the result is that of the eight of a and b which digit i of the selector names."""
+    both = a | b << 32
+    return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+
+
+def run_ptx(text, words, dtype):
+    """What the text makes of each word, which are torch.int64 and below 2^32: its outputs $0, $1, ..."""
+    instructions = [line.strip().rstrip(";") for line in text.splitlines()[1:-1] if ".reg" not in line]
+    outputs = text.count("prmt") if "fma" not in text else text.count("fma")
+    registers = {f"${outputs}": words}
+    for instruction in instructions:
+        opcode, operands = instruction.split(maxsplit=1)
+        target, *sources = operands.split(", ")
+        a, *rest = (torch.full_like(words, int(each, 0)) if each[0].isdigit() else registers[each] for each in sources)
+        if opcode == "prmt.b32":
+            result = permuted(a, rest[0], int(sources[2], 0))
+        elif opcode == "fma.rn.bf16x2":
+            x, y, z = (halves(each, dtype).double() for each in (a, *rest))
+            exact = x * y + z
+            assert torch.equal(exact.to(dtype).double(), exact)
+            low, high = exact.to(dtype).view(torch.int16).long().unbind(1)
+            result = low & 0xFFFF | (high & 0xFFFF) << 16
+        else:
+            simple = {"mov.b32": lambda a: a, "not.b32": lambda a: ~a, "and.b32": torch.bitwise_and}
+            result = (simple | {"shr.b32": torch.bitwise_right_shift})[opcode](a, *rest)
+        registers[target] = result & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BITS)
+def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits, dtype):
+    bytes_ = torch.stack(
+        [(torch.arange(256) * odd + odd) % 256 for odd in (1, 3, 77, 251)], dim=1
+    )  # each at each place
+    words = sum(bytes_[:, i] << 8 * i for i in range(4))
+    asm, bias = unpacking(dtype, bits, compiled=True)
+    outputs = run_ptx(asm, words, dtype)
+    found = torch.cat([halves(each, dtype) for each in outputs], dim=1).double()
+    expected = torch.cat((bytes_ & 15, bytes_ >> 4), dim=1) if bits == 4 else bytes_
+    assert torch.equal(found, expected.double() + bias)
+
+
+def test_numbers_for_float32_queries_are_converted_without_a_bias():
+    assert unpacking(torch.float32, 4, compiled=True) == unpacking(torch.float32, 8, compiled=True) == (None, 0)

@@ -30,6 +30,22 @@ class Compiled:
         """How many instructions begin with it."""
         return len(re.findall(rf"\b{re.escape(mnemonic)}\b", self.sass))
 
+    def loop(self, *holding: str) -> list[str]:
+        """The instructions, NOP left out, of the longest backward branch over all of these mnemonics: from its target to it."""
+        targets, code, longest = {}, [], []
+        for label, instruction in re.findall(r"^\s*(?:(\.L\w+):|/\*[0-9a-f]+\*/\s+(.*?)\s*;)", self.sass, re.MULTILINE):
+            if label:
+                targets[label] = len(code)
+                continue
+            code.append(instruction)
+            branch = re.search(r"\bBRA\b.*?(\.L\w+)", instruction)
+            if branch and branch[1] in targets:
+                body = [each for each in code[targets[branch[1]] :] if not each.startswith("NOP")]
+                text = "\n".join(body)
+                if len(body) > len(longest) and all(re.search(rf"\b{each}\b", text) for each in holding):
+                    longest = body
+        return longest
+
 
 def compile_variant(variant: Variant, architecture: int) -> Compiled:
     """architecture: compute capability times ten: 80, 90 or 100."""

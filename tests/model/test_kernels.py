@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import kv_write, paged_attention, rms_norm, rope, silu_mul
+from kernels import paged_attention, rms_norm, rope, silu_mul
+from kernels.kv_format import plain_pool
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to 1 + |expected|
 DTYPES = list(TOLERANCE)
@@ -64,21 +65,6 @@ def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype):
     assert_near(silu_mul.silu_mul(x), gate / (1 + torch.exp(-gate)) * up)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, block_size, kv_heads, head_dim, num_blocks", kv_write.CASES)
-def test_kv_write_fills_its_cells_and_no_other(num_tokens, block_size, kv_heads, head_dim, num_blocks, dtype):
-    pool = random_tensor(num_blocks, block_size, 2, kv_heads, head_dim, dtype=dtype)
-    expected = pool.clone()
-    key = random_tensor(num_tokens, kv_heads, head_dim, dtype=dtype, seed=1)
-    value = random_tensor(num_tokens, kv_heads, head_dim, dtype=dtype, seed=2)
-    cells = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
-    for token, cell in enumerate(cells.tolist()):
-        expected[cell // block_size, cell % block_size, 0] = key[token]
-        expected[cell // block_size, cell % block_size, 1] = value[token]
-    kv_write.kv_write(pool, key, value, cells)
-    assert torch.equal(pool, expected)
-
-
 class Scene:
     """A pool with the KV of one batch at random places; everything that must not be read is NaN."""
 
@@ -114,9 +100,9 @@ class Scene:
 
     def attend(self) -> Tensor:
         plan = paged_attention.plan_attention(
-            self.rows, self.case.block_size, self.case.window, self.case.dtype, torch.device("cpu")
+            self.rows, self.case.block_size, self.case.window, self.case.head_dim, self.case.dtype, torch.device("cpu")
         )
-        return paged_attention.paged_attention(self.q, self.pool, plan)
+        return paged_attention.paged_attention(self.q, plain_pool(self.pool), plan)
 
     def expected(self) -> Tensor:
         case = self.case
@@ -152,6 +138,6 @@ def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows):
 def test_rows_of_very_different_length_are_not_padded_to_the_longest():
     rows = [(1, 4)] * 30 + [(1, 4000)]
     scene = Scene(paged_attention.Case(rows))
-    plan = paged_attention.plan_attention(scene.rows, 4, None, torch.float32, torch.device("cpu"))
+    plan = paged_attention.plan_attention(scene.rows, 4, None, 16, torch.float32, torch.device("cpu"))
     gathered = sum(len(group.blocks) for group in plan.generation)
     assert gathered == 30 + 1000

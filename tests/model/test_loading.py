@@ -178,7 +178,7 @@ def test_windows_of_configs_without_layer_types(architecture, changes, windows):
     "changes, message",
     [
         (dict(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM"),
-        (dict(quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
+        (dict(quantization_config={"quant_method": "bitsandbytes"}), r"quantised \(bitsandbytes\)"),
         (dict(hidden_act="gelu"), "gelu is not supported; supported is silu"),
         (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "yarn is not supported; supported are"),
         (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "lacks the key low_freq_factor"),

@@ -12,12 +12,13 @@ from backend.api import ConfigError
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.step import ModelInfo
 from backend.models.config import read_model_config
+from backend.worker import tier
 from backend.worker.group import InProcessWorkerGroup
-from backend.worker.tier import native_library
 from kernels.cpu.build import CACHE_VARIABLE
 from kernels.cpu.isa import ISA_VARIABLE, best_isa
 
 CUDA = "the device is cuda, and they are for CPUs"
+HEAD_DIM = 8  # of the checkpoint
 # What the native kernels cannot do -> why, in the words of the log and of errors.
 OBSTACLES = {
     "float16": (dict(dtype="float16"), {}, "the dtype is float16; use --set model.dtype=bfloat16 or float32"),
@@ -69,20 +70,42 @@ def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(checkpoint, l
     assert lines() == []
 
 
-@pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_int8_kv_is_refused_where_only_the_torch_tier_is_left(checkpoint, fields, kv_cache, reason):
-    with pytest.raises(ConfigError) as error:
-        load(checkpoint("llama2"), kv_cache | {"dtype": "int8"}, **fields)
-    assert sentence(error).startswith("kv_cache.dtype is int8, which only the native kernels have")
-    assert sentence(error).endswith(reason)
+@pytest.mark.parametrize("dtype, bits", [("int8", 8), ("int4", 4)])
+def test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head(checkpoint, dtype, bits):
+    heads = 3 * 2 * 2  # layers, key and value, kv heads
+    info = load(checkpoint("llama2"), {"dtype": dtype}, kernels="torch")
+    assert info.kv_bytes_per_token == heads * (HEAD_DIM * bits // 8 + 4)
 
 
-def test_int8_kv_is_refused_with_the_torch_tier(checkpoint):
+def test_int4_kv_is_the_torch_tier_s_on_a_cpu(checkpoint, lines):
+    assert load(checkpoint("llama2"), {"dtype": "int4"}).kernels == "torch"
+    reason = "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
+    assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
-        load(checkpoint("llama2"), {"dtype": "int8"}, kernels="torch")
+        load(checkpoint("llama2"), {"dtype": "int4"}, kernels="native")
+    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
+
+
+def test_triton_kernels_are_refused_on_a_cpu(checkpoint):
+    with pytest.raises(ConfigError) as error:
+        load(checkpoint("llama2"), {}, kernels="triton")
     assert sentence(error) == (
-        "kv_cache.dtype is int8, which only the native kernels have, and they cannot be had: model.kernels is torch"
+        "model.kernels is triton, which cannot be had: the device is cpu, and they are for CUDA devices"
     )
+
+
+@pytest.mark.parametrize(
+    "block_size, head_dim, reason",
+    [
+        (8, 64, "kv_cache.block_size is 8; use one of 16, 32, 64, 128"),
+        (32, 36, "the head dimension is 36, no multiple of 8"),
+    ],
+)
+def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(checkpoint, lines, monkeypatch, block_size, head_dim, reason):
+    monkeypatch.setattr(tier, "runs_at", lambda device: device.type == "cuda")
+    assert choose(checkpoint, device="cuda", head_dim=64).name == "triton"
+    assert choose(checkpoint, device="cuda", head_dim=head_dim, block_size=block_size).name == "torch"
+    assert lines() == ["kernels: triton, on cuda", f"kernels: torch, because {reason}"]
 
 
 def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(checkpoint, native_kernels):
@@ -91,22 +114,26 @@ def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(checkpoint, native_ke
     assert sizes["int8"] == sizes["auto"] // 4 + scales
 
 
-def choose(checkpoint, device: str = "cpu", head_dim: int = 8, **fields: object):
+def choose(checkpoint, device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object) -> tier.Choice:
     config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
     section = ModelConfigSection(device=device, **fields)
-    return native_library(section, KvCacheConfig(), torch.device(device), config, torch.bfloat16, lambda line: None)
+    kv_cache = KvCacheConfig(block_size=block_size)
+    return tier.choose_tier(section, kv_cache, torch.device(device), config, torch.bfloat16, lambda line: None)
 
 
 @pytest.mark.parametrize(
     "options, reason",
-    [(dict(device="cuda"), CUDA), (dict(head_dim=1026), "the head dimension is 1026, more than 1024")],
+    [
+        (dict(device="cuda"), "the device is cuda, and they are for CUDA devices"),  # this torch has none
+        (dict(head_dim=1026), "the head dimension is 1026, more than 1024"),
+    ],
 )
 def test_other_devices_and_huge_heads_are_the_torch_tier_s(checkpoint, lines, options, reason):
-    assert choose(checkpoint, **options) is None
+    assert choose(checkpoint, **options) == tier.Choice("torch")
     assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
         choose(checkpoint, kernels="native", **options)
-    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
+    assert sentence(error) == f"model.kernels is native, which cannot be had: {CUDA if options.get('device') else reason}"
 
 
 def test_a_machine_without_a_compiler_is_told_what_would_help(checkpoint, lines, monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
-from backend.worker.tier import Tier
+from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
 from tests.model.driver import Driver
 
@@ -50,7 +50,7 @@ def native_driver(directory: Path, library: CDLL, form: Format, block_size: int 
 def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
     """KV in the model's dtype, whatever `form` says of it."""
     model = load(directory, form, make_torch_linear)
-    return drive(TorchTier(model, block_size), model, None, block_size, **options)
+    return drive(TorchTier(model, kv_layout(model.config, block_size, model.dtype)), model, None, block_size, **options)
 
 
 def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, **options: object) -> Driver:

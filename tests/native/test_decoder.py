@@ -15,7 +15,8 @@ from torch import Tensor
 
 from backend.layers import attention
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
-from kernels.kv_write import kv_write
+from kernels.kv_append import kv_append
+from kernels.kv_format import KVPool
 from kernels.quantize import dequantize, quantize_activations
 from tests.model.driver import Driver
 from tests.native.families import NUM_FAMILIES, VOCAB, Play, random_family
@@ -73,12 +74,20 @@ def scenes(tmp_path_factory) -> Scenes:
 def rounded_kv() -> Iterator[None]:
     """The torch tier keeps only keys and values that int8 can hold, with a scale for each token and head."""
 
-    def write(pool: Tensor, key: Tensor, value: Tensor, cells: Tensor) -> None:
-        rounded = [dequantize(*quantize_activations(x.flatten(0, 1), x.shape[2]), x.shape[2]) for x in (key, value)]
-        kv_write(pool, *(x.view(key.shape).to(key.dtype) for x in rounded), cells)
+    def append(
+        qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, pool: KVPool, *norms: object
+    ) -> Tensor:
+        q = kv_append(qkv, positions, cos, sin, cells, pool, *norms)
+        place = cells // pool.data.shape[1], cells % pool.data.shape[1]
+        written = pool.data[place]
+        rows = written.flatten(0, -2)
+        pool.data[place] = (
+            dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim).view_as(written).to(rows.dtype)
+        )
+        return q
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "kv_write", write)
+        patch.setattr(attention, "kv_append", append)
         yield
 
 

@@ -63,11 +63,13 @@ class RecordingEngine:
         self._next_id = 1
 
     @classmethod
-    def of_transformers(cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int) -> RecordingEngine:
+    def of_transformers(
+        cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int, kv_dtype: str = "auto"
+    ) -> RecordingEngine:
         """In float32, on one thread, over a model of transformers."""
         config = EngineConfig(
             ModelConfigSection(dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"),
-            KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400),
+            KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400, dtype=kv_dtype),
             SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
         )
         workers = InProcessWorkerGroup.from_buffers(

@@ -16,6 +16,7 @@ from backend.models.config import parse_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory
+from backend.models.quantized import SUPPORTED
 from benchmarks.quality import row_logits
 from kernels.quantize import dequantize, quantize_activations
 from tests.quantize.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
@@ -132,9 +133,10 @@ def refusal(section: object) -> str:
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(weights=WEIGHTS | dict(num_bits=4)), "weights of 4 bits"),
+        (dict(weights=WEIGHTS | dict(num_bits=2)), "weights of 2 bits"),
+        (dict(weights=WEIGHTS | dict(num_bits=4)), "weights of 4 bits in format int-quantized"),
         (dict(weights=WEIGHTS | dict(type="float")), "weights of type float"),
-        (dict(weights=WEIGHTS | dict(symmetric=False)), "asymmetric weights"),
+        (dict(weights=WEIGHTS | dict(symmetric=False)), "asymmetric weights of 8 bits"),
         (dict(weights=WEIGHTS | dict(strategy="tensor")), "weight strategy tensor"),
         (dict(weights=WEIGHTS | dict(strategy="group", group_size=0)), "weight group_size 0"),
         (dict(weights=WEIGHTS | dict(actorder="group")), "weight actorder group"),
@@ -158,10 +160,10 @@ def refusal(section: object) -> str:
 def test_other_formats_of_compressed_tensors_are_refused_by_name(changes, reason):
     message = refusal(quantization_config(**changes))
     assert f"(compressed-tensors: {reason}), which is not supported" in message
-    assert message.endswith("or dynamic int8 by token")
+    assert message.endswith("use a float checkpoint, or " + SUPPORTED)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "quark"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "quark", "torchao"])
 def test_other_methods_are_refused_by_name(method):
     assert f"quantised ({method}), which is not supported; use a float checkpoint, or" in refusal(
         dict(quant_method=method, bits=8)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.layers.linear import DenseLinear, Linear, QuantizedLinear, QuantizedWeight, make_torch_linear
-from backend.models.linears import LinearOptions
+from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality import row_logits
@@ -96,6 +96,16 @@ def test_the_group_is_a_setting(make, group):
     load(make(), quantization="int8", group=group, make=recorder)
     assert {weight.group for weight in recorder.weights} == {group}
     assert {weight.scale.shape[1] for weight in recorder.weights} == {-(-columns // group) for columns in (48, 80)}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3"])  # llama3's head is tied
+def test_a_whole_row_may_share_a_scale(make, family):
+    directory, recorder = make(family), Recorder()
+    load(directory, quantization="w8a8", group=WHOLE_ROW, make=recorder)
+    assert {(weight.group, weight.q.shape[1]) for weight in recorder.weights} == {(48, 48), (80, 80)}
+    assert {weight.scale.shape[1] for weight in recorder.weights} == {1}
+    q, scale = quantize_weight(load_file(directory / "model.safetensors")["model.layers.0.mlp.down_proj.weight"], 80)
+    assert any(torch.equal(weight.q, q) and torch.equal(weight.scale, scale) for weight in recorder.weights)
 
 
 def test_a_tied_head_is_quantised_and_the_embedding_is_not(make):

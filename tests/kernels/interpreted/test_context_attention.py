@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import context_attention as kernel
 from kernels.context_attention import Case, Tiles
-from kernels.kv_format import QuantizedPool, pack, quantize_rows
+from kernels.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens
@@ -18,12 +18,11 @@ SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens
 
 class Inputs(NamedTuple):
     q: Tensor
-    pool: Tensor
+    pool: KVPool
     starts: Tensor
     lengths: Tensor
     tables: Tensor
     scale: float
-    layout: QuantizedPool | None
     window: int | None
     sinks: Tensor | None
 
@@ -40,13 +39,12 @@ def made(case: Case) -> Inputs:
     num_blocks = len(lengths) * most_blocks + 1
     tables = torch.full((len(lengths), most_blocks + 2), -1, dtype=torch.int32)
     free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int()
-    layout = None
     if case.bits == 16:
         shape = (num_blocks, 2, case.block_size, 2, case.kv_heads, case.head_dim)
-        pool = torch.full(shape, torch.nan, dtype=case.dtype)[:, 1]
+        pool = plain_pool(torch.full(shape, torch.nan, dtype=case.dtype)[:, 1])
     else:
         layout = QuantizedPool(case.block_size, case.kv_heads, case.head_dim, case.bits)
-        pool = torch.full((num_blocks, 2, layout.block_bytes), 255, dtype=torch.uint8)[:, 1]
+        pool = layout.view(torch.full((num_blocks, 2, layout.block_bytes), 255, dtype=torch.uint8)[:, 1])
     for row, (num_queries, length) in enumerate(case.rows):
         first = 0 if case.window is None else max(0, length - num_queries + 1 - case.window)
         blocks = slice(first // case.block_size, -(-length // case.block_size))
@@ -54,17 +52,14 @@ def made(case: Case) -> Inputs:
         seen = torch.arange(first, length)
         at = tables[row, seen // case.block_size].long(), seen % case.block_size
         kv = random_tensor(len(seen), 2, case.kv_heads, case.head_dim, seed=row) + 0.3
-        if layout is None:
-            pool[at] = kv.to(case.dtype)
+        if case.bits == 16:
+            pool.data[at] = kv.to(case.dtype)
         else:
-            n, scale, least = quantize_rows(kv.transpose(1, 2).reshape(-1, case.head_dim), case.bits)
-            shape = (len(seen), case.kv_heads, 2)
-            layout.data(pool)[at[0], :, :, at[1]] = pack(n, case.bits).view(*shape, layout.row_bytes)
-            layout.params(pool)[at[0], :, :, at[1]] = torch.stack((scale, least), dim=1).view(*shape, 2)
+            n, scale, least = quantize_rows(kv.flatten(0, 2), case.bits)
+            pool.data[at] = pack(n, case.bits).view(*kv.shape[:3], layout.row_bytes)
+            pool.params[at] = torch.stack((scale, least), dim=1).view(*kv.shape[:3], 2)
     sinks = random_tensor(heads) if case.sinks else None
-    return Inputs(
-        qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, layout, case.window, sinks
-    )
+    return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, case.window, sinks)
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:

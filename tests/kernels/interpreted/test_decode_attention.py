@@ -6,37 +6,44 @@ import pytest
 import torch
 
 from kernels import decode_attention as kernel
-from kernels.kv_format import QuantizedPool, pack, quantize_rows
-from tests.kernels.numbers import assert_near, random_tensor
+from kernels.kv_format import (
+    QuantizedPool,
+    floats_of_int4,
+    floats_of_int8,
+    pack,
+    plain_pool,
+    quantize_rows,
+    unpack,
+    unpacking,
+)
+from kernels.triton_runtime import jit, tl
+from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 SPLIT = 128  # so that short rows have several
 
 
-def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float32):
-    """-> q, pool, lengths, tables, scale, layout; blocks that no table names hold NaN, as does what follows a row's last key."""
+def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float32, window=None):
+    """-> q, pool, lengths, tables, scale; what no query may see is NaN."""
     width = -(-max(lengths) // block_size)
     num_blocks = len(lengths) * width + 1
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(width))[: len(lengths) * width]
     tables = order.view(len(lengths), width).int()
     tokens = random_tensor(num_blocks, block_size, 2, kv_heads, head_dim, dtype=dtype) * 2 + 0.5
-    layout = None if bits == 16 else QuantizedPool(block_size, kv_heads, head_dim, bits)
-    if layout is None:
-        pool, marked = tokens.clone(), torch.nan
+    if bits == 16:
+        pool = plain_pool(tokens)
     else:
-        pool = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
-        rows = tokens.permute(0, 3, 2, 1, 4)
-        n, scale, least = quantize_rows(rows.flatten(0, 3), bits)
-        layout.data(pool).copy_(pack(n, bits).view(layout.data(pool).shape))
-        layout.params(pool).copy_(torch.stack((scale, least), 1).view(layout.params(pool).shape))
-        marked = torch.nan
+        layout = QuantizedPool(block_size, kv_heads, head_dim, bits)
+        pool = layout.view(torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8))
+        n, scale, least = quantize_rows(tokens.flatten(0, 3), bits)
+        pool.data.copy_(pack(n, bits).view(pool.data.shape))
+        pool.params.copy_(torch.stack((scale, least), 1).view(pool.params.shape))
     unseen = torch.ones(num_blocks, block_size, dtype=torch.bool)
     for table, length in zip(tables.long(), lengths, strict=True):
-        position = torch.arange(length)
+        position = torch.arange(0 if window is None else max(0, length - window), length)
         unseen[table[position // block_size], position % block_size] = False
-    target = pool if layout is None else layout.params(pool).permute(0, 3, 1, 2, 4)
-    target[unseen] = marked
+    (pool.data if bits == 16 else pool.params)[unseen] = torch.nan
     q = random_tensor(len(lengths), heads, head_dim, dtype=dtype, seed=1)
-    return q, pool, torch.tensor(lengths, dtype=torch.int32), tables, head_dim**-0.5, layout
+    return q, pool, torch.tensor(lengths, dtype=torch.int32), tables, head_dim**-0.5
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -44,7 +51,7 @@ def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float
 @pytest.mark.parametrize("split_tokens", [SPLIT, kernel.SPLIT_TOKENS])
 def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bits, split_tokens):
     *shape, window = case
-    given = made(*shape, bits)
+    given = made(*shape, bits, window=window)
     sinks = random_tensor(shape[0], seed=2)
     measured = kernel.decode_attention(*given, window=window, sinks=sinks, split_tokens=split_tokens)
     assert_near(measured, kernel.reference(*given, window=window, sinks=sinks))
@@ -52,7 +59,7 @@ def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_16_bit_queries_without_sinks(dtype, bits):
     q, *rest = made(4, 2, 32, 16, (150, 0), bits, dtype)
     rest[1] = rest[1].long()
@@ -61,12 +68,12 @@ def test_16_bit_queries_without_sinks(dtype, bits):
 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
-    q, pool, lengths, tables, scale, layout = made(4, 2, 32, 16, (300, 100, 0, 130), bits)
-    together = kernel.decode_attention(q, pool, lengths, tables, scale, layout, split_tokens=SPLIT)
+    q, pool, lengths, tables, scale = made(4, 2, 32, 16, (300, 100, 0, 130), bits)
+    together = kernel.decode_attention(q, pool, lengths, tables, scale, split_tokens=SPLIT)
     for row, length in enumerate(lengths.tolist()):
         one = slice(row, row + 1)
         narrow = tables[one, : max(1, -(-length // 16))].contiguous()
-        alone = kernel.decode_attention(q[one], pool, lengths[one], narrow, scale, layout, split_tokens=SPLIT)
+        alone = kernel.decode_attention(q[one], pool, lengths[one], narrow, scale, split_tokens=SPLIT)
         assert torch.equal(alone[0], together[row])
 
 
@@ -74,3 +81,38 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused():
     given = made(2, 1, 48, 16, (5,), 16)
     with pytest.raises(ValueError, match="power of two"):
         kernel.decode_attention(*given)
+
+
+@jit
+def _floats_kernel(data, out, like, BITS: tl.constexpr, ASM: tl.constexpr):
+    i = tl.arange(0, 256)
+    packed = tl.load(data + i)
+    if BITS == 4:
+        low, high = floats_of_int4(packed, like.dtype.element_ty, ASM)
+        tl.store(out + i, low.to(tl.float32))
+        tl.store(out + 256 + i, high.to(tl.float32))
+    else:
+        tl.store(out + i, floats_of_int8(packed, like.dtype.element_ty, ASM).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits, dtype):
+    data = torch.arange(256).to(torch.uint8)
+    expected = unpack(data, bits).float() + unpacking(dtype, bits, compiled=True).bias
+    out = torch.empty(len(expected))
+    _floats_kernel[(1,)](data, out, torch.empty(1, dtype=dtype), BITS=bits, ASM=unpacking(dtype, bits).asm)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("group", [1, 16, 32])
+def test_few_and_many_heads_of_a_kv_head(group, bits):
+    given = made(group, 1, 64, 64, (45, 96), bits)
+    assert_near(kernel.decode_attention(*given), kernel.reference(*given))
+
+
+def test_tiles_that_are_seen_as_a_whole_begin_and_end_where_the_window_says():
+    for window in (31, 32, 65):
+        given = made(2, 1, 32, 16, (31, 32, 33, 64, 97), 4, window=window)
+        assert_near(kernel.decode_attention(*given, window=window), kernel.reference(*given, window=window))

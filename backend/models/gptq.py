@@ -1,0 +1,83 @@
+"""GPTQ checkpoints (Frantar et al., 2022) as AutoGPTQ and GPTQModel write them.
+
+    NAME.qweight   int32 [k / 8, n]          eight rows of k a word
+    NAME.qzeros    int32 [k / group, n / 8]  eight columns of n a word; checkpoint_format gptq: zero - 1, gptq_v2: zero
+    NAME.scales    float16 [k / group, n]
+    NAME.g_idx     int32 [k], may be missing: the group of each row of k, here always in order
+
+weight = (q - zero) * scale, 4 bits. AutoGPTQ also stores a bias of zeros for layers that have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from backend.api.errors import ConfigError
+from backend.models.quantized import (
+    QuantizedLayers,
+    Scheme,
+    first_obstacle,
+    is_group_size_of_4_bits,
+    kernel_group,
+    unsupported,
+)
+from backend.models.tensors import TensorSource
+from kernels.w4a16 import Weight4, from_gptq
+
+_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+
+
+class _Config(Struct):
+    bits: int
+    group_size: int = 128
+    desc_act: bool = False
+    checkpoint_format: str = "gptq"
+    is_marlin_format: bool = False
+    dynamic: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class GptqLayers(QuantizedLayers):
+    group: int | None  # columns that share a scale; None = the whole row
+    version: int
+
+    scheme: ClassVar[Scheme] = "w4a16"
+    marker: ClassVar[str] = ".qweight"
+
+    def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4:
+        group, repeats = kernel_group(name, self.group, k)
+        groups = k // group // repeats
+        qweight = source.take_raw(name + ".qweight", (k // 8, n), (torch.int32,))
+        qzeros = source.take_raw(name + ".qzeros", (groups, n // 8), (torch.int32,))
+        scales = source.take_raw(name + ".scales", (groups, n))
+        if source.has(name + ".g_idx"):
+            g_idx = source.take_raw(name + ".g_idx", (k,), (torch.int32, torch.int64))
+            if not torch.equal(g_idx.cpu().long(), torch.arange(k) // (group * repeats)):
+                raise ConfigError(
+                    f"tensor {name}.g_idx does not go through the groups in order (desc_act), which is not supported; "
+                    f"quantise with desc_act false"
+                )
+        qzeros, scales = qzeros.repeat_interleave(repeats, 0), scales.repeat_interleave(repeats, 0)
+        return from_gptq(qweight, qzeros, scales, None, group, self.version)
+
+
+def parse(section: dict[str, Any]) -> GptqLayers:
+    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
+    config = msgspec.convert(section, _Config)
+    wrong = {
+        f"{config.bits} bits": config.bits != 4,
+        "desc_act": config.desc_act,
+        f"checkpoint_format {config.checkpoint_format}": config.checkpoint_format not in _VERSIONS,
+        "is_marlin_format": config.is_marlin_format,
+        "dynamic": bool(config.dynamic),
+        f"group_size {config.group_size}": not is_group_size_of_4_bits(config.group_size),
+    }
+    if reason := first_obstacle(wrong):
+        raise unsupported("gptq", reason)
+    group = None if config.group_size == -1 else config.group_size
+    return GptqLayers(group, _VERSIONS[config.checkpoint_format])

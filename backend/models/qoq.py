@@ -1,0 +1,68 @@
+"""QoQ checkpoints (QServe, Lin et al., 2024): 4-bit weights, activations in int8.
+
+    both            NAME.qweight   int8 [n, k / 2], in the order of QServe's tiles          NAME.s1_scales  float16 [n]
+    per channel     NAME.s1_szeros float16 [n]                                              group_size -1
+    per group       NAME.s2_scales, NAME.s2_zeros int8 [k / 128, n]                         group_size 128
+
+Source: OmniServe's converter; the layout is kernels/qserve_checkpoint.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from backend.api.errors import ConfigError
+from backend.models.quantized import QuantizedLayers, Scheme, first_obstacle, unsupported
+from backend.models.tensors import TensorSource
+from kernels.int8_rows import GROUP
+from kernels.qserve_checkpoint import from_qserve
+from kernels.w4a8 import Weight4A8
+
+
+class _Config(Struct):
+    wbits: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class QoqLayers(QuantizedLayers):
+    is_grouped: bool
+
+    scheme: ClassVar[Scheme] = "w4a8"
+    marker: ClassVar[str] = ".qweight"
+
+    def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4A8:
+        if k % GROUP:
+            raise ConfigError(
+                f"{name} has {k} columns, of 4 bits with int8 activations a multiple of {GROUP} is supported"
+            )
+        qweight = source.take_raw(name + ".qweight", (n, k // 2), (torch.int8,))
+        s1_scales = source.take_raw(name + ".s1_scales", (n,))
+        s1_szeros = s2_scales = s2_zeros = None
+        if self.is_grouped:
+            s2_scales, s2_zeros = (
+                source.take_raw(name + suffix, (k // GROUP, n), (torch.int8,)) for suffix in (".s2_scales", ".s2_zeros")
+            )
+        else:
+            s1_szeros = source.take_raw(name + ".s1_szeros", (n,))
+        try:
+            return from_qserve(qweight, s1_scales, s1_szeros, s2_scales, s2_zeros)
+        except ValueError as error:
+            raise ConfigError(f"{name} cannot be read as QoQ: {error}") from None
+
+
+def parse(section: dict[str, Any]) -> QoqLayers:
+    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
+    config = msgspec.convert(section, _Config)
+    wrong = {
+        f"{config.wbits} bits": config.wbits != 4,
+        f"group_size {config.group_size}": config.group_size not in (-1, GROUP),
+    }
+    if reason := first_obstacle(wrong):
+        raise unsupported("qoq", reason)
+    return QoqLayers(config.group_size == GROUP)

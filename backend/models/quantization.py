@@ -1,0 +1,42 @@
+"""quantization_config of a config.json: which reader it means, and in what type the KV cache is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from backend.models import awq, compressed_tensors, gptq, qoq
+from backend.models.quantized import QuantizedLayers, unsupported
+
+KvDtype = Literal["int8", "int4"]
+
+_READERS: dict[str, Callable[[dict[str, Any]], QuantizedLayers]] = {
+    "compressed-tensors": compressed_tensors.parse,
+    "awq": awq.parse,
+    "gptq": gptq.parse,
+    "qoq": qoq.parse,
+}
+# What `everbatch quantize --kv` writes: as the KV cache of kernels/kv_format.py is quantised, whatever the text.
+_KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
+_KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
+
+
+def parse_quantization(raw: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
+    """How linear layers are stored and KV is to be kept, None: as floats. Raises ConfigError, msgspec.ValidationError."""
+    section = raw.get("quantization_config") or raw.get("compression_config")
+    if not section:
+        return None, None
+    method = section.get("quant_method", "unknown") if isinstance(section, dict) else "unknown"
+    if method not in _READERS:
+        raise unsupported(method)
+    return _READERS[method](section), _kv_dtype(method, section.get("kv_cache_scheme"))
+
+
+def _kv_dtype(method: str, scheme: object) -> KvDtype | None:
+    if not scheme:
+        return None
+    given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, dict) else {}
+    dtype = _KV_DTYPES.get(given.pop("num_bits", 0))
+    if dtype is None or given != _KV_SCHEME:
+        raise unsupported(method, "kv_cache_scheme")
+    return dtype

@@ -1,0 +1,90 @@
+"""Quantised checkpoints: what the readers of their formats share.
+
+A reader (compressed_tensors.py, awq.py, gptq.py, qoq.py) makes a `QuantizedLayers` of config.json's quantization_config; that
+reads a projection's tensors into one of the forms that linear layers take (backend/layers/linear.py), exactly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+
+from backend.api.errors import ConfigError
+from backend.layers.linear import QuantizedWeight
+from backend.models.tensors import TensorSource
+from kernels.w4a8 import Weight4A8
+from kernels.w4a16 import GROUPS, SYMMETRIC_ZERO, Weight4
+
+Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
+Held = QuantizedWeight | Weight4 | Weight4A8
+
+SUPPORTED = (
+    "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
+    "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act) or QoQ (4 bits, group_size "
+    "-1 or 128)"
+)
+
+
+class QuantizedLayers(ABC):
+    """How a checkpoint's quantised linear layers are stored. Immutable."""
+
+    scheme: Scheme
+    marker: ClassVar[str]  # NAME + marker is a tensor of every quantised projection NAME, and of no other
+
+    @abstractmethod
+    def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
+        """The projection `name` of n outputs and k inputs. Raises ConfigError."""
+
+
+def unsupported(method: str, reason: str = "") -> ConfigError:
+    named = f"{method}: {reason}" if reason else method
+    return ConfigError(
+        f"the checkpoint is quantised ({named}), which is not supported; use a float checkpoint, or {SUPPORTED}"
+    )
+
+
+def first_obstacle(wrong: dict[str, bool]) -> str | None:
+    """Of reasons why something is not supported, the first that holds."""
+    return next((reason for reason, is_wrong in wrong.items() if is_wrong), None)
+
+
+def is_group_size_of_4_bits(size: int | None) -> bool:
+    """Whether `kernel_group` can cut groups of this size; None and -1 mean a whole row."""
+    return size in (None, -1) or (size > 0 and size % min(GROUPS) == 0)
+
+
+def kernel_group(name: str, group: int | None, k: int) -> tuple[int, int]:
+    """(columns of a group that the 4-bit kernels take, how many such groups share the stored scale). None: a whole row."""
+    stored = group or k
+    if k % stored:
+        raise ConfigError(f"{name} has {k} columns, no multiple of its quantisation group of {stored}")
+    size = next((size for size in GROUPS if stored % size == 0), None)
+    if size is None:
+        raise ConfigError(
+            f"{name} has 4-bit weights with a scale for each {stored} columns, a multiple of {min(GROUPS)} is supported; "
+            f"use a float checkpoint"
+        )
+    return size, stored // size
+
+
+def stack(parts: Sequence[Held]) -> Held:
+    """Several projections of one checkpoint and the same columns as one layer. Exact: every row has scales of its own."""
+    first = parts[0]
+    if isinstance(first, QuantizedWeight):
+        q, scale = (torch.cat([part[index] for part in parts]) for index in range(2))
+        return first._replace(q=q, scale=scale)
+    if isinstance(first, Weight4):
+        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts], 1)
+        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():  # which need not be read then
+            zeros = None
+        packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.scales for part in parts], 1)
+        return Weight4(packed, scales, zeros, first.group)
+    return Weight4A8(
+        torch.cat([part.packed for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        None if first.group_scales is None else torch.cat([part.group_scales for part in parts], 1),
+        torch.cat([part.zeros for part in parts], 1),
+    )

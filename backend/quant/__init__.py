@@ -1,0 +1,1 @@
+"""Offline quantisation of checkpoints: `python -m backend.quant`, or `./everbatch quantize`. No engine imports this room."""

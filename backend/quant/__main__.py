@@ -1,0 +1,108 @@
+"""`python -m backend.quant`: see `./everbatch quantize --help`. Exit status 2 for a wrong use, 1 for a failure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.models.config import read_model_config
+from backend.models.loader import DEFAULT_MODEL, resolve_model_path
+from backend.quant.checkpoint import check_output
+from backend.quant.run import Made, Wanted, quantize_checkpoint
+from backend.quant.text import built_in_texts, read_text, rows_of
+
+NO_CALIBRATION = "none"
+KIND_NAMES = {"qkv": "q, k, v", "out": "o", "gate_up": "gate, up", "down": "down"}
+console = Console()
+
+
+def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
+    """The text in tokens, None for `none`. Raises ConfigError."""
+    if calibration == NO_CALIBRATION:
+        return None
+    if calibration:
+        texts = [read_text(Path(calibration))]
+    elif directory.resolve() == DEFAULT_MODEL.resolve():
+        texts = built_in_texts()
+    else:
+        raise ConfigError(
+            f"there is no calibration text for {directory.name}: name one with --calibration FILE, of the kind that the "
+            f"model will read; --calibration none rounds to nearest without one, which costs quality"
+        )
+    return rows_of(texts, directory, read_model_config(directory).max_position)
+
+
+def progress(layers: Iterable[int]) -> Iterator[int]:
+    """Tells which layer is at work: on a terminal in one line that changes, else in a line each."""
+    total = len(layers)
+    if not console.is_terminal:
+        for index in layers:
+            console.print(f"layer {index + 1} of {total}", highlight=False)
+            yield index
+        return
+    with console.status("") as status:
+        for index in layers:
+            status.update(f"layer {index + 1} of {total}")
+            yield index
+
+
+def show(made: Made, wanted: Wanted, output: Path) -> None:
+    if made.errors:
+        table = Table(title="error of the outputs on the calibration text, mean over the layers")
+        table.add_column("linear layer")
+        for column in ("rounded to nearest", "smoothed, then the same", "as written"):
+            table.add_column(column, justify="right")
+        for kind, errors in made.errors.items():
+            table.add_row(KIND_NAMES[kind], *(f"{100 * error:.2f} %" for error in errors))
+        console.print(table)
+    before, after = made.bytes_before / 1e6, made.bytes_after / 1e6
+    kv = f", KV cache in {wanted.kv}" if wanted.kv else ""
+    line = f"{wanted.scheme}{kv}: {before:.1f} MB before, {after:.1f} MB after ({before / after:.2f} times smaller)"
+    console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"serve it with: ./everbatch serve --model {output}", highlight=False, soft_wrap=True, markup=False)
+
+
+def main(
+    model: Annotated[str, typer.Argument()],
+    scheme: Annotated[str, typer.Option()],
+    output: Annotated[Path, typer.Option()],
+    kv: Annotated[str, typer.Option()] = "",
+    calibration: Annotated[str, typer.Option()] = "",
+    group: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """`deploy/cli.py` names and explains the options; empty and 0 stand for those that were left out."""
+    torch.set_grad_enabled(False)
+    wanted = Wanted(scheme, group or None, kv or None)
+    try:
+        check_output(output)
+        directory = resolve_model_path(model)
+        rows = calibration_rows(directory, calibration)
+        if rows is not None:
+            console.print(f"calibration: {rows.numel()} tokens in {len(rows)} rows", highlight=False)
+        made = quantize_checkpoint(directory, output, wanted, rows, progress)
+    except ConfigError as error:
+        Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except OSError as error:
+        Console(stderr=True).print(
+            f"[red]everbatch: {escape(str(output))} cannot be written ({escape(error.strerror or str(error))}); "
+            f"free space, or name another folder[/red]",
+            highlight=False,
+            soft_wrap=True,
+        )
+        sys.exit(1)
+    show(made, wanted, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

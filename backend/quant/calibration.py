@@ -1,0 +1,143 @@
+"""What flows through the linear layers of a float model when it reads a text, layer by layer.
+
+Only one layer's weights are in memory, in float32: a layer is run as a model of one layer, whose embedding table is the hidden
+states of all tokens. What is kept of the inputs of a linear layer does not grow with the text:
+
+    most       [k]                     the greatest |x| of each channel
+    hessian    [k, k]                  the mean of x x^T
+    sample     [<= 512, k]             some tokens, from all of the text
+    keys       [kv_heads, head_dim]    the greatest |key| of each channel, after RoPE
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend.layers.linear import DenseLinear
+from backend.models.config import ModelConfig
+from backend.models.linears import LinearOptions
+from backend.models.llama import Llama
+from backend.models.registry import FAMILIES
+from backend.quant.folds import Layer
+from kernels.kv_format import KVPool, PlainPool, QuantizedPool
+from kernels.paged_attention import AttentionRows, plan_attention
+
+ROWS_AT_ONCE = 4
+BLOCK_SIZE = 32
+SAMPLED = 512  # tokens
+
+
+class Inputs(NamedTuple):
+    """Of one linear layer."""
+
+    most: Tensor
+    hessian: Tensor
+    sample: Tensor
+
+    def divided(self, scale: Tensor) -> Inputs:
+        """The inputs that are left when each channel has been divided by scale [k]."""
+        hessian = self.hessian / scale / scale[:, None]
+        return Inputs(self.most / scale, hessian, self.sample / scale)
+
+
+class LayerInputs(NamedTuple):
+    qkv: Inputs
+    out: Inputs
+    gate_up: Inputs
+    down: Inputs
+    keys: Tensor
+
+
+class Calibration:
+    """A text on its way through the model."""
+
+    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor):
+        """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]."""
+        self._config = config
+        self._hidden = F.embedding(rows, embedding).float()  # [rows, length, hidden]
+        self._sampled_of_each = max(1, SAMPLED // -(-len(rows) // ROWS_AT_ONCE))
+
+    @torch.inference_mode()
+    def advance(self, index: int, layer: Layer) -> LayerInputs:
+        """Run layer `index`, whose tensors are `layer`; the next call is for the next layer."""
+        config = msgspec.structs.replace(
+            self._config,
+            num_layers=1,
+            windows=(self._config.windows[index],),
+            vocab_size=1,
+            tied_embeddings=True,
+            quantization=None,
+        )
+        hidden = config.hidden_size
+        tensors = {"model.layers.0." + name: tensor for name, tensor in layer.items()}
+        tensors |= {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
+        made: list[_Recorder] = []
+
+        def make(weight: Tensor, bias: Tensor | None) -> _Recorder:
+            made.append(_Recorder(weight, bias, self._sampled_of_each))
+            return made[-1]
+
+        length = self._hidden.shape[1]
+        device = torch.device("cpu")
+        build = FAMILIES[config.architecture]
+        model = build(config, tensors, length, torch.float32, device, LinearOptions(make=make))
+        keys = torch.zeros(config.num_kv_heads, config.head_dim)
+        for part in self._hidden.split(ROWS_AT_ONCE):
+            model.embedding = part.flatten(0, 1)
+            after, (pool,) = forward_rows(model, torch.arange(len(model.embedding)).view(part.shape[:2]))
+            part.copy_(after.view_as(part))
+            keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
+        return LayerInputs(*(recorder.inputs() for recorder in made[1:]), keys)  # the first is the output head
+
+
+class _Recorder(DenseLinear):
+    """A float linear layer that watches its inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int):
+        super().__init__(weight, bias)
+        k = weight.shape[1]
+        self._sampled = sampled
+        self._num_tokens = 0
+        self._most, self._squares = torch.zeros(k), torch.zeros(0)
+        self._samples: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._num_tokens:
+            self._squares = torch.zeros(x.shape[1], x.shape[1])
+        self._num_tokens += len(x)
+        self._most = torch.maximum(self._most, x.abs().amax(0))
+        self._squares.addmm_(x.T, x)
+        count = min(self._sampled, len(x))
+        self._samples.append(x[torch.arange(count) * len(x) // count].clone())
+        return super().__call__(x)
+
+    def inputs(self) -> Inputs:
+        return Inputs(self._most, self._squares / self._num_tokens, torch.cat(self._samples))
+
+
+def forward_rows(model: Llama, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:
+    """rows [rows, length] int64, each a text of its own -> (hidden states [rows * length, hidden], each layer's KV).
+
+    `kv_bits` 8 or 4: the KV is quantised before it is attended to.
+    """
+    config, dtype = model.config, model.dtype
+    num_rows, length = rows.shape
+    num_blocks = -(-length // BLOCK_SIZE)
+    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
+    where = AttentionRows(np.arange(num_rows + 1) * length, np.full(num_rows, length), tables)
+    plans = {
+        window: plan_attention(where, BLOCK_SIZE, window, config.head_dim, dtype, rows.device)
+        for window in set(config.windows)
+    }
+    sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    layout = PlainPool(*sizes, dtype) if kv_bits is None else QuantizedPool(*sizes, kv_bits)
+    shape = (num_rows * num_blocks, *layout.block_shape)
+    pools = [layout.view(torch.zeros(shape, dtype=layout.dtype)) for _ in range(config.num_layers)]
+    cells = (torch.arange(num_rows)[:, None] * num_blocks * BLOCK_SIZE + torch.arange(length)).flatten()
+    return model.forward(rows.flatten(), torch.arange(length).repeat(num_rows), cells, plans, pools), pools

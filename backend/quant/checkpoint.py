@@ -1,0 +1,133 @@
+"""Checkpoint folders: one float layer at a time is read, one quantised layer at a time written.
+
+The folder is written under another name beside its place and renamed at the end, so that what stands there is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.models.loader import open_directory
+from backend.quant.folds import Layer
+
+SHARD_BYTES = 4 << 30
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, chat template, generation_config.json
+NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json")
+INDEX = "model.safetensors.index.json"
+
+
+class FloatCheckpoint:
+    """A checkpoint that is not quantised. Raises ConfigError for one that is, or that cannot be read."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        checkpoint = open_directory(directory)
+        if checkpoint.config.quantization is not None:
+            raise ConfigError(
+                f"model {directory.name} is quantised already (quantization_config in config.json); give the float "
+                f"checkpoint that it was made from"
+            )
+        self.config = checkpoint.config
+        self._tensors = checkpoint._tensors
+
+    def layer(self, index: int) -> tuple[Layer, torch.dtype]:
+        """Tensors of decoder layer `index` in float32 by their names within it, and the type they are stored in."""
+        prefix = f"model.layers.{index}."
+        stored = {
+            name.removeprefix(prefix): self._tensors[name]
+            for name in self._tensors
+            if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
+        }
+        if not stored:
+            raise ConfigError(f"the checkpoint lacks the tensors of {prefix}; its config.json describes another model")
+        dtype = next((tensor.dtype for name, tensor in stored.items() if name.endswith("_proj.weight")), torch.float32)
+        return {name: tensor.float() for name, tensor in stored.items()}, dtype
+
+    def others(self) -> Layer:
+        """Embedding, last norm and output head, as they are stored."""
+        return {name: self._tensors[name] for name in self._tensors if not name.startswith("model.layers.")}
+
+    def embedding(self) -> Tensor:
+        return self._tensors["model.embed_tokens.weight"]
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
+
+
+class Writer:
+    """safetensors of a checkpoint, in shards of SHARD_BYTES at least."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self.num_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        self._pending |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= SHARD_BYTES:
+            self._flush()
+
+    def finish(self, config: dict[str, Any]) -> None:
+        """Write what is left, config.json, and an index if there are several shards."""
+        self._flush()
+        (self._directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if len(self._shards) == 1:
+            self._part(0).rename(self._directory / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            self._part(number).rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        (self._directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+    def _flush(self) -> None:
+        if self._pending:
+            path = self._part(len(self._shards))
+            save_file(self._pending, path, {"format": "pt"})
+            path.chmod(0o644)
+            self._shards.append(list(self._pending))
+            self._pending = {}
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"part-{number}"
+
+
+@contextmanager
+def new_folder(output: Path, source: Path) -> Iterator[Path]:
+    """A folder to write to, with the source's tokenizer; it becomes `output` if all goes well, else it is removed."""
+    check_output(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        for pattern in COPIED:
+            for path in source.glob(pattern):
+                if path.name not in NOT_COPIED:
+                    shutil.copyfile(path, scratch / path.name)
+        yield scratch
+        scratch.chmod(0o755)
+        scratch.rename(output)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_output(output: Path) -> None:
+    """Raises ConfigError when something is there already."""
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"output folder {output} is not empty; give a new one, or empty it")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output {output} is a file; give the name of a folder")

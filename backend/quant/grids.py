@@ -1,0 +1,109 @@
+"""The values that a quantised weight may take, and rounding to them.
+
+    w[n, k] = (q[n, k] - zero[n, g]) * step[n, g]        least[n, g] <= q <= most[n, g],  g = k / (columns of a group)
+
+Two ways to choose q. `nearest` takes the nearest value, weight by weight. `compensated` is GPTQ (Frantar et al., 2022):
+columns are rounded one after another, those with the largest inputs first, and the error of a column is made up for by the
+columns that are still to come, so that the layer's output changes least on the calibration text. With H = the mean of x x^T
+over its tokens and U the upper Cholesky factor of (H + damping)^-1:
+
+    error = (w[:, i] - rounded) / U[i, i];   w[:, j] -= error * U[i, j]  for all j after i
+
+`clipped` chooses for each group how much of its range the grid spans (AWQ, Lin et al., 2023): the ratio with the least error,
+each weight's weighted by its input's mean square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+DAMPING = 0.01  # of the mean of H's diagonal
+COLUMNS_AT_ONCE = 128
+
+
+class Grid(NamedTuple):
+    """Each float32 [n, groups]; zero, least and most hold whole numbers. A step of 0 stands for a group of zeros."""
+
+    step: Tensor
+    zero: Tensor
+    least: Tensor
+    most: Tensor
+    row_scale: Tensor | None = None  # [n]: in formats of two levels, what the steps of a row are whole multiples of
+
+    def split(self, rows: list[int]) -> list[Grid]:
+        """Of the weights that this one's is stacked of."""
+        parts = [[None] * len(rows) if part is None else part.split(rows) for part in self]
+        return [Grid(*of_one) for of_one in zip(*parts)]
+
+
+MakeGrid = Callable[[Tensor, Tensor], Grid]  # weight [n, k], ratio [n, groups] of its range that is spanned
+
+
+def nearest(weight: Tensor, grid: Grid) -> Tensor:
+    """weight [n, k] -> q float32 [n, k], whole numbers."""
+    grouped = weight.unflatten(1, (grid.step.shape[1], -1))
+    step, zero, least, most = (part[:, :, None] for part in grid[:4])
+    q = (grouped / _divisor(step)).round() + zero
+    return torch.minimum(torch.maximum(q, least), most).flatten(1)
+
+
+def values(q: Tensor, grid: Grid) -> Tensor:
+    """q [n, k] -> the weight that it stands for, float32 [n, k]."""
+    grouped = q.unflatten(1, (grid.step.shape[1], -1))
+    return ((grouped - grid.zero[:, :, None]) * grid.step[:, :, None]).flatten(1)
+
+
+def compensated(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
+    """weight [n, k], hessian [k, k] -> q float32 [n, k]."""
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = _inverse_factor(hessian[order][:, order])
+    groups = order // (weight.shape[1] // grid.step.shape[1])  # of each column
+    step, zero, least, most = (part[:, groups] for part in grid[:4])
+    divisor = _divisor(step)
+    w = weight[:, order].clone()
+    q = torch.empty_like(w)
+    k = w.shape[1]
+    for first in range(0, k, COLUMNS_AT_ONCE):
+        last = min(first + COLUMNS_AT_ONCE, k)
+        errors = w.new_empty(len(w), last - first)
+        for i in range(first, last):
+            q[:, i] = ((w[:, i] / divisor[:, i]).round() + zero[:, i]).clamp(least[:, i], most[:, i])
+            error = (w[:, i] - (q[:, i] - zero[:, i]) * step[:, i]) / factor[i, i]
+            w[:, i:last] -= error[:, None] * factor[i, i:last]
+            errors[:, i - first] = error
+        w[:, last:] -= errors @ factor[first:last, last:]
+    return q[:, order.argsort()]
+
+
+def clipped(
+    weight: Tensor, make_grid: MakeGrid, groups: int, mean_square: Tensor, ratios: tuple[float, ...] = CLIP_RATIOS
+) -> Grid:
+    """weight [n, k], mean_square [k] of its inputs -> the grid whose ratio is best, group by group."""
+    best = weight.new_full((len(weight), groups), torch.inf)
+    ratio = torch.ones_like(best)
+    for candidate in ratios:
+        tried = torch.full_like(best, candidate)
+        grid = make_grid(weight, tried)
+        errors = (values(nearest(weight, grid), grid) - weight).square_().mul_(mean_square)
+        errors = errors.unflatten(1, (groups, -1)).sum(2)
+        ratio = torch.where(errors < best, tried, ratio)
+        best = torch.minimum(errors, best)
+    return make_grid(weight, ratio)
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped inverse, float32. Inputs that are always 0 count as if they varied a little."""
+    damped = hessian.double()
+    mean = damped.diagonal().mean()
+    damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def _divisor(step: Tensor) -> Tensor:
+    return torch.where(step > 0, step, torch.inf)

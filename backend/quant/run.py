@@ -1,0 +1,91 @@
+"""A float checkpoint folder becomes a quantised one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backend.api.errors import ConfigError
+from backend.models.config import ModelConfig
+from backend.quant.calibration import Calibration
+from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
+from backend.quant.layers import KINDS, Errors, quantize_layer
+from backend.quant.schemes import Scheme, make_scheme
+
+KV_BITS = {"int8": 8, "int4": 4}
+
+
+class Wanted(NamedTuple):
+    scheme: str
+    group: int | None = None  # --group; None = the scheme's own choice
+    kv: str | None = None  # int8, int4, or that of the model
+
+
+class Made(NamedTuple):
+    errors: dict[str, Errors]  # by kind of linear layer, the mean over the decoder layers; empty without calibration
+    bytes_before: int
+    bytes_after: int
+
+
+@torch.inference_mode()
+def quantize_checkpoint(
+    directory: Path,
+    output: Path,
+    wanted: Wanted,
+    rows: Tensor | None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = lambda layers: layers,
+) -> Made:
+    """Write `output`. rows [rows, length]: the calibration text in tokens; None = no calibration. Raises ConfigError."""
+    source = FloatCheckpoint(directory)
+    config = source.config
+    scheme = make_scheme(wanted.scheme, wanted.group, widths(config), source.layer(0)[1])
+    calibration = None if rows is None else Calibration(config, source.embedding(), _checked(rows, config))
+    errors: list[dict[str, Errors]] = []
+    with new_folder(output, directory) as folder:
+        writer = Writer(folder)
+        for index in progress(range(config.num_layers)):
+            layer, dtype = source.layer(index)
+            inputs = None if calibration is None else calibration.advance(index, layer)
+            made = quantize_layer(layer, inputs, config, scheme, dtype, wanted.kv == "int4")
+            writer.add({f"model.layers.{index}.{name}": tensor for name, tensor in made.tensors.items()})
+            errors.append(made.errors)
+        writer.add(source.others())
+        raw = json.loads((directory / "config.json").read_text())
+        writer.finish(raw | {"quantization_config": _section(scheme, wanted.kv)})
+    return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
+
+
+def widths(config: ModelConfig) -> set[tuple[int, int]]:
+    """(n, k) of every projection of a layer."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inter = config.hidden_size, config.intermediate_size
+    return {(q, hidden), (kv, hidden), (hidden, q), (inter, hidden), (hidden, inter)}
+
+
+def _section(scheme: Scheme, kv: str | None) -> dict[str, Any]:
+    """quantization_config. KV is quantised token by token while serving: nothing else of it is stored."""
+    section = scheme.config()
+    if kv is not None:
+        section["kv_cache_scheme"] = dict(
+            num_bits=KV_BITS[kv], type="int", symmetric=False, strategy="token_head", dynamic=True
+        )
+    return section
+
+
+def _checked(rows: Tensor, config: ModelConfig) -> Tensor:
+    if int(rows.max()) >= config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer makes token {int(rows.max())}, the model has {config.vocab_size}; they do not belong together"
+        )
+    return rows
+
+
+def _mean(of_layers: list[dict[str, Errors]]) -> dict[str, Errors]:
+    if not of_layers[0]:
+        return {}
+    return {kind: Errors(*(sum(e) / len(e) for e in zip(*(of[kind] for of in of_layers)))) for kind in KINDS}

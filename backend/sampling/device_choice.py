@@ -1,0 +1,154 @@
+"""The choice on a GPU: tokens are chosen by kernels and stay there; the host learns of them when it asks.
+
+What the rows ask for travels as one table of numbers a step [Number, rows], which a CUDA graph may hold; rows that ask for more
+(Kind.SPECIAL) have their logits changed, and their log-probabilities read off, by operators outside the graph.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backend.core.step import SampledToken
+from backend.sampling.slots import SlotOptions, SlotParameters
+from backend.sampling.torch_choice import add_sparse
+from kernels.choose_tokens import Penalties, Rows, choose_tokens
+from kernels.cpu.sampling import FloatColumn, IntColumn
+from kernels.log_probs import LogProbs, log_probs
+from kernels.transfer import Fetched, place
+
+
+class Number(IntEnum):
+    """Rows of the table. Those from TEMPERATURE on are float64, as bits."""
+
+    SLOT = 0
+    KNOWN = 1  # tokens, without the one that is chosen; 0 = padding, whose token is of no interest
+    TOP_K = 2
+    SEED = 3
+    COUNTER = 4
+    NUM_PROMPT = 5
+    TEMPERATURE = 6  # 0 = the most likely token
+    TOP_P = 7
+    MIN_P = 8
+    REPETITION = 9
+    PRESENCE = 10
+    FREQUENCY = 11
+
+
+_INTS = ((Number.TOP_K, IntColumn.TOP_K), (Number.SEED, IntColumn.SEED), (Number.NUM_PROMPT, IntColumn.NUM_PROMPT))
+_FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # in the order of FloatColumn
+
+
+class Kind(Enum):
+    """What a step's rows need to have their tokens chosen."""
+
+    GREEDY = "the greatest logit of each"
+    RANDOM = "choose_tokens"
+    SPECIAL = "changes of logits, or log-probabilities"
+
+
+class Chosen(NamedTuple):
+    """On the device."""
+
+    tokens: Tensor  # int64 [rows]
+    log_probs: LogProbs | None  # of the rows that asked
+
+
+class DeviceChoice:
+    def __init__(self, parameters: SlotParameters):
+        self._slots = parameters
+        self._device = parameters.device
+
+    def kind(self, slots: list[int], num_tokens: list[int]) -> Kind:
+        """num_tokens: known tokens, parallel to slots."""
+        if (self._slots.plain_from[slots] <= num_tokens).all():
+            return Kind.GREEDY
+        return Kind.SPECIAL if (self._slots.special_until[slots] > num_tokens).any() else Kind.RANDOM
+
+    def fill(self, numbers: NDArray[np.int64], slots: list[int], num_tokens: list[int], pad_slot: int) -> None:
+        """Write the table [Number, at least len(slots)] of a step; columns behind the rows are padding."""
+        count = len(slots)
+        ints, floats = self._slots.ints.numpy()[slots], self._slots.floats.numpy()[slots]
+        numbers[Number.SLOT, :count], numbers[Number.KNOWN, :count] = slots, num_tokens
+        for number, column in _INTS:
+            numbers[number, :count] = ints[:, column]
+        numbers[Number.COUNTER, :count] = ints[:, IntColumn.COUNTER_BASE] + numbers[Number.KNOWN, :count]
+        values = numbers[_FLOATS].view(np.float64)
+        values[:, :count] = floats.T
+        values[FloatColumn.TEMPERATURE, :count] *= ~self._slots.is_greedy[slots]
+        numbers[Number.SLOT, count:] = pad_slot
+        numbers[Number.KNOWN : Number.TEMPERATURE, count:] = 0
+        values[:, count:] = 0
+
+    def choose(self, kind: Kind, logits: Tensor, numbers: Tensor) -> Tensor:
+        """logits [rows, vocab], numbers int64 [Number, rows] -> tokens int64 [rows]; kind GREEDY or RANDOM. Fits a graph."""
+        if kind is Kind.GREEDY:
+            return logits.argmax(dim=-1)
+        return choose_tokens(logits, _rows(numbers))
+
+    def choose_special(
+        self, logits: Tensor, numbers: Tensor, slots: list[int], num_tokens: list[int], token_ids: Tensor
+    ) -> Chosen:
+        """logits [rows, vocab] in any float dtype. Log-probabilities are those of the logits as they are."""
+        options = [self._slots.options[slot] for slot in slots]
+        asking = [i for i, row in enumerate(options) if row.wants_log_probs]
+        changed = add_sparse(
+            logits.float(), options, slots, token_ids, num_tokens, is_own=logits.dtype != torch.float32
+        )
+        penalties = None
+        if any(row.has_penalties for row in options):
+            factors = [
+                numbers[n].view(torch.float64).float() for n in (Number.REPETITION, Number.PRESENCE, Number.FREQUENCY)
+            ]
+            rows = numbers[Number.SLOT], numbers[Number.NUM_PROMPT], numbers[Number.KNOWN]
+            penalties = Penalties(token_ids, *rows, *factors)
+        tokens = choose_tokens(changed, _rows(numbers), penalties)
+        if not asking:
+            return Chosen(tokens, None)
+        where = place(np.array(asking), self._device)
+        width = max(options[i].top_log_probs for i in asking)
+        return Chosen(tokens, log_probs(logits[where], tokens[where], width))
+
+    def begin_fetch(self, slots: list[int], chosen: Chosen) -> FetchedSamples:
+        """Send a step's tokens, of the first len(slots) rows, to the host."""
+        tokens = chosen.tokens[: len(slots)]
+        fetched = Fetched(tokens) if chosen.log_probs is None else Fetched(tokens, *chosen.log_probs)
+        return FetchedSamples(slots, [self._slots.options[slot] for slot in slots], fetched)
+
+
+class FetchedSamples:
+    """A step's tokens on their way to the host."""
+
+    def __init__(self, slots: list[int], options: list[SlotOptions], fetched: Fetched):
+        self._slots, self._options, self._fetched = slots, options, fetched
+
+    def wait(self) -> list[SampledToken]:
+        tokens, *details = self._fetched.wait()
+        samples = list(map(SampledToken, self._slots, tokens.tolist()))
+        if details:
+            own, ids, values = (part.tolist() for part in details)
+            asking = [i for i, row in enumerate(self._options) if row.wants_log_probs]
+            for j, i in enumerate(asking):
+                row = self._options[i]
+                pairs = list(zip(ids[j], values[j]))[: row.top_log_probs]
+                value = own[j] if row.return_log_probs else None
+                samples[i] = SampledToken(samples[i].slot, samples[i].token_id, value, pairs)
+        return samples
+
+
+def _rows(numbers: Tensor) -> Rows:
+    """Of a table on the device."""
+    values = numbers.view(torch.float64)
+    return Rows(
+        values[Number.TEMPERATURE].float(),
+        numbers[Number.TOP_K],
+        values[Number.TOP_P],
+        values[Number.MIN_P],
+        numbers[Number.SEED],
+        numbers[Number.COUNTER],
+    )

@@ -1,0 +1,153 @@
+"""Measures every kernel and the whole engine on a GPU, beside what bounds them and beside torch's own.
+
+    python -m benchmarks.gpu                     on a GPU: measures, as far as the minutes go; elsewhere: prints what is known
+    python -m benchmarks.gpu --missing           only rows without a result: repeat it until none is left
+
+It needs Python 3.12, torch, triton, transformers and numpy, nothing else. Rows are run in the order of their importance, the
+file of results is written after each and merged with what is there, so runs of ten minutes add up. Meant to fit (nobody has
+timed it yet): `--part kernels` two runs, the second with --missing; `--part engine` one run for each two of --formats. A row that
+fails says why; one that takes the device with it is noted, and a new process goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import machine, report
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.cases import all_cases
+from benchmarks.gpu.engine import rows as engine_rows
+from benchmarks.gpu.goals import Record
+from benchmarks.gpu.results import FAILED, MEASURED, Results
+from benchmarks.gpu.runner import Budget, DeviceLost, check_case, reason_of, run_cases
+
+DIRECTORY = Path(__file__).parents[1] / "results"
+PARTS = ("kernels", "engine", "all")
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    cases = [case for case in all_cases(options.small) if re.search(options.only, case.name)]
+    rows = [row for row in engine_rows.all_rows(options.formats) if re.search(options.only, row.name)]
+    if options.small:
+        return _small(cases if options.part != "engine" else [], rows if options.part != "kernels" else [])
+    results = Results(options.results)
+    try:
+        if torch.cuda.is_available():
+            _measure(options, cases, rows, results)
+        else:
+            say("There is no CUDA device here: nothing is measured.\n")
+    except DeviceLost as lost:
+        say(f"the device is lost: {lost}; a new process goes on")
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *_resumed(arguments, options.started)])
+    _finish(options, results)
+    return 0
+
+
+def _measure(options: argparse.Namespace, cases: list[Case], rows: list[engine_rows.Row], results: Results) -> None:
+    budget = Budget(options.started, options.minutes)
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = machine.measure(device)
+    run = results.begin(found, time.time())
+    say(
+        f"{found['name']}: copy {found['copy_bytes_s'] / 1e12:.2f} TB/s, bf16 {found['bf16_flop_s'] / 1e12:.0f} TFLOP/s"
+    )
+    done = {name for name, record in results.rows.items() if _is_done(record, options)}
+    cases = [case for case in cases if case.name not in done] if options.part != "engine" else []
+    rows = [row for row in rows if row.name not in done] if options.part != "kernels" else []
+    first = [case for case in cases if case.importance == 1] if rows else cases
+    rest = [case for case in cases if case not in first]
+    run_cases(first, results, run, found, device, budget, say)
+    engine_rows.run_rows(rows, results, run, found, budget, say)
+    run_cases(rest, results, run, found, device, budget, say)
+
+
+def _is_done(record: Record, options: argparse.Namespace) -> bool:
+    """Whether this run leaves the row as it is."""
+    finished = record["status"] in (MEASURED, FAILED)
+    return finished and (options.missing or (options.resumed and record["run"] >= options.resumed))
+
+
+def _resumed(arguments: Sequence[str], started: float) -> list[str]:
+    """The same command for a process that goes on where this one had to stop."""
+    kept = [text for text in arguments if not text.startswith(("--started=", "--resumed="))]
+    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started))
+    return [*kept, f"--started={started}", f"--resumed={name}"]
+
+
+def _finish(options: argparse.Namespace, results: Results) -> None:
+    cases, rows = all_cases(False), engine_rows.all_rows(",".join(engine_rows.FORMATS))
+    results.keep({case.name for case in cases} | {row.name for row in rows})
+    results.save()
+    text = tables(cases, rows, results)
+    say(text)
+    report.write(options.results, text, cases, results, say)
+
+
+def tables(cases: list[Case], rows: list[engine_rows.Row], results: Results) -> str:
+    return "\n\n".join(
+        (
+            "# Kernels and engine on a GPU\n\nMade by `python -m benchmarks.gpu`.",
+            report.machines_told(results),
+            "## Kernels\n\nThe floor is what the bytes take at the measured copy bandwidth, or the operations at the measured "
+            "rate of bf16 products (int8: twice that).",
+            report.kernels_table(cases, results),
+            "## Engine: decoding, shape of Llama-3-8B, context 1k",
+            engine_rows.decode_table(rows, results),
+            "## Engine: 64 running rows while prompts of 512 to 4096 tokens keep arriving",
+            engine_rows.mixed_table(rows, results),
+        )
+    )
+
+
+def _small(cases: list[Case], rows: list[engine_rows.Row]) -> int:
+    """Everything at tiny shapes on a CPU: right or wrong, no times."""
+    failed = 0
+    for case in cases:
+        try:
+            check = check_case(case, torch.device("cpu"))
+            failed += not check["passed"]
+            told = f"error {check['error']:.1e} (<= {check['limit']:.0e}){'' if check['passed'] else ' WRONG'}"
+        except Exception as error:  # a row's failure is its result
+            failed += 1
+            told = f"FAILED: {reason_of(error)}"
+        say(f"{case.name}: {report.UNMEASURED}; {told}")
+    for row in rows:
+        record = engine_rows.run_small(row)
+        failed += record["status"] == FAILED
+        say(f"{row.name}: {report.UNMEASURED}; {record.get('reason', 'ran')}")
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, default="all", help="all: important kernels, the engine, other kernels"
+    )
+    parser.add_argument("--formats", default=",".join(engine_rows.FORMATS), help="of the engine's weights and KV")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun later (9)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name has a match")
+    parser.add_argument("--missing", action="store_true", help="leave alone rows that have a result, or failed")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU; kernels need TRITON_INTERPRET=1")
+    parser.add_argument("--results", type=Path, default=DIRECTORY, help="directory of gpu.json, gpu.md, gpu.png")
+    parser.add_argument("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
+    parser.add_argument("--resumed", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

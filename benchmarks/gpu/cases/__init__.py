@@ -1,0 +1,13 @@
+"""The rows of the kernels' table. `small` keeps the names and shrinks the shapes, for Triton's interpreter."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.cases import attention, context, kv, linears, lora, moe, norms, sampling
+
+
+def all_cases(small: bool) -> list[Case]:
+    """In the order in which they are run: what matters most comes first."""
+    modules = (attention, context, kv, norms, sampling, linears, lora, moe)
+    cases = [case for module in modules for case in module.cases(small)]
+    return sorted(cases, key=lambda case: case.importance)

@@ -1,0 +1,1 @@
+"""The engine end to end, in this process, with weights made in place."""

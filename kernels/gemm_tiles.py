@@ -1,0 +1,28 @@
+"""Which tiles a quantised product uses, and over how many programs k is split (split-K: Hoque et al., arXiv 2402.00025)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PROGRAMS = 132  # that fill a GPU: an H200's SMs
+SPLIT_UP_TO = 64  # rows
+MOST_SPLITS = 8
+LEAST_STEPS = 4  # along k that a split is worth
+
+
+def tiles_of(table: dict[int | None, T], m: int) -> T:
+    """Of the least bucket of rows that holds m; None holds any."""
+    return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
+
+
+def splits_of(m: int, programs: int, steps: int, even: bool) -> int:
+    """A power of two; `programs` are those of a split, `steps` all along k. even: each split has as many."""
+    splits = 1
+    if m <= SPLIT_UP_TO:
+        while splits < MOST_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
+            if even and steps % (2 * splits):
+                break
+            splits *= 2
+    return splits

@@ -1,0 +1,88 @@
+"""msgspec's stand-in does what the engine relies on, as msgspec does it."""
+
+import sys
+from typing import Literal, NewType
+
+import msgspec
+import pytest
+
+from benchmarks.gpu import stand_in
+
+Number = NewType("Number", int)
+
+
+@pytest.fixture(params=[msgspec, None], ids=["msgspec", "stand-in"])
+def module(request, monkeypatch):
+    if request.param is not None:
+        return request.param
+    monkeypatch.setitem(sys.modules, "msgspec", None)  # import raises ImportError
+    monkeypatch.delitem(sys.modules, "msgspec.structs", raising=False)
+    assert stand_in.install_where_missing()
+    return sys.modules["msgspec"]
+
+
+@pytest.fixture
+def kinds(module):
+    class Inner(module.Struct, frozen=True, forbid_unknown_fields=True):
+        size: int = 3
+        kind: Literal["a", "b"] = "a"
+        share: float | None = None
+
+    class Outer(module.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+        name: str
+        inner: Inner = Inner()
+        numbers: tuple[Number, ...] = ()
+        lists: list[list[int]] = []
+        table: dict[str, float] = {}
+
+    return Inner, Outer
+
+
+def test_structs_have_fields_defaults_and_equality(kinds):
+    Inner, Outer = kinds
+    one, other = Outer("x", Inner(4)), Outer(name="x", inner=Inner(size=4))
+    assert one == other and one != Outer("y") and one.inner.size == 4
+    one.lists.append([1])
+    assert other.lists == [] and Outer.__struct_fields__ == ("name", "inner", "numbers", "lists", "table")
+    assert hash(Inner(4)) == hash(Inner(4))
+    with pytest.raises(TypeError):
+        Outer()
+
+
+def test_replace_makes_another(module, kinds):
+    Inner, _ = kinds
+    one = Inner(4)
+    assert module.structs.replace(one, kind="b") == Inner(4, "b") and one.kind == "a"
+
+
+def test_convert_makes_structs_of_json_values(module, kinds):
+    Inner, Outer = kinds
+    tree = {"name": "x", "inner": {"size": 1, "share": 2}, "numbers": [1, 2], "lists": [[1], []], "table": {"a": 1}}
+    made = module.convert(tree, Outer)
+    assert made == Outer("x", Inner(1, "a", 2.0), (1, 2), [[1], []], {"a": 1.0})
+    assert isinstance(made.inner.share, float) and isinstance(made.table["a"], float)
+    assert module.convert(dict(name="y", inner=Inner(9)), Outer).inner == Inner(9)
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"name": 1}, "Expected `str`, got `int` - at `$.name`"),
+        ({"name": "x", "inner": {"kind": "c"}}, "at `$.inner.kind`"),
+        ({"name": "x", "inner": {"sise": 1}}, "Object contains unknown field `sise` - at `$.inner`"),
+        ({"name": "x", "inner": {"size": True}}, "Expected `int`, got `bool` - at `$.inner.size`"),
+        ({"name": "x", "inner": {"size": None}}, "at `$.inner.size`"),
+        ({"name": "x", "lists": [1]}, "at `$.lists[0]`"),
+        ({"name": "x", "numbers": 1}, "at `$.numbers`"),
+        ({"name": "x", "table": []}, "at `$.table`"),
+        ({}, "Object missing required field"),
+    ],
+)
+def test_convert_says_what_is_wrong_and_where(module, kinds, tree, message):
+    with pytest.raises(module.ValidationError) as error:
+        module.convert(tree, kinds[1])
+    assert message in str(error.value)
+
+
+def test_where_msgspec_is_installed_it_is_left_alone():
+    assert not stand_in.install_where_missing() and sys.modules["msgspec"] is msgspec

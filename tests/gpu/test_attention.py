@@ -1,0 +1,98 @@
+"""Attention and the KV pool on the GPU, against their references, in the types that serve."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import context_attention, decode_attention, kv_append
+from kernels.kv_format import unpack
+from tests.gpu.harness import (
+    DEVICE,
+    HALVES,
+    assert_near,
+    each,
+    ints,
+    make_pool,
+    make_tables,
+    pytestmark,  # noqa: F401
+    random,
+)
+
+BITS = (16, 8, 4)
+CONTEXT_CASES = [case for case in context_attention.CASES if case.dtype is torch.float32]
+
+
+@each("dtype", HALVES)
+@each("bits", BITS)
+@each("case", decode_attention.CASES)
+def test_decode_attention(case, bits, dtype):
+    heads, kv_heads, head_dim, block_size, lengths, window = case
+    width = -(-max(lengths) // block_size)
+    pool = make_pool(len(lengths) * width, block_size, kv_heads, head_dim, bits, dtype)
+    q, sinks = random(len(lengths), heads, head_dim, dtype=dtype), random(heads, seed=1)
+    given = (q, pool, ints(lengths), make_tables(len(lengths), width), head_dim**-0.5)
+    for split_tokens in (128, decode_attention.SPLIT_TOKENS):
+        measured = decode_attention.decode_attention(*given, window=window, sinks=sinks, split_tokens=split_tokens)
+        assert_near(measured, decode_attention.reference(*given, window=window, sinks=sinks))
+
+
+@each("dtype", HALVES)
+@each("case", CONTEXT_CASES)
+def test_context_attention(case, dtype):
+    queries, lengths = zip(*case.rows)
+    starts = [0]
+    for count in queries:
+        starts.append(starts[-1] + count)
+    width = -(-max(lengths) // case.block_size)
+    pool = make_pool(len(lengths) * width, case.block_size, case.kv_heads, case.head_dim, case.bits, dtype)
+    heads = case.kv_heads * case.group
+    q = random(starts[-1], heads, case.head_dim, dtype=dtype)
+    sinks = random(heads, seed=1) if case.sinks else None
+    tables = make_tables(len(lengths), width)
+    given = (q, pool, ints(starts), ints(lengths), tables, case.head_dim**-0.5, case.window, sinks)
+    assert_near(context_attention.context_attention(*given), context_attention.reference(*given))
+
+
+@each("bits", BITS)
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
+    dtype, lengths = torch.bfloat16, (1200, 100, 0, 513)
+    pool = make_pool(4 * 75, 16, 2, 128, bits, dtype)
+    q, tables = random(4, 8, 128, dtype=dtype), make_tables(4, 75)
+    together = decode_attention.decode_attention(q, pool, ints(lengths), tables, 0.1)
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        narrow = tables[one, : max(1, -(-length // 16))].contiguous()
+        alone = decode_attention.decode_attention(q[one], pool, ints([length]), narrow, 0.1)
+        assert torch.equal(alone[0], together[row])
+
+
+@each("dtype", HALVES)
+@each("bits", BITS)
+@each("case", kv_append.CASES)
+def test_kv_append(case, bits, dtype):
+    tokens, heads, kv_heads, head_dim, block_size = case
+    blocks = tokens // block_size + 2
+    qkv = random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    angles, positions = random(50, head_dim // 2), torch.arange(tokens, device=DEVICE) * 7 % 50
+    order = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(1))
+    cells = order[:tokens].to(DEVICE)
+    norms = [1 + 0.1 * random(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    written, expected = (make_pool(blocks, block_size, kv_heads, head_dim, bits, dtype) for _ in range(2))
+    q = kv_append.kv_append(qkv, positions, angles.cos(), angles.sin(), cells, written, *norms)
+    expected_q = kv_append.reference(qkv, positions, angles.cos(), angles.sin(), cells, expected, *norms)
+    assert_near(q, expected_q)
+    if bits == 16:
+        assert_near(written.data, expected.data)
+        return
+    assert_near(written.params, expected.params)
+    difference = (unpack(written.data, bits).int() - unpack(expected.data, bits).int()).abs()
+    assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01  # a tie may fall either way
+
+
+def test_a_token_of_cell_minus_one_writes_nothing():
+    pool, angles = make_pool(2, 16, 2, 64, 16, torch.bfloat16), random(50, 32)
+    before = pool.data.clone()
+    qkv, cells = random(3, 8 * 64, dtype=torch.bfloat16), ints([-1, 5, -1], torch.int64)
+    kv_append.kv_append(qkv, ints([0, 1, 2], torch.int64), angles.cos(), angles.sin(), cells, pool)
+    changed = (pool.data != before).flatten(2).any(2).nonzero().tolist()
+    assert changed == [[0, 5]]

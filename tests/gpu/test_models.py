@@ -1,0 +1,82 @@
+"""Whole models on the GPU: the tokens are the CPU's, and nobody can tell an eviction, except by latency."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.harness import (
+    DEVICE,
+    IS_GPU,
+    each,
+    pytestmark,  # noqa: F401
+)
+
+DEFAULT_MODEL = Path(__file__).parents[2] / "models" / "default"
+# name -> what makes a random model of it
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3": dict(family="llama3", head_dim=32),
+    "mistral": dict(family="mistral", head_dim=32),
+    "qwen3": dict(family="qwen3", head_dim=64),
+    "default": {},
+}
+NEW_TOKENS = 40 if IS_GPU else 3
+LENGTHS = (3, 17, 60, 33, 90, 1, 48, 75) if IS_GPU else (3, 17)
+BLOCK_SIZE = 16
+
+
+def directory_of(name: str, scratch: str) -> Path:
+    if not MODELS[name]:
+        return DEFAULT_MODEL
+    from tools.make_random_model import make_random_model
+
+    return make_random_model(Path(scratch), **MODELS[name])
+
+
+def generate(directory: Path, device: str, pool_tokens: int, kv: str = "auto") -> tuple[list[list[int]], int]:
+    """Greedy, in float32 -> tokens of each prompt, and how many tokens were computed again."""
+    from backend.api.config import load_config
+    from backend.api.request import Request
+    from backend.engine.core import EngineCore
+    from backend.worker.group import InProcessWorkerGroup
+
+    settings = [f"model.path={directory}", f"model.device={device}", "model.dtype=float32", "model.kernels=torch"]
+    settings += [f"kv_cache.block_size={BLOCK_SIZE}", f"kv_cache.max_tokens={pool_tokens}", f"kv_cache.dtype={kv}"]
+    settings += ["kv_cache.watermark=0.0", "scheduler.policy=max_utilization", "scheduler.max_num_tokens=64"]
+    settings += ["kv_cache.enable_block_reuse=false", "scheduler.max_batch_size=8", "model.max_seq_len=256"]
+    config = load_config(None, settings)
+    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
+    core = EngineCore(config, workers)
+    vocab = core.model.vocab_size
+    for number, length in enumerate(LENGTHS, 1):
+        prompt = [(7 * i + 13 * number) % (vocab - 5) + 3 for i in range(length)]
+        core.enqueue(number, Request(prompt, NEW_TOKENS, streaming=True))
+    tokens: list[list[int]] = [[] for _ in LENGTHS]
+    while core.has_work:
+        for response in core.step():
+            tokens[response.request_id - 1] += response.result.output_token_ids[0]
+    recomputed = core.counters.recomputed_tokens_total
+    workers.shutdown()
+    return tokens, recomputed
+
+
+@each("name", tuple(MODELS))
+def test_greedy_tokens_in_float32_are_the_cpus(name):
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = directory_of(name, scratch)
+        expected, _ = generate(directory, "cpu", 4096)
+        measured, _ = generate(directory, str(DEVICE), 4096)
+    assert measured == expected and all(len(tokens) == NEW_TOKENS for tokens in measured)
+
+
+@each("kv", ("auto", "int8", "int4"))
+@each("name", ("llama3", "mistral"))
+def test_a_small_pool_gives_the_tokens_of_a_large_one(name, kv):
+    small = 256 if IS_GPU else 32
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = directory_of(name, scratch)
+        expected, never = generate(directory, str(DEVICE), 4096, kv)
+        measured, recomputed = generate(directory, str(DEVICE), small, kv)
+    assert measured == expected
+    assert never == 0 and (recomputed > 0 or name == "mistral" or not IS_GPU)

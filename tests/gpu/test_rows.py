@@ -1,0 +1,112 @@
+"""What works on rows, and what chooses tokens, on the GPU against the references."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import choose_tokens, embedding, log_probs, rms_norm, silu_mul
+from kernels.int8_rows import group_sums
+from tests.gpu.harness import (
+    DEVICE,
+    HALVES,
+    assert_near,
+    each,
+    ints,
+    pytestmark,  # noqa: F401
+    random,
+)
+
+EPS = 1e-3
+# top-k, top-p, min-p
+FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8, 0.01), (3, 0.05, 0.9), (0, 0.0, 0.0)]
+LOGITS = (torch.float32, torch.bfloat16)
+
+
+def assert_rows(measured, expected):
+    assert_near(measured.scale, expected.scale)
+    assert torch.equal(measured.sums, group_sums(measured.q))
+    difference = (measured.q.int() - expected.q.int()).abs()
+    assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01  # a tie may fall either way
+
+
+@each("dtype", HALVES)
+@each("shape", rms_norm.CASES)
+def test_rms_norm(shape, dtype):
+    x, residual, weight = (
+        random(*shape, dtype=dtype),
+        random(*shape, dtype=dtype, seed=1),
+        random(shape[-1], dtype=dtype),
+    )
+    assert_near(rms_norm.rms_norm(x, weight, EPS), rms_norm.reference(x.float(), weight.float(), EPS))
+    normed, total = rms_norm.add_rms_norm(x, residual, weight, EPS)
+    assert_near(total, x.float() + residual.float())
+    assert_near(normed, rms_norm.reference(total.float(), weight.float(), EPS))
+    if x.ndim == 2:
+        assert_rows(rms_norm.rms_norm_int8(x, weight, EPS), rms_norm.reference_int8(x, weight, EPS))
+        rows, total = rms_norm.add_rms_norm_int8(x, residual, weight, EPS)
+        assert_rows(rows, rms_norm.reference_int8(total, weight, EPS))
+
+
+@each("dtype", HALVES)
+@each("shape", silu_mul.CASES)
+def test_silu_mul(shape, dtype):
+    x = random(*shape, dtype=dtype)
+    assert_near(silu_mul.silu_mul(x), silu_mul.reference(x.float()))
+    if x.ndim == 2:
+        assert_rows(silu_mul.silu_mul_int8(x), silu_mul.reference_int8(x))
+
+
+@each("dtype", HALVES)
+@each("case", embedding.CASES)
+def test_embedding(case, dtype):
+    tokens, vocab, hidden = case
+    table = random(vocab, hidden, dtype=dtype)
+    ids = ints([(3 * token) % (vocab + 2) for token in range(tokens)], torch.int64)
+    assert torch.equal(embedding.embedding(table, ids, first=1), embedding.reference(table, ids, first=1))
+    assert_near(embedding.embedding(table, ids, 8.0), embedding.reference(table, ids, 8.0))
+
+
+@each("dtype", (torch.float32, *HALVES))
+@each("case", log_probs.CASES)
+def test_log_probs(case, dtype):
+    rows, vocab, n = case
+    logits, ids = random(rows, vocab, dtype=dtype) * 3, ints([row % vocab for row in range(rows)], torch.int64)
+    measured, expected = log_probs.log_probs(logits, ids, n), log_probs.reference(logits, ids, n)
+    assert torch.equal(measured.top_ids, expected.top_ids)
+    assert (measured.chosen - expected.chosen).abs().max() <= 1e-4
+    assert not n or (measured.top - expected.top).abs().max() <= 1e-4
+
+
+def asked(rows, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8):
+    generator = torch.Generator().manual_seed(rows)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=generator).to(DEVICE)
+    doubles = [torch.full((rows,), value, dtype=torch.float64, device=DEVICE) for value in (top_p, min_p)]
+    heat = torch.full((rows,), temperature, device=DEVICE)
+    return choose_tokens.Rows(heat, torch.full((rows,), top_k, device=DEVICE), *doubles, *seeds)
+
+
+@each("dtype", LOGITS)
+@each("shape", [*choose_tokens.CASES, (2, 128256)])
+@each("top_k, top_p, min_p", FILTERS)
+def test_the_token_is_the_references(top_k, top_p, min_p, shape, dtype):
+    logits, rows = (3 * random(*shape)).to(dtype), asked(shape[0], top_k, top_p, min_p)
+    assert torch.equal(choose_tokens.choose_tokens(logits, rows), choose_tokens.reference(logits, rows))
+    greedy = asked(shape[0], temperature=0.0)
+    assert torch.equal(choose_tokens.choose_tokens(logits, greedy), logits.float().argmax(1))
+
+
+@each("dtype", LOGITS)
+@each("shape", choose_tokens.CASES)
+def test_the_token_behind_penalties_and_a_mask_is_the_references(shape, dtype):
+    count, vocab = shape
+    generator = torch.Generator().manual_seed(vocab)
+    tokens = torch.randint(0, min(vocab, 700), (count + 2, 1100), generator=generator)
+    known = torch.randint(1, 1101, (count,), generator=generator)
+    prompt = (known * torch.rand(count, generator=generator)).long()
+    factors = [torch.rand(count, generator=generator) + low for low in (0.8, -0.5, -0.2)]
+    slots = torch.randperm(count + 2, generator=generator)[:count]
+    penalties = choose_tokens.Penalties(*(part.to(DEVICE) for part in (tokens, slots, prompt, known, *factors)))
+    mask = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), generator=generator).to(DEVICE, torch.int32)
+    logits, rows = (3 * random(*shape)).to(dtype), asked(count, 20, 0.9)
+    measured = choose_tokens.choose_tokens(logits, rows, penalties, mask)
+    assert torch.equal(measured, choose_tokens.reference(logits, rows, penalties, mask))

@@ -1,0 +1,131 @@
+"""The runner of a GPU in the interpreter: whole engines, looking ahead, with graphs that are recorded and replayed by hand."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.engine.core import EngineCore
+from backend.worker.device_runner import ladder_size
+from backend.worker.graphs import Captured, Graphs, Step
+from backend.worker.group import InProcessWorkerGroup
+from tools.make_random_model import make_random_model
+
+BLOCK_SIZE = 16
+ASKED = [
+    dict(),
+    dict(temperature=0.9, seed=3),
+    dict(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, seed=4),
+    dict(repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 4.0, 7: -3.0}),
+]
+SPECIAL = dict(bad_words=[[3], [9, 4]], end_ids=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    sizes = dict(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
+    )
+    return make_random_model(tmp_path_factory.mktemp("model"), "llama3", head_dim=32, **sizes)
+
+
+class Replays:
+    """Stands for CUDA: what a graph returns lies where its capture put it, and is overwritten by each replay."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, step: Step) -> Captured:
+        result = step().clone()
+
+        def replay() -> None:
+            self.count += 1
+            result.copy_(step())
+
+        return Captured(replay, result)
+
+
+def make_core(
+    directory, kernels: str, capture=None, kv: str = "auto", blocks: int = 60, **scheduler: object
+) -> EngineCore:
+    config = EngineConfig(
+        ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels=kernels),
+        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0),
+        SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
+    )
+    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
+    workers._graphs = lambda: Graphs(capture)
+    return EngineCore(config, workers)
+
+
+def finish(core: EngineCore, requests: list[Request]) -> list:
+    """The final result of each."""
+    for number, request in enumerate(requests):
+        core.enqueue(number, request)
+    results = {}
+    for _ in range(300):
+        if not core.has_work:
+            break
+        for response in core.step():
+            assert not response.has_error(), response.error_msg
+            results[response.request_id] = response.result
+        core.check_integrity()
+    assert not core.has_work
+    return [results[number] for number in range(len(requests))]
+
+
+def tokens_of(result) -> list[list[int]]:
+    return [[entry.token_id for entry in step] for step in result.top_log_probs]
+
+
+def request(length: int, num_tokens: int, variety: int = 0, top: int | None = None, **fields: object) -> Request:
+    prompt = [(11 * i + 5 * variety) % 131 for i in range(length)]
+    output = OutputConfig(exclude_input_from_output=True, return_log_probs=top is not None, top_log_probs=top or 0)
+    more = {name: fields.pop(name) for name in ("bad_words", "end_ids") if name in fields}
+    return Request(prompt, num_tokens, sampling_config=SamplingConfig(**fields), output_config=output, **more)
+
+
+def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked(directory):
+    requests = [request(9 + 8 * n, 5, n, **asked) for n, asked in enumerate(ASKED)]
+    requests.append(request(6, 6, 9, top=3, temperature=0.8, min_tokens=3, seed=1, **SPECIAL))
+    capture = Replays()
+    expected = finish(make_core(directory, "torch"), requests)
+    measured = finish(make_core(directory, "triton", capture, look_ahead=True), requests)
+    for mine, theirs in zip(measured, expected, strict=True):
+        assert mine.output_token_ids == theirs.output_token_ids and mine.finish_reasons == theirs.finish_reasons
+    own, theirs = (torch.tensor(results[-1].log_probs) for results in (measured, expected))
+    assert torch.allclose(own, theirs, atol=1e-4)
+    assert tokens_of(measured[-1]) == tokens_of(expected[-1])
+    assert capture.count > 3
+
+
+@pytest.mark.parametrize("kv", ["auto", "int4"])
+def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory, kv):
+    requests = [request(16, 18, n) for n in (1, 2)]
+    roomy = finish(make_core(directory, "triton", Replays(), kv, look_ahead=True), requests)
+    core = make_core(directory, "triton", Replays(), kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
+    cramped = finish(core, requests)
+    assert core.counters.pauses_total > 0
+    assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(directory, caplog):
+    def fail(step: Step) -> Captured:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    caplog.set_level(logging.WARNING, logger="everbatch.worker")
+    requests = [request(5, 4)]
+    measured = finish(make_core(directory, "triton", fail), requests)
+    assert measured[0].output_token_ids == finish(make_core(directory, "torch"), requests)[0].output_token_ids
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("CUDA graphs: off, because capturing a step of ") and line.endswith("is capturing")
+
+
+def test_the_ladder_has_a_size_for_every_batch_and_pads_little():
+    sizes = [ladder_size(rows) for rows in range(1, 1100)]
+    assert all(rows <= size < max(rows + 8, 1.5 * rows + 1) for rows, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 60
