@@ -172,9 +172,10 @@ def bench_command(
 
 
 def benchmarks() -> list[str]:
-    """Modules of benchmarks/ that can be run: those with a main guard."""
-    files = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
-    return [file.stem for file in files if 'if __name__ == "__main__":' in file.read_text()]
+    """What of benchmarks/ can be run: modules with a main guard, packages with a main module."""
+    files = (ROOT / "benchmarks").glob("[a-z]*.py")
+    modules = [file.stem for file in files if 'if __name__ == "__main__":' in file.read_text()]
+    return sorted(modules + [file.parent.name for file in (ROOT / "benchmarks").glob("[a-z]*/__main__.py")])
 
 
 app.command("generate")(generate_command)

@@ -10,14 +10,14 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 FlashAttention (Dao 2023) with pages. A tile is BLOCK_M rows: the queries of some tokens for all heads of a kv head. As in vLLM's
 unified attention a program finds its row by itself: the grid depends on shapes alone, so nothing waits for the device and a CUDA
-graph can hold it. Pools: kernels/kv_write.py, or int8 and int4 of kernels/kv_format.py, folded as in decode_attention.py.
+graph can hold it. Pools: kernels/kv_write.py, or int8 and int4 of kernels/kv_format.py, made 16-bit before the products.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
 
 What a token gets does not depend on the chunk it is computed in, up to rounding. Guaranteed: tiles of keys begin at multiples of
-BLOCK_N of the position, BLOCK_N depends on pool and head_dim alone, and tiles are added in ascending order, so maxima and sums
-are rescaled at the same places; a tile of which a query sees nothing leaves its result as it was. Not guaranteed: equal bits.
-Tiles with and without a mask are compiled apart, and batches of few queries a row have a smaller BLOCK_M with another matrix
+BLOCK_N of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so maxima and
+sums are rescaled at the same places; a tile of which a query sees nothing leaves its result as it was. Equal bits are not: tiles
+with and without a mask are compiled apart, and batches of few queries a row have a smaller BLOCK_M with another matrix
 instruction. A score may then differ by float32 rounding, and a p that lies between two 16-bit numbers may fall to the other.
 """
 
@@ -29,16 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_format import (
-    KVPool,
-    dequantize_rows,
-    floats_of_int4,
-    floats_of_int8,
-    scale_and_least,
-    unpack,
-    unpacking,
-)
-from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
+from kernels.kv_format import KVPool, dequantize_rows, scale_and_least, unpack
+from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 
 class Case(NamedTuple):
@@ -81,20 +73,21 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (bits, many queries a row) -> tiles, for heads of at most 128. BLOCK_N must be the same for many and few: see above.
-# More keys would spill registers on sm_80, where each warp makes the quantised keys 16-bit for itself.
+# Architecture, quantised -> tiles, for heads of at most 128. Quantised keys are made 16-bit by each warp for itself on sm_80, and
+# would spill there with 64 keys; on sm_90 the warps share them, and 64 keys cost a fifth less than 32 for each score.
 TILES = {
-    (16, True): Tiles(128, 64, 8, 3),
-    (16, False): Tiles(16, 64, 4, 3),
-    (8, True): Tiles(128, 32, 8, 3),
-    (8, False): Tiles(16, 32, 4, 3),
-    (4, True): Tiles(128, 32, 8, 3),
-    (4, False): Tiles(16, 32, 4, 3),
+    (80, False): Tiles(128, 64, 8, 3),
+    (80, True): Tiles(128, 32, 8, 3),
+    (90, False): Tiles(128, 64, 8, 3),
+    (90, True): Tiles(128, 64, 8, 3),
 }
+ARCHITECTURES = (80, 90)
 
 
-def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int) -> Tiles:
-    tiles = TILES[bits, tokens * group > 16 * rows]
+def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int, architecture: int) -> Tiles:
+    tiles = TILES[architecture, bits < 16]
+    if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must be the same: see above
+        tiles = tiles._replace(block_m=16, num_warps=4)
     if head_dim > 128:
         tiles = tiles._replace(block_m=min(tiles.block_m, 64), block_n=32, num_stages=2)
     return tiles._replace(block_m=max(tiles.block_m, next_power_of_two(group)))
@@ -169,13 +162,13 @@ def context_attention(
     _, block_size, _, kv_heads, _ = pool.data.shape
     group = heads // kv_heads
     bits = min(pool.bits, 16)
-    tiles = tiles_for(head_dim, bits, group, tokens, rows)
+    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture_of(q, ARCHITECTURES))
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
         q, pool.data, pool.words, starts, lengths, tables, sinks, out,
         scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
-        **_constants(tiles, head_dim, group, block_size, bits, window, rows), **unpacking(q.dtype, bits).constants(),
-        WIDEN=INTERPRETED and q.dtype == torch.bfloat16, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **_constants(tiles, head_dim, group, block_size, bits, window, rows), WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
@@ -221,8 +214,6 @@ def _context_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # a power of two, at least WIDTH
-    ASM: tl.constexpr,  # kv_format.Unpacking
-    BIAS: tl.constexpr,
     WIDEN: tl.constexpr,  # compute in float32: the interpreter cannot multiply bfloat16
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # tokens
@@ -251,12 +242,13 @@ def _context_attention_kernel(
     q_mask = is_query[:, None] & (d < WIDTH)[None, :]
     q += token * q_token_stride + kv_head * GROUP * q_head_stride
     q_at = q + (place // GROUP * q_token_stride + place % GROUP * q_head_stride)[:, None] + d[None, :]
-    DTYPE: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
-    x = tl.load(q_at, q_mask, other=0).to(DTYPE)
-    x_sum = tl.sum(x.to(tl.float32), 1)
+    x = tl.load(q_at, q_mask, other=0)
+    if WIDEN:
+        x = x.to(tl.float32)
     if BITS == 4:
-        x_high = tl.load(q_at + WIDTH, q_mask, other=0).to(DTYPE)
-        x_sum += tl.sum(x_high.to(tl.float32), 1)
+        x_high = tl.load(q_at + WIDTH, q_mask, other=0)
+        if WIDEN:
+            x_high = x_high.to(tl.float32)
 
     # Keys in [begin, end) are seen by some of the queries, those of tiles in [whole_begin, whole_end) by all of them.
     first_position = length - queries + first_query
@@ -277,7 +269,6 @@ def _context_attention_kernel(
         most = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
         mass += 1.0  # one of -inf fades with the first tile
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    shift = tl.zeros([BLOCK_M], tl.float32)  # what is to be added to each element of total
     if BITS == 4:
         total_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head = pool + kv_head.to(tl.int64) * stride_head
@@ -299,18 +290,16 @@ def _context_attention_kernel(
                 base = (block * stride_block)[:, None]
             at = (cell * stride_token)[:, None] + d[None, :]
             k = _load(head + base + at, mask, part != 1 or BLOCK_D != WIDTH)
-            if BITS == 4:
-                k_low, k_high = floats_of_int4(k, q.dtype.element_ty, ASM)
-                scores = tl.dot(x, tl.trans(k_low.to(x.dtype)), input_precision="ieee")
-                scores = tl.dot(x_high, tl.trans(k_high.to(x.dtype)), scores, input_precision="ieee")
+            if BITS == 16:
+                k_low = k.to(x.dtype)
             else:
-                if BITS == 8:
-                    k = floats_of_int8(k, q.dtype.element_ty, ASM)
-                scores = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee")
-            if BITS < 16:
                 words_at = block * words_stride_block + cell * words_stride_token
-                k_scale, k_least = scale_and_least(_load(head_words + words_at, is_seen, part != 1))
-                scores = scores * k_scale[None, :] + x_sum[:, None] * (k_least - BIAS * k_scale)[None, :]
+                k_params = _load(head_words + words_at, is_seen, part != 1)
+                k_low = _dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
+            scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
+            if BITS == 4:
+                k_high = _dequantised(k >> 4, k_params, x.dtype)
+                scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
             if part != 1:
                 may_see = key[None, :] <= position[:, None]
                 if WINDOW is not None:
@@ -318,40 +307,33 @@ def _context_attention_kernel(
                 scores = tl.where(may_see, scores, float("-inf"))
 
             new_most = tl.maximum(most, tl.max(scores, 1) * scale)
-            safe = new_most
+            shift = new_most
             if part != 1:
-                safe = tl.where(new_most > float("-inf"), new_most, 0.0)
-            p = tl.exp2(scores * scale - safe[:, None])
-            decay = tl.exp2(most - safe)
+                shift = tl.where(new_most > float("-inf"), new_most, 0.0)
+            p = tl.exp2(scores * scale - shift[:, None])
+            decay = tl.exp2(most - shift)
             most = new_most
             mass = mass * decay + tl.sum(p, 1)
             total *= decay[:, None]
+            p = p.to(x.dtype)
             v = _load(head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH)  # not sooner: registers
             if BITS == 16:
-                total = tl.dot(p.to(x.dtype), v.to(x.dtype), total, input_precision="ieee")
+                v_low = v.to(x.dtype)
             else:
-                v_scale, v_least = scale_and_least(
-                    _load(head_words + (words_at + words_stride_side), is_seen, part != 1)
-                )
-                weight = (p * v_scale[None, :]).to(x.dtype)
-                # The rounded weights' BIAS is taken out: it is they that the dots multiply.
-                shift = shift * decay + tl.sum(p * v_least[None, :] - weight.to(tl.float32) * BIAS, 1)
-                if BITS == 4:
-                    v_low, v_high = floats_of_int4(v, q.dtype.element_ty, ASM)
-                    total = tl.dot(weight, v_low.to(x.dtype), total, input_precision="ieee")
-                    total_high = tl.dot(weight, v_high.to(x.dtype), total_high * decay[:, None], input_precision="ieee")
-                else:
-                    v = floats_of_int8(v, q.dtype.element_ty, ASM)
-                    total = tl.dot(weight, v.to(x.dtype), total, input_precision="ieee")
+                v_params = _load(head_words + (words_at + words_stride_side), is_seen, part != 1)
+                v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
+            total = tl.dot(p, v_low, total, input_precision="ieee")
+            if BITS == 4:
+                v_high = _dequantised(v >> 4, v_params, x.dtype)
+                total_high = tl.dot(p, v_high, total_high * decay[:, None], input_precision="ieee")
 
     inverse = 1.0 / tl.where(mass > 0, mass, 1.0)
     heads = tl.num_programs(1) * GROUP
     out += (token * heads + kv_head * GROUP) * HEAD_DIM
-    total += shift[:, None]
     out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_at, (total * inverse[:, None]).to(out.dtype.element_ty), q_mask)
     if BITS == 4:
-        tl.store(out_at + WIDTH, ((total_high + shift[:, None]) * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+        tl.store(out_at + WIDTH, (total_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
 
 
 @jit
@@ -362,11 +344,27 @@ def _load(at, mask, MASKED: tl.constexpr):
         return tl.load(at)
 
 
+@jit
+def _dequantised(
+    n,  # [BLOCK_N, BLOCK_D] uint8
+    params,  # [BLOCK_N] int32: float16 scale, and float16 least in the high half
+    dtype: tl.constexpr,
+):
+    scale, least = scale_and_least(params)
+    return (n.to(tl.float32) * scale[:, None] + least[:, None]).to(dtype)
+
+
 def variants() -> dict[str, Variant]:
     """Llama-3-8B: 32 heads, 8 kv heads of 128."""
 
-    def variant(bits: int, block_size: int, window: int | None = None, many: bool = True) -> Variant:
-        tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8)
+    def variant(
+        bits: int,
+        block_size: int,
+        window: int | None = None,
+        many: bool = True,
+        architectures: tuple[int, ...] = (80, 90, 100),
+    ) -> Variant:
+        tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8, min(90, architectures[0]))
         strides = [
             name for name in _context_attention_kernel.arg_names if "stride_" in name and name != "words_stride_token"
         ]
@@ -376,7 +374,6 @@ def variants() -> dict[str, Variant]:
         types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
         types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
         constants = _constants(tiles, 128, 4, block_size, bits, window, 8) | {"WIDEN": False, "words_stride_token": 1}
-        constants |= unpacking(torch.bfloat16, bits).constants()
         if bits < 16:
             types |= {"pool": "*u8", "words": "*i32"}
         else:
@@ -386,15 +383,17 @@ def variants() -> dict[str, Variant]:
         else:
             constants["sinks"] = None
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
-        return Variant(
-            _context_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages, tuple(strides), instructions
-        )
+        options = {"instructions": instructions, "architectures": architectures}
+        warps, stages = tiles.num_warps, tiles.num_stages
+        return Variant(_context_attention_kernel, types, constants, warps, stages, tuple(strides), **options)
 
     return {
         "bf16": variant(16, 64),
         "bf16-window-sinks": variant(16, 128, window=4096),
         "bf16-few": variant(16, 16, many=False),
-        "int8": variant(8, 64),
-        "int4": variant(4, 64),
-        "int4-few": variant(4, 64, many=False),
+        "int8": variant(8, 64, architectures=(90, 100)),
+        "int8-sm80": variant(8, 64, architectures=(80,)),
+        "int4": variant(4, 64, architectures=(90, 100)),
+        "int4-sm80": variant(4, 64, architectures=(80,)),
+        "int4-few": variant(4, 64, many=False, architectures=(90, 100)),
     }

@@ -19,10 +19,9 @@ What bounds this loop is instructions (docs/kv4-decode.md), so
 
     both dots are turned         K q^T and V^T p^T: keys, then columns, fill the 16 rows of a matrix instruction, and the heads of
                                  a kv head its 8 columns, where as rows they would be padded to 16
-    a program is one warp        nothing is reduced between warps, nothing waits for another
-    columns are permuted         so that what a thread needs of a key, or of a value, lies together in shared memory: 16 or 8
-                                 bytes are one load. Of keys the dot does not notice, for the query is permuted alike; of values
-                                 the output is put straight at the end
+    a program is one warp        (up to 16 heads) nothing is reduced between warps, nothing waits for another
+    columns are permuted         so that a thread's bytes of a key, or of a value, lie together in shared memory: one load. The
+                                 query is permuted like the keys, and what the values make is put straight at the end
     masks are where they matter  tiles that are seen as a whole have none
 """
 
@@ -186,7 +185,7 @@ def _straight(
     return x.reshape(ROW // 8, 8, N).permute(2, 1, 0).reshape(N, ROW)
 
 
-@jit
+@jit(do_not_specialize=["splits", "stride_table"])
 def _decode_kernel(
     q,  # [rows, heads, HEAD_DIM]
     pool,  # KVPool.data [num_blocks, BLOCK_SIZE, 2, kv_heads, ROW]
@@ -244,10 +243,10 @@ def _decode_kernel(
         q_sum += tl.sum(q_b.to(tl.float32), 0)
     q_sum *= scale
     most = tl.full([COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as threads have them: added up at the end
     acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
     acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
-    shift = tl.zeros([COLUMNS], tl.float32)  # what is to be added to each element of acc
+    shift = tl.zeros([8, COLUMNS], tl.float32)  # what is to be added to each element of acc
     # What is not seen is not read: it may be anything, NaN too. Tiles of [whole_begin, whole_end) are seen as a whole.
     stop = tl.minimum(length, start + SPLIT)
     whole_begin = tl.maximum(start, tl.cdiv(first, TILE) * TILE)
@@ -288,7 +287,7 @@ def _decode_kernel(
             new = tl.maximum(most, tl.max(s, 0))
             decay = tl.exp2(most - new)
             p = tl.exp2(s - new[None, :])
-            total = total * decay + tl.sum(p, 0)
+            total = total * decay[None, :] + tl.sum(p.reshape(TILE // 8, 8, COLUMNS), 0)
             most = new
             acc_a *= decay[None, :]
             values = _for_values(_load(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
@@ -298,7 +297,8 @@ def _decode_kernel(
                 v_scale, v_least = scale_and_least(_load(word + words_stride_side, seen, part != 1))
                 weight = (p * v_scale[:, None]).to(DTYPE)
                 # The rounded weights' BIAS is taken out: it is they that the dots have multiplied.
-                shift = shift * decay + tl.sum(p * v_least[:, None] - weight.to(tl.float32) * BIAS, 0)
+                change = p * v_least[:, None] - weight.to(tl.float32) * BIAS
+                shift = shift * decay[None, :] + tl.sum(change.reshape(TILE // 8, 8, COLUMNS), 0)
                 weight = _apart(weight, TILE, COLUMNS, BITS)
                 if BITS == 4:
                     acc_b *= decay[None, :]
@@ -309,6 +309,8 @@ def _decode_kernel(
                     acc_a = tl.dot(
                         floats_of_int8(values, q.dtype.element_ty, ASM).to(DTYPE), weight, acc_a, input_precision="ieee"
                     )
+    total = tl.sum(total, 0)
+    shift = tl.sum(shift, 0)
     acc_a = _straight(acc_a + shift[None, :], COLUMNS, ROW)
     acc_b = _straight(acc_b + shift[None, :], COLUMNS, ROW)
     mask = real[:, None] & (d < ROW)[None, :]
@@ -328,7 +330,7 @@ def _decode_kernel(
         tl.store(stats + part_at * 2 + 1, total, real)
 
 
-@jit
+@jit(do_not_specialize=["splits"])
 def _merge_kernel(
     parts,  # [rows, heads, splits, HEAD_DIM] float32
     stats,  # [rows, heads, splits, 2] float32

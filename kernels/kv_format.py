@@ -26,8 +26,8 @@ the float is n + bias, and bias is folded into least. Four bytes at a time (the 
 FasterTransformer's, Kim et al. 2022):
 
     int4    128 + n in bfloat16, 1024 + n in float16, of each half of the byte
-    int8    1024 + n in float16. bfloat16 has 7 bits: the upper bit makes 128 or 256, the lower ones n & 127 - 255; their sum is
-            n - 127, exact in 8 bits
+    int8    1024 + n in float16. bfloat16 has 7 bits: the upper bit makes 128 or 256, the lower ones 255 - (n & 127), and their
+            difference n - 127 needs 8 significant bits, which bfloat16 has
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ from kernels.triton_runtime import INTERPRETED, jit, tl
 # (rows, head_dim, bits)
 CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]
 
-MOST_DTYPE = 65504.0
+MOST_HALF = 65504.0
 
 
 class KVPool(NamedTuple):
     """One layer's pool as kernels read it, whatever its layout."""
 
     data: Tensor  # [num_blocks, block_size, 2, kv_heads, row]: a view; only the last stride is given, 1
-    params: (
-        Tensor | None
-    )  # [num_blocks, block_size, 2, kv_heads, 2] float16, a view: scale, least; None: data are the values
+    # [num_blocks, block_size, 2, kv_heads, 2] float16, a view: scale, least. None: data are the values themselves
+    params: Tensor | None
     head_dim: int
     bits: int  # of an element: 8 or 4 with params, otherwise those of data's dtype
 
@@ -63,7 +62,8 @@ class KVPool(NamedTuple):
     @property
     def strides(self) -> tuple[int, ...]:
         """Of block, token, side and head, in elements: data's four, then those of words, 0 where there are none."""
-        return self.data.stride()[:4] + ((0, 0, 0, 0) if self.params is None else self.words.stride())
+        of_words = (0, 0, 0, 0) if self.params is None else (stride // 2 for stride in self.params.stride()[:4])
+        return (*self.data.stride()[:4], *of_words)
 
 
 def plain_pool(pool: Tensor) -> KVPool:
@@ -134,9 +134,9 @@ def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, head_dim] -> (q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows])."""
     x = x.float()
     most_q = (1 << bits) - 1
-    least = x.amin(1).clamp_(-MOST_DTYPE, MOST_DTYPE).half()
+    least = x.amin(1).clamp_(-MOST_HALF, MOST_HALF).half()
     shifted = x - least.float()[:, None]
-    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_DTYPE).half()  # below 0: a constant row, and least was rounded up
+    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_HALF).half()  # below 0: a constant row, and least was rounded up
     divisor = torch.where(scale > 0, scale.float(), torch.inf)[:, None]
     q = torch.floor(shifted / divisor + 0.5).clamp_(0, most_q)
     return q.to(torch.uint8), scale, least
@@ -205,8 +205,8 @@ INT8_BFLOAT16 = """{
 
 
 def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -> Unpacking:
-    """dtype: of the queries. For float32 ones q is converted: a bias would cost bits that they have."""
-    if dtype == torch.float32:
+    """dtype: of the queries. For float32 ones q is converted: a bias would cost bits that they have. bits of 16: a plain pool."""
+    if bits == 16 or dtype == torch.float32:
         return Unpacking(None, 0)
     if dtype == torch.float16:
         magic, bias = "0x64646464", 1024

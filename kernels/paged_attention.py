@@ -18,6 +18,7 @@ by one. On a GPU the kernels of decode_attention.py and context_attention.py rea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch import Tensor
 from kernels.context_attention import context_attention
 from kernels.decode_attention import decode_attention
 from kernels.kv_format import KVPool, unpack
+from kernels.transfer import place
 from kernels.triton_runtime import runs_at
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
@@ -122,12 +124,29 @@ CASES = [
 
 
 def plan_attention(
-    rows: AttentionRows, block_size: int, window: int | None, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Plan:
-    """Work out what each row reads. `dtype` is that of the queries, `window` in tokens."""
+    rows: AttentionRows,
+    block_size: int,
+    windows: Iterable[int | None],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[int | None, Plan]:
+    """Work out what each row reads, for each window (tokens; None: all). `dtype` is that of the queries."""
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
-        return _plan_on_device(rows, num_queries, window, head_dim, device)
+        generation, context = _place_rows(rows, num_queries, head_dim, device)
+        return {window: DevicePlan(generation, context, window) for window in set(windows)}
+    return {window: _plan_gathers(rows, num_queries, block_size, window, dtype, device) for window in set(windows)}
+
+
+def _plan_gathers(
+    rows: AttentionRows,
+    num_queries: NDArray[np.int64],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionPlan:
     single = np.flatnonzero(num_queries == 1)
     generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
     context = [
@@ -181,20 +200,22 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _plan_on_device(
-    rows: AttentionRows, num_queries: NDArray[np.int64], window: int | None, head_dim: int, device: torch.device
-) -> DevicePlan:
-    def place(array: NDArray) -> Tensor:  # each in memory of its own: kernels want aligned pointers
-        return torch.from_numpy(array.astype(np.int32)).to(device)
+def _place_rows(
+    rows: AttentionRows, num_queries: NDArray[np.int64], head_dim: int, device: torch.device
+) -> tuple[DeviceRows | None, DeviceRows | None]:
+    """(those of one query that come first, those behind them), each array in memory of its own: kernels want it aligned."""
+
+    def put(array: NDArray) -> Tensor:
+        return place(np.ascontiguousarray(array, dtype=np.int32), device)
 
     first = num_leading_single(num_queries, head_dim)
     generation = context = None
     if first:
-        generation = DeviceRows(None, place(rows.lengths[:first]), place(rows.tables[:first]))
+        generation = DeviceRows(None, put(rows.lengths[:first]), put(rows.tables[:first]))
     if first < len(num_queries):
         starts = rows.starts[first:] - rows.starts[first]
-        context = DeviceRows(place(starts), place(rows.lengths[first:]), place(rows.tables[first:]))
-    return DevicePlan(generation, context, window)
+        context = DeviceRows(put(starts), put(rows.lengths[first:]), put(rows.tables[first:]))
+    return generation, context
 
 
 def _plan_generation(

@@ -19,8 +19,8 @@ did not.
 u is made from (seed, counter) by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), applied to the seed and again to the sum with the counter times the golden gamma.
 
-There is no Triton kernel yet: each function is the torch reference, `sample` launches it on any device. On a CPU the native
-kernel (cpu/sampling.py) does all of this in one call.
+Each function is torch operators on any device. On a CPU the native kernel (cpu/sampling.py) does all of this in one call; on a GPU
+choose_tokens.py makes the same choice from weights of its own.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def sample(
     filters: tuple[Tensor, Tensor, Tensor] | None = None,  # top_k int64, top_p float64, min_p float64, each [rows]
     k_max: int = 0,  # greatest top_k of `filters`
 ) -> Tensor:
-    """Token ids [rows] int64. The launcher: reference on every device until a fused kernel exists."""
+    """Token ids [rows] int64. """
     weights = weights_of(logits, temperature)
     if filters is None:
         return draw(weights, u)

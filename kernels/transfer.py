@@ -13,6 +13,11 @@ def place(array: NDArray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def even(count: int) -> int:
+    """The least even number from `count` on: rows of so many int64 begin at 16 bytes, for which kernels are compiled."""
+    return count + count % 2
+
+
 class Fetched:
     """Tensors on their way to the host. `wait` once, then read `tensors`."""
 

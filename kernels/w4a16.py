@@ -11,6 +11,8 @@ A group is 128, 64 or 32 columns. Its low bits are the first half of it and its 
 two matrix products and no neighbours are exchanged. The kernel computes y^T = W x^T: wgmma takes its left operand, and only
 that, from registers, where the weights are unpacked; and few tokens are then legal as its right side. A 4-bit number becomes a
 float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
+Bytes are unpacked together, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
+(kernels/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and 6.6.
 
 Few rows do not fill a GPU with tiles: k is then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes
 float32 sums to a buffer of its own, and a second kernel adds them in order: no atomics, so that a result repeats itself.
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.gemm_tiles import splits_of, tiles_of
+from kernels.kv_format import floats_of_int4, unpacking
 from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 # (m, n, k, group, zero points)
@@ -39,8 +42,17 @@ CASES = [
 
 GROUPS = (128, 64, 32)
 SYMMETRIC_ZERO = 8
-# dtype -> the bits of a float whose last digit is 1, and that float
-MAGIC = {torch.float16: (0x6400, 1024), torch.bfloat16: (0x4300, 128)}
+# dtype -> the bits of two floats whose last digit is 1, and that float
+MAGIC = {torch.float16: ("0x64006400", 1024), torch.bfloat16: ("0x43004300", 128)}
+# $2: two bytes of q. $0, $1: two floats each, of the low and of the high bits.
+PAIR_ASM = """{
+    .reg .b32 t;
+    cvt.u32.u16 t, $2;
+    prmt.b32 t, t, 0, 0x4140;
+    lop3.b32 $0, t, 0x000f000f, MAGIC, 0xea;
+    shr.u32 t, t, 4;
+    lop3.b32 $1, t, 0x000f000f, MAGIC, 0xea;
+}"""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of eight
 REDUCED_AT_ONCE = 1024  # features
 
@@ -67,20 +79,20 @@ class Tiles(NamedTuple):
 # Architecture -> the least bucket that holds m -> tiles. A step along k is a group.
 TILES = {
     80: {
-        16: Tiles(16, 64, 4, 4),
-        64: Tiles(64, 64, 4, 3),
-        256: Tiles(64, 128, 8, 3),
+        16: Tiles(16, 128, 4, 4),
+        64: Tiles(64, 128, 4, 3),
+        256: Tiles(64, 128, 4, 3),
         None: Tiles(128, 128, 8, 2),
     },
     90: {
-        16: Tiles(16, 64, 4, 5),
-        64: Tiles(64, 64, 4, 4),
+        16: Tiles(16, 128, 4, 5),
+        64: Tiles(64, 128, 4, 4),
         256: Tiles(128, 64, 4, 3),
-        None: Tiles(128, 128, 8, 3),
+        None: Tiles(128, 128, 4, 3),
     },
     100: {
-        16: Tiles(16, 64, 4, 5),
-        64: Tiles(64, 64, 4, 4),
+        16: Tiles(16, 128, 4, 5),
+        64: Tiles(64, 128, 4, 4),
         256: Tiles(128, 64, 4, 3),
         None: Tiles(128, 128, 8, 3),
     },
@@ -175,11 +187,11 @@ def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    tiles = _tiles(architecture_of(x, TILES), m)
+    architecture = architecture_of(x, TILES)
+    tiles = _tiles(architecture, m, weight.group)
     groups = k // weight.group
     splits = _splits(tiles, m, n, groups)
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else None
-    bits, value = MAGIC[x.dtype]
     grid = (-(-m // tiles.block_m), -(-n // tiles.block_n), splits)
     _w4a16_kernel[grid](
         x.contiguous(),
@@ -191,11 +203,11 @@ def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
         parts,
         m,
         n,
-        k,
+        groups,
         groups // splits,
         GROUP=weight.group,
-        MAGIC_BITS=bits,
-        MAGIC_VALUE=value,
+        **_unpacking(architecture, x.dtype, not INTERPRETED),
+        IN_WORDS=_in_words(tiles, n),
         IN_FLOAT32=INTERPRETED and x.dtype == torch.bfloat16,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -219,11 +231,13 @@ def _w4a16_kernel(
     parts,  # [splits, m, n] float32, or None: without splits
     m,
     n,
-    k,
-    groups_split,  # groups of a split: splits * groups_split * GROUP = k
+    groups,  # k / GROUP
+    groups_split,  # of a split: splits * groups_split = groups
     GROUP: tl.constexpr,
-    MAGIC_BITS: tl.constexpr,
-    MAGIC_VALUE: tl.constexpr,
+    ASM: tl.constexpr,  # None: the interpreter's
+    IN_PAIRS: tl.constexpr,  # ASM is of two bytes, not of four
+    BIAS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,  # the interpreter's bfloat16
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -235,30 +249,28 @@ def _w4a16_kernel(
     columns = tl.arange(0, HALF)
     # Tokens and features past the end are the last one again: they need no mask, and are not stored.
     held = tl.minimum(features, n - 1)
-    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * k + columns[None, :]
-    rows = packed + held.to(tl.int64)[:, None] * (k // 2) + columns[None, :]
+    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * (groups * GROUP) + columns[None, :]
+    rows = packed + held.to(tl.int64)[:, None] * (groups * HALF) + columns[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in range(0, groups_split):
         group = first + step
         q = tl.load(rows + group * HALF)
         x_low = tl.load(x_rows + group * GROUP)
         x_high = tl.load(x_rows + group * GROUP + HALF)
-        scale = tl.load(scales + group.to(tl.int64) * n + held)
+        scale = _parameters(scales, group, features, n, IN_WORDS)
         if zeros is not None:
-            zero = tl.load(zeros + group.to(tl.int64) * n + held)
+            zero = _parameters(zeros, group, features, n, IN_WORDS)
         else:
             zero = tl.full((BLOCK_N,), 8, tl.float32).to(scale.dtype)
         if IN_FLOAT32:
-            scale, zero = scale.to(tl.float32)[:, None], zero.to(tl.float32)[:, None]
-            low = ((q & 15).to(tl.float32) - zero) * scale
-            high = ((q >> 4).to(tl.float32) - zero) * scale
+            low, high = (q & 15).to(tl.float32), (q >> 4).to(tl.float32)
+            scale, offset = scale.to(tl.float32), zero.to(tl.float32)
             x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
         else:
-            # 1024 + zero, or 128 + zero: exact
-            offset = (zero.to(tl.float32) + MAGIC_VALUE).to(scale.dtype)[:, None]
-            bits = q.to(tl.uint16)
-            low = (((bits & 15) | MAGIC_BITS).to(scale.dtype, bitcast=True) - offset) * scale[:, None]
-            high = (((bits >> 4) | MAGIC_BITS).to(scale.dtype, bitcast=True) - offset) * scale[:, None]
+            low, high = _floats(q, scale.dtype, ASM, IN_PAIRS)
+            offset = (zero.to(tl.float32) + BIAS).to(scale.dtype)  # exact, and so is the difference
+        low = (low - offset[:, None]) * scale[:, None]
+        high = (high - offset[:, None]) * scale[:, None]
         total = tl.dot(low, tl.trans(x_low), total, input_precision="ieee")
         total = tl.dot(high, tl.trans(x_high), total, input_precision="ieee")
     mask = (features < n)[:, None] & (tokens < m)[None, :]
@@ -269,6 +281,28 @@ def _w4a16_kernel(
         if bias is not None:
             total += tl.load(bias + held).to(tl.float32)[:, None]
         tl.store(out + at, total.to(out.dtype.element_ty), mask)
+
+
+@jit
+def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
+    """table [k / GROUP, n] of 16-bit floats -> [BLOCK_N], those of a group."""
+    last = tl.minimum(features, n - 1)
+    if IN_WORDS:
+        words = tl.load(table.to(tl.pointer_type(tl.int32)) + group.to(tl.int64) * (n // 2) + last // 2)
+        return (words >> (features % 2 * 16)).to(tl.int16).to(table.dtype.element_ty, bitcast=True)
+    else:
+        return tl.load(table + group.to(tl.int64) * n + last)
+
+
+@jit
+def _floats(q, DTYPE: tl.constexpr, ASM: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """q uint8 -> its low and its high bits, each + BIAS."""
+    if not IN_PAIRS:
+        return floats_of_int4(q, DTYPE, ASM)
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,h", [q], (tl.float16, tl.float16), True, 2)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,h", [q], (tl.bfloat16, tl.bfloat16), True, 2)
 
 
 @jit(do_not_specialize=["m"])
@@ -292,8 +326,26 @@ def _reduce_kernel(
     tl.store(out + row * n + features, total.to(out.dtype.element_ty), mask)
 
 
-def _tiles(architecture: int, m: int) -> Tiles:
-    return tiles_of(TILES[architecture], m)
+def _tiles(architecture: int, m: int, group: int) -> Tiles:
+    tiles = tiles_of(TILES[architecture], m)
+    # A thread that copies a whole row of 16 bytes would take the weights out of the registers and through shared memory.
+    return tiles._replace(block_n=16 * tiles.num_warps) if group == 32 else tiles
+
+
+def _in_words(tiles: Tiles, n: int) -> bool:
+    """Whether the parameters of a group are read in words: 16 bits are not copied asynchronously.
+
+    With fewer features than threads, words would take the weights out of the registers and through shared memory. With 128
+    tokens, words leave sm_90 shared memory for one program a multiprocessor, not two.
+    """
+    return n % 2 == 0 and tiles.block_n >= 32 * tiles.num_warps and tiles.block_m < 128
+
+
+def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[str, object]:
+    """The kernel's constants."""
+    words, in_pairs = unpacking(dtype, 4, compiled), compiled and architecture == 90
+    asm = PAIR_ASM.replace("MAGIC", MAGIC[dtype][0]) if in_pairs else words.asm
+    return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1]}
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
@@ -302,39 +354,44 @@ def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
     return splits_of(m, programs, groups, even=True)
 
 
+# (layer, m, group, zero points)
+_VARIANTS = (
+    ("gate_up", 16, 128, True),
+    ("qkv", 16, 128, False),
+    ("down", 64, 128, True),
+    ("gate_up", 64, 32, True),
+    ("gate_up", 256, 128, True),
+    ("gate_up", 8192, 128, True),
+)
+
+
 def variants() -> dict[str, Variant]:
-    types = {"x": "*bf16", "packed": "*u8", "scales": "*bf16", "out": "*bf16"}
-    types |= dict.fromkeys(("m", "n", "k", "groups_split"), "i32")
-    shapes = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    made = {}
-    # (layer, m, group, zero points)
-    for name, m, group, zero_points in (
-        ("gate_up", 16, 128, True),
-        ("qkv", 16, 128, False),
-        ("down", 64, 128, True),
-        ("gate_up", 64, 32, True),
-        ("gate_up", 256, 128, True),
-        ("gate_up", 8192, 128, True),
-    ):
-        n, k = shapes[name]
-        tiles = _tiles(90, m)
-        present = {"zeros": "*bf16"} if zero_points else {}
-        if _splits(tiles, m, n, k // group) > 1:
-            present["parts"] = "*fp32"
-        constants: dict[str, object] = {name: None for name in ("zeros", "parts", "bias") if name not in present}
-        bits, value = MAGIC[torch.bfloat16]
-        constants |= {"GROUP": group, "MAGIC_BITS": bits, "MAGIC_VALUE": value, "IN_FLOAT32": False}
-        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-        made[f"{name}-{m}-g{group}"] = Variant(
-            _w4a16_kernel,
-            types | present,
-            constants,
-            tiles.num_warps,
-            tiles.num_stages,
-            ("n", "k"),
-            {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "LDGSTS"), 100: ("UTCHMMA", "LDGSTS")},
-        )
+    """Each architecture with its own tiles."""
+    made = {
+        f"{layer}-{m}-g{group}-sm{architecture}": _variant(architecture, layer, m, group, zero_points)
+        for architecture in TILES
+        for layer, m, group, zero_points in _VARIANTS
+    }
     reduced = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "m": "i32", "n": "i32"}
     constants = {"SPLITS": 2, "BLOCK_N": REDUCED_AT_ONCE}
     made["reduce"] = Variant(_reduce_kernel, reduced, constants, divisible=("n",))
     return made
+
+
+def _variant(architecture: int, layer: str, m: int, group: int, zero_points: bool) -> Variant:
+    n, k = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}[layer]
+    tiles = _tiles(architecture, m, group)
+    types = {"x": "*bf16", "packed": "*u8", "scales": "*bf16", "out": "*bf16"}
+    types |= dict.fromkeys(("m", "n", "groups", "groups_split"), "i32")
+    if zero_points:
+        types["zeros"] = "*bf16"
+    if _splits(tiles, m, n, k // group) > 1:
+        types["parts"] = "*fp32"
+    constants: dict[str, object] = dict.fromkeys({"zeros", "parts", "bias"} - types.keys())
+    constants |= {"GROUP": group, "IN_WORDS": _in_words(tiles, n), "IN_FLOAT32": False}
+    constants |= _unpacking(architecture, torch.bfloat16, True)
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    product = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[architecture]
+    expected = {architecture: (product, "LDGSTS")}
+    of_tiles = tiles.num_warps, tiles.num_stages
+    return Variant(_w4a16_kernel, types, constants, *of_tiles, ("n",), expected, (architecture,))

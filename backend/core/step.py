@@ -97,6 +97,10 @@ class ModelInfo(Struct, frozen=True):
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 
+class WorkersLost(Exception):
+    """No step can ever run again in this process."""
+
+
 class WorkerGroup(Protocol):
     """The fan-out of one step to the ranks. The engine knows the workers only through this."""
 
@@ -115,7 +119,8 @@ class WorkerGroup(Protocol):
     def submit(self, step: StepInput) -> None:
         """Begin one step on every rank. Where the model looks ahead, one other may be in flight; steps run in their order.
 
-        Raises on failure, like `collect`: all steps in flight are lost then, and the pool's content is undefined.
+        Raises on failure, like `collect`: all steps in flight are lost then, and the pool's content is undefined. WorkersLost
+        says that there is no use in going on.
         """
         ...
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,9 +26,9 @@ from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, Status
-from backend.core.step import SampledToken, StepOutput, WorkerGroup
+from backend.core.step import SampledToken, StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
-from backend.engine.flight import Flight, check_samples
+from backend.engine.flight import Flight, StepRecord, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.pool import num_pool_blocks
 from backend.engine.sessions import SessionTable
@@ -41,18 +40,6 @@ log = logging.getLogger("everbatch.engine")
 
 class WorkerFailure(EverbatchError):
     """A step could not be executed; it ends the requests that took part in it."""
-
-
-class _StepRecord(NamedTuple):
-    """What is kept of the latest step; `EngineCore.latest_iteration` makes statistics of it when somebody asks."""
-
-    iteration: int
-    started_ns: int
-    ended_ns: int
-    num_completed: int
-    num_generation: int
-    num_context: int
-    num_context_tokens: int
 
 
 class EngineCore:
@@ -79,7 +66,7 @@ class EngineCore:
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: Flight | None = None
-        self._latest: _StepRecord | None = None
+        self._latest: StepRecord | None = None
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; entries of finished requests are skipped
         self._outbox: list[Response] = []
@@ -196,21 +183,7 @@ class EngineCore:
 
     def latest_iteration(self) -> IterationStats:
         """What the latest step did, with gauges of the present state."""
-        step = self._latest
-        if step is None:
-            return self._gauges(IterationStats())
-        return self._gauges(
-            IterationStats(
-                iter=step.iteration,
-                timestamp_ns=self.clock.time_ns() - (self.clock.monotonic_ns() - step.ended_ns),
-                iter_latency_ms=(step.ended_ns - step.started_ns) / 1e6,
-                num_completed_requests=step.num_completed,
-                num_scheduled_requests=step.num_generation + step.num_context,
-                num_context_requests=step.num_context,
-                num_gen_requests=step.num_generation,
-                num_ctx_tokens=step.num_context_tokens,
-            )
-        )
+        return self._gauges(IterationStats() if self._latest is None else self._latest.statistics(self.clock))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
@@ -229,13 +202,18 @@ class EngineCore:
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
-        self._num_launched += 1
         self._fail_rejected(plan)
-        if not step.rows and not step.new_rows:
-            self._record(flight)
+        has_work = bool(step.rows or step.new_rows)
+        if has_work or self._in_flight is None:
+            self._num_launched += 1
+        if not has_work:
+            if self._in_flight is None:
+                self._record(flight)
             return None
         try:
             self.workers.submit(step)
+        except WorkersLost:
+            raise
         except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
             self._lose_steps([flight] if self._in_flight is None else [self._in_flight, flight], error)
             return None
@@ -246,6 +224,8 @@ class EngineCore:
         try:
             output = self.workers.collect()
             check_samples(flight.step, output)
+        except WorkersLost:
+            raise
         except Exception as error:
             self._lose_steps([flight] if self._in_flight is None else [flight, self._in_flight], error)
             return
@@ -368,7 +348,7 @@ class EngineCore:
         counters.pauses_total += len(plan.paused)
         counters.cached_tokens_total += plan.num_cached_tokens
         counters.sequences_evicted_total += plan.num_evicted
-        self._latest = _StepRecord(
+        self._latest = StepRecord(
             flight.step.step_id,
             max(flight.started_ns, before_ns),
             self.clock.monotonic_ns(),

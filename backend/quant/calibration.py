@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.api.errors import ConfigError
 from backend.layers.linear import DenseLinear
 from backend.models.config import ModelConfig
 from backend.models.linears import LinearOptions
@@ -65,7 +66,7 @@ class Calibration:
 
     @torch.inference_mode()
     def advance(self, index: int, layer: Layer) -> LayerInputs:
-        """Run layer `index`, whose tensors are `layer`; the next call is for the next layer."""
+        """Run layer `index`, whose tensors are `layer`; the next call is for the next layer. Raises ConfigError."""
         config = msgspec.structs.replace(
             self._config,
             num_layers=1,
@@ -93,6 +94,8 @@ class Calibration:
             after, (pool,) = forward_rows(model, torch.arange(len(model.embedding)).view(part.shape[:2]))
             part.copy_(after.view_as(part))
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
+        if not self._hidden.isfinite().all():
+            raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
         return LayerInputs(*(recorder.inputs() for recorder in made[1:]), keys)  # the first is the output head
 
 
@@ -131,10 +134,7 @@ def forward_rows(model: Llama, rows: Tensor, kv_bits: int | None = None) -> tupl
     num_blocks = -(-length // BLOCK_SIZE)
     tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
     where = AttentionRows(np.arange(num_rows + 1) * length, np.full(num_rows, length), tables)
-    plans = {
-        window: plan_attention(where, BLOCK_SIZE, window, config.head_dim, dtype, rows.device)
-        for window in set(config.windows)
-    }
+    plans = plan_attention(where, BLOCK_SIZE, config.windows, config.head_dim, dtype, rows.device)
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     layout = PlainPool(*sizes, dtype) if kv_bits is None else QuantizedPool(*sizes, kv_bits)
     shape = (num_rows * num_blocks, *layout.block_shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backend.models.config import ModelConfig
-from backend.quant.calibration import Inputs, LayerInputs
+from backend.quant.calibration import LayerInputs
 from backend.quant.folds import (
     DOWN,
     GATE,
@@ -26,9 +26,10 @@ from backend.quant.folds import (
     fold_value,
     one_per_kv_head,
 )
-from backend.quant.grids import CLIP_RATIOS, Grid, clipped, compensated, nearest, values
+from backend.quant.grids import values
+from backend.quant.rounding import error_of, output_error, round_to
 from backend.quant.schemes import Scheme
-from backend.quant.smoothing import best_scale, key_scale, output_error
+from backend.quant.smoothing import best_scale, key_scale
 
 # kind -> the projections that read the same inputs
 KINDS = {"qkv": (Q, K, V), "out": (OUT,), "gate_up": (GATE, UP), "down": (DOWN,)}
@@ -74,43 +75,30 @@ def stacked(layer: Layer, kind: str) -> Tensor:
     return torch.cat([layer[name + ".weight"] for name in KINDS[kind]])
 
 
-def round_to(scheme: Scheme, weight: Tensor, inputs: Inputs | None) -> tuple[Tensor, Grid]:
-    """weight [n, k] -> (q [n, k], its grid). Without inputs to go by, all of the range and to nearest."""
-    groups = scheme.groups(weight.shape[1])
-    if inputs is None:
-        grid = scheme.grid(weight, weight.new_ones(len(weight), groups))
-        return nearest(weight, grid), grid
-    ratios = CLIP_RATIOS if scheme.bits == 4 else (1.0,)  # of 8 bits, no error is lower with less of the range
-    grid = clipped(weight, scheme.grid, groups, inputs.hessian.diagonal(), ratios)
-    return compensated(weight, grid, inputs.hessian), grid
-
-
 def quantize_layer(
     layer: Layer, inputs: LayerInputs | None, config: ModelConfig, scheme: Scheme, dtype: torch.dtype, int4_keys: bool
 ) -> Quantized:
     """`layer` is used up. `inputs`: None = round to nearest, and no folds. `dtype`: of the tensors that stay floats."""
     plain = {}
     if inputs is not None:
-        plain = {kind: _nearest_error(layer, getattr(inputs, kind), scheme, kind) for kind in KINDS}
+        plain = {
+            kind: output_error(stacked(layer, kind), getattr(inputs, kind), scheme, as_written=False) for kind in KINDS
+        }
         if int4_keys:
             fold_key(layer, key_scale(inputs.keys, config), config)
         if scheme.has_int8_activations:
             inputs = smooth(layer, inputs, config, scheme, dtype)
-    tensors = {name: tensor.to(dtype) for name, tensor in layer.items()}
+    projections = {name + ".weight" for names in KINDS.values() for name in names}
+    tensors = {name: tensor.to(dtype) for name, tensor in layer.items() if name not in projections}
     errors = {}
     for kind, names in KINDS.items():
         weight, of_kind = stacked(layer, kind), inputs and getattr(inputs, kind)
         q, grid = round_to(scheme, weight, of_kind)
-        rows = [len(tensors.pop(name + ".weight")) for name in names]
+        rows = [len(layer[name + ".weight"]) for name in names]
         for name, part, of_part in zip(names, q.split(rows), grid.split(rows)):
             tensors |= scheme.tensors(name, part, of_part)
         if of_kind is not None:
-            smoothed = _nearest_error(layer, of_kind, scheme, kind)
-            errors[kind] = Errors(plain[kind], smoothed, output_error(of_kind.sample, weight, values(q, grid), scheme))
+            smoothed = output_error(weight, of_kind, scheme, as_written=False)
+            written = error_of(weight, values(q, grid), of_kind.sample, scheme)
+            errors[kind] = Errors(plain[kind], smoothed, written)
     return Quantized(tensors, errors)
-
-
-def _nearest_error(layer: Layer, inputs: Inputs, scheme: Scheme, kind: str) -> float:
-    weight = stacked(layer, kind)
-    q, grid = round_to(scheme, weight, None)
-    return output_error(inputs.sample, weight, values(q, grid), scheme)

@@ -5,9 +5,10 @@ of the inputs is shared with the weights (SmoothQuant, Xiao et al., 2023):
 
     s_j = max |x_j|^a / max |w_j|^(1 - a)
 
-`a` is the one of a few for which the layer's output on the sample changes least when both are rounded to nearest; no scale at
-all is one of the candidates. Where activations stay floats there is nothing to share: AWQ's scales (Lin et al., 2023) were
-tried as well, and after GPTQ's rounding (grids.py) the error of the outputs was larger with them than without.
+`a` is the one of a few for which the layer's output on the sample changes least when both are rounded to nearest. It is folded
+if the output then also changes less with the weights as they will be written (rounding.py) than without a scale. Where
+activations stay floats there is nothing to share: AWQ's scales (Lin et al., 2023) were tried as well, and after GPTQ's rounding
+(grids.py) the error of the outputs was larger with them than without.
 
 Keys are divided by max |key|^0.5 (SmoothAttention: QServe, Lin et al., 2024).
 """
@@ -21,9 +22,8 @@ from torch import Tensor
 
 from backend.models.config import ModelConfig
 from backend.quant.calibration import Inputs
-from backend.quant.grids import nearest, values
+from backend.quant.rounding import output_error
 from backend.quant.schemes import Scheme
-from kernels.quantize import dequantize, quantize_activations
 
 EXPONENTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 KEY_EXPONENT = 0.5
@@ -33,24 +33,13 @@ Tie = Callable[[Tensor], Tensor]  # a statistic of each channel -> the same for 
 
 def best_scale(inputs: Inputs, weight: Tensor, scheme: Scheme, tie: Tie = lambda x: x) -> Tensor | None:
     """weight [n, k]: all that reads these inputs, stacked -> [k], or None where no scale is better."""
-    expected = inputs.sample @ weight.T
-    best, least = None, _error(inputs.sample, weight, scheme, expected)
-    for scale in _candidates(inputs, weight, tie):
-        error = _error(inputs.sample / scale, weight * scale, scheme, expected)
-        if error < least:
-            best, least = scale, error
-    return best
 
+    def error(scale: Tensor, as_written: bool) -> float:
+        return output_error(weight * scale, inputs.divided(scale), scheme, as_written)
 
-def output_error(sample: Tensor, weight: Tensor, kept: Tensor, scheme: Scheme) -> float:
-    """How far sample times `kept` is from sample times weight, relative: rms of the difference / rms."""
-    expected = sample @ weight.T
-    return float((rounded(sample, scheme) @ kept.T - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def rounded(x: Tensor, scheme: Scheme) -> Tensor:
-    """x [tokens, k] as the scheme's product reads it."""
-    return dequantize(*quantize_activations(x, x.shape[1]), x.shape[1]) if scheme.has_int8_activations else x
+    none = torch.ones_like(inputs.most)
+    best = min(_candidates(inputs, weight, tie), key=lambda scale: error(scale, as_written=False))
+    return best if error(best, as_written=True) < error(none, as_written=True) else None
 
 
 def key_scale(keys: Tensor, config: ModelConfig) -> Tensor:
@@ -65,11 +54,6 @@ def _candidates(inputs: Inputs, weight: Tensor, tie: Tie) -> Iterator[Tensor]:
     most, of_weight = tie(inputs.most), tie(weight.abs().amax(0))
     for exponent in EXPONENTS:
         yield _balanced(most**exponent / of_weight.clamp(min=1e-9) ** (1 - exponent))
-
-
-def _error(sample: Tensor, weight: Tensor, scheme: Scheme, expected: Tensor) -> float:
-    grid = scheme.grid(weight, weight.new_ones(len(weight), scheme.groups(weight.shape[1])))
-    return float((rounded(sample, scheme) @ values(nearest(weight, grid), grid).T - expected).norm())
 
 
 def _balanced(scale: Tensor) -> Tensor:

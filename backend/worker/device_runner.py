@@ -9,6 +9,9 @@ that was chosen to the slot's ids. What a decode step reads that changes lies in
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,9 +23,10 @@ from backend.sampling.slots import SlotParameters
 from backend.worker.graphs import Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
+from backend.worker.model_runner import prepare
 from kernels.kv_format import PoolLayout
 from kernels.paged_attention import DECODE_HEAD_DIMS, DevicePlan, DeviceRows, plan_attention
-from kernels.transfer import place
+from kernels.transfer import even, place
 
 LADDER = (1, 2, 4, 8, *range(16, 256, 8), *range(256, 513, 32))  # rows of a decode step; above it, multiples of 128
 LEAST_WIDTH_TOKENS = 1024  # of the block tables of a decode step: this, or four times as often as it takes
@@ -34,14 +38,14 @@ def ladder_size(rows: int) -> int:
     return next((size for size in LADDER if size >= rows), -(-rows // 128) * 128)
 
 
-class QueuedStep:
+class QueuedStep(NamedTuple):
     """A step under way."""
 
-    def __init__(self, step_id: int, samples: FetchedSamples | None):
-        self._step_id, self._samples = step_id, samples
+    step_id: int
+    samples: FetchedSamples
 
     def wait(self) -> StepOutput:
-        return StepOutput(self._step_id, [] if self._samples is None else self._samples.wait())
+        return StepOutput(self.step_id, self.samples.wait())
 
 
 class DeviceRunner:
@@ -64,6 +68,8 @@ class DeviceRunner:
         self._device = model.embedding.device
         self._pad_slot = len(batch.num_tokens) - 1
         self._inputs: dict[tuple[int, int], _Inputs] = {}
+        self._kept_logits: Tensor | None = None
+        self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
         self._views = [layout.view(pool) for pool in storage.pools]
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -72,31 +78,33 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> QueuedStep:
         """Queue a step. Raises IndexError when a row names what its slot does not have."""
-        self._prepare(step)
-        if not step.rows:
-            return QueuedStep(step.step_id, None)
-        if all(row.num_tokens == 1 and row.samples for row in step.rows):
-            samples = self._decode(step.rows)
-        else:
-            samples = self._run_mixed(step.rows)
-        return QueuedStep(step.step_id, samples)
-
-    def _prepare(self, step: StepInput) -> None:
         if step.num_blocks > self.storage.num_blocks:
             self.storage.grow(step.num_blocks)
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
-        self.storage.copy_blocks(step.copies)
-        self.batch.take_in(step.new_rows)
-        for new_row in step.new_rows:
-            self._parameters.set_row(new_row)
-        for row in step.rows:
-            if row.new_block_ids:
-                self.batch.append_blocks(row.slot, row.new_block_ids)
+        prepare(step, self.storage, self.batch, self._parameters.set_row)
+        if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
+            slots, chosen = self._decode(step.rows)
+        else:
+            slots, chosen = self._run_mixed(step.rows)
+        self.batch.count_tokens(slots)
+        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Decode nothing but padding, in the largest shape and in the smallest: its kernels are compiled, its memory is had."""
+        for rows, tokens in ((1, 1), (self._pad_slot, self.batch.max_seq_len)):
+            inputs = self._inputs_for(rows, tokens)
+            self._choice.fill(inputs.numbers, [], [], self._pad_slot)
+            inputs.send()
+            for kind in Kind:
+                for _ in range(2):  # the second time it is captured
+                    self._decode_step(inputs, kind)
 
     # --------------------------------------------------------------------------------------------------------- decode
 
-    def _decode(self, rows: list[Row]) -> FetchedSamples:
+    def _decode(self, rows: list[Row]) -> tuple[list[int], Chosen]:
+        """-> (slots, their tokens and those of padding)."""
         numbers = self.batch.row_numbers(rows, [1] * len(rows))
         slots, num_tokens = numbers[:, 0].tolist(), (numbers[:, 1] + 1).tolist()
         inputs = self._inputs_for(len(rows), int(numbers[:, 1].max()) + 1)
@@ -104,17 +112,18 @@ class DeviceRunner:
         inputs.tables[: len(rows)] = self.batch.block_tables[slots, : inputs.width]
         inputs.send()
         kind = self._choice.kind(slots, num_tokens)
-        if kind is Kind.SPECIAL:
-            logits = self.graphs.run((inputs.key, kind), lambda: self._logits(inputs))
-            numbers_here = inputs.device_numbers
-            chosen = self._choice.choose_special(
-                logits[: len(rows)], numbers_here[:, : len(rows)], slots, num_tokens, self.batch.token_ids
-            )
-            self._append(numbers_here[:, : len(rows)], chosen.tokens)
-        else:
-            chosen = Chosen(self.graphs.run((inputs.key, kind), lambda: self._logits_and_tokens(inputs, kind)), None)
-        self.batch.count_tokens(slots)
-        return self._choice.begin_fetch(slots, chosen)
+        result = self._decode_step(inputs, kind)
+        if kind is not Kind.SPECIAL:
+            return slots, Chosen(result, None)
+        here = inputs.device_numbers[:, : len(rows)]
+        chosen = self._choice.choose_special(result[: len(rows)], here, slots, num_tokens, self.batch.token_ids)
+        self._append(here, chosen.tokens)
+        return slots, chosen
+
+    def _decode_step(self, inputs: _Inputs, kind: Kind) -> Tensor:
+        """Tokens int64 [rows], which are appended to their slots; of kind SPECIAL logits [rows, vocab]."""
+        step = self._logits_to_keep if kind is Kind.SPECIAL else partial(self._tokens, kind=kind)
+        return self.graphs.run((inputs.key, kind), partial(step, inputs))
 
     def _inputs_for(self, rows: int, length: int) -> _Inputs:
         """The table of the least shape that holds `rows` rows of `length` tokens."""
@@ -148,30 +157,36 @@ class DeviceRunner:
         hidden = self._model.forward(token_ids, position, cells, plans, self._views)
         return self._model.logits(hidden)
 
-    def _logits_and_tokens(self, inputs: _Inputs, kind: Kind) -> Tensor:
+    def _logits_to_keep(self, inputs: _Inputs) -> Tensor:
+        """In memory that all graphs share: each would keep its own."""
+        logits = self._logits(inputs)
+        if self._kept_logits is None or len(self._kept_logits) < inputs.rows:
+            self._kept_logits = logits.new_empty(ladder_size(self._pad_slot), logits.shape[1])
+        return self._kept_logits[: inputs.rows].copy_(logits)
+
+    def _tokens(self, inputs: _Inputs, kind: Kind) -> Tensor:
         tokens = self._choice.choose(kind, self._logits(inputs), inputs.device_numbers)
         self._append(inputs.device_numbers, tokens)
         return tokens
 
     # ---------------------------------------------------------------------------------------------------------- mixed
 
-    def _run_mixed(self, rows: list[Row]) -> FetchedSamples | None:
+    def _run_mixed(self, rows: list[Row]) -> tuple[list[int], Chosen]:
+        """-> (slots that sample, their tokens)."""
+        if not rows:
+            return [], self._nothing
         config, batch = self._model.config, self.batch
         flat = batch.flatten(rows, [int(row.samples) for row in rows])
-        plans = {
-            window: plan_attention(
-                flat.rows, self._layout.block_size, window, config.head_dim, self._model.dtype, self._device
-            )
-            for window in set(config.windows)
-        }
+        block_size, dtype = self._layout.block_size, self._model.dtype
+        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device)
         hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views)
         slots = [row.slot for row in rows if row.samples]
         if not slots:
-            return None
+            return [], self._nothing
         num_tokens = [batch.num_tokens[slot] for slot in slots]
-        numbers = np.empty((len(Number), len(slots)), dtype=np.int64)
+        numbers = np.empty((len(Number), even(len(slots))), dtype=np.int64)
         self._choice.fill(numbers, slots, num_tokens, self._pad_slot)
-        here = place(numbers, self._device)
+        here = place(numbers, self._device)[:, : len(slots)]
         logits = self._model.logits(hidden[flat.logits_index])
         kind = self._choice.kind(slots, num_tokens)
         if kind is Kind.SPECIAL:
@@ -179,8 +194,7 @@ class DeviceRunner:
         else:
             chosen = Chosen(self._choice.choose(kind, logits, here), None)
         self._append(here, chosen.tokens)
-        batch.count_tokens(slots)
-        return self._choice.begin_fetch(slots, chosen)
+        return slots, chosen
 
     def _append(self, numbers: Tensor, tokens: Tensor) -> None:
         """Write tokens behind their slots' known ones. One that is full, and padding, write to the pad slot."""
@@ -199,7 +213,8 @@ class _Inputs:
 
     def __init__(self, rows: int, width: int, device: torch.device):
         self.rows, self.width, self.key = rows, width, (rows, width)
-        shape = (len(Number) * rows * 8 + rows * width * 4,)
+        self._columns = even(rows)
+        shape = (len(Number) * self._columns * 8 + rows * width * 4,)
         self._device = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._hosts = [
             torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(NUM_BUFFERS)
@@ -222,6 +237,6 @@ class _Inputs:
         self._turn = (self._turn + 1) % NUM_BUFFERS
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        size = len(Number) * self.rows * 8
-        numbers = buffer[:size].view(torch.int64).view(len(Number), self.rows)
+        size = len(Number) * self._columns * 8
+        numbers = buffer[:size].view(torch.int64).view(len(Number), self._columns)[:, : self.rows]
         return numbers, buffer[size:].view(torch.int32).view(self.rows, self.width)

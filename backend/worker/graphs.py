@@ -28,23 +28,29 @@ Step = Callable[[], Tensor]
 
 
 class CudaCapture:
-    """Captures into one memory pool."""
+    """Captures into one memory pool. Not by torch.cuda.graph: that would collect garbage and empty the allocator's cache."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, step: Step) -> Captured:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = step()
-        self._pool = graph.pool()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
         return Captured(graph.replay, result)
 
 
 class Graphs:
-    def __init__(self, capture: Callable[[Step], Captured] | None):
-        """capture: None runs everything eagerly."""
-        self._capture = capture
+    def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None):
+        """make_capture: CudaCapture; None runs everything eagerly."""
+        self._make_capture = make_capture
+        self._capture = make_capture() if make_capture is not None else None
         self._known: OrderedDict[Hashable, Captured | None] = OrderedDict()  # None: has run once
 
     def __len__(self) -> int:
@@ -55,7 +61,7 @@ class Graphs:
         if self._capture is None:
             return step()
         if key not in self._known:
-            self._known[key] = None
+            self._remember(key, None)
             return step()
         captured = self._known[key]
         if captured is None:
@@ -67,19 +73,26 @@ class Graphs:
         return captured.result
 
     def clear(self) -> None:
-        """Forget all, because a tensor that they read has moved."""
+        """Forget all, because a tensor that they read has moved. A memory pool does not survive its last graph."""
         self._known.clear()
+        if self._capture is not None:
+            self._capture = self._make_capture()
 
     def _try_capture(self, key: Hashable, step: Step) -> Captured | None:
         """None, and no further attempts, when it cannot be captured; the log says why."""
         try:
             captured = self._capture(step)
         except RuntimeError as error:
-            log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, str(error).splitlines()[0])
+            cause = str(error.__context__ or error).splitlines()[0]  # ending the capture of a failed one fails, too
+            log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, cause)
             self._capture = None
-            self.clear()
+            self._known.clear()
             return None
-        self._known[key] = captured
-        while len(self._known) > MOST:
-            self._known.popitem(last=False)
+        self._remember(key, captured)
         return captured
+
+    def _remember(self, key: Hashable, captured: Captured | None) -> None:
+        self._known[key] = captured
+        self._known.move_to_end(key)
+        if len(self._known) > MOST:
+            self._known.popitem(last=False)

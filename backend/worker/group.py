@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
-from backend.core.step import ModelInfo, StepInput, StepOutput
+from backend.core.step import ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
@@ -55,10 +56,12 @@ class InProcessWorkerGroup:
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
         self.model_path = Path() if model.path == "<buffers>" else loader.resolve_model_path(model.path)
         self.device = _device(model.device)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton and events take the current one
         self.model: Llama | None = None
         self._choice = Choice("torch")
         self.runner: ModelRunner | DeviceRunner | None = None
-        self._looks_ahead = self.device.type == "cuda" if scheduler.look_ahead is None else scheduler.look_ahead
+        self._look_ahead = scheduler.look_ahead
         self._in_flight: deque[Pending] = deque()
 
     @classmethod
@@ -86,6 +89,8 @@ class InProcessWorkerGroup:
             eos_ids = loader.read_eos_ids(self.model_path)
         config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
         self._choice = choose_tier(section, self._kv_cache, self.device, config, dtype, self._progress)
+        if self._choice.name == "triton" and not section.cuda_graphs:
+            log.info("CUDA graphs: off, because model.cuda_graphs is false")
         self.model = checkpoint.build(section.max_seq_len, dtype, self.device, self._linears(dtype))
         kv_block = self._kv_block(self._kv_cache.block_size)
         return ModelInfo(
@@ -98,22 +103,29 @@ class InProcessWorkerGroup:
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
             kernels=self._choice.name,
-            looks_ahead=self._looks_ahead,
+            looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 
     def free_memory_bytes(self) -> int:
-        if self.device.type == "cuda":
-            self._dummy_run()
-        return free_bytes(self.device)
+        if self.device.type != "cuda":
+            return free_bytes(self.device)
+        self._progress("running the largest step, which compiles the GPU kernels")
+        runner = self._dummy_run()
+        free = free_bytes(self.device)  # while its buffers and graphs are there: the steps to come need as much
+        del runner
+        torch.cuda.empty_cache()
+        return free
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         self.runner = self._make_runner(block_size, num_blocks)
 
     def submit(self, step: StepInput) -> None:
-        self._in_flight.append(self.runner.launch(step))
+        with self._all_or_nothing():
+            self._in_flight.append(self.runner.launch(step))
 
     def collect(self) -> StepOutput:
-        return self._in_flight.popleft().wait()
+        with self._all_or_nothing():
+            return self._in_flight.popleft().wait()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Submit and collect."""
@@ -125,6 +137,20 @@ class InProcessWorkerGroup:
         self.runner = None
         self.model = None
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A failure takes every step in flight along, and waits until the device has done with them."""
+        try:
+            yield
+        except Exception:
+            self._in_flight.clear()
+            if self.device.type == "cuda":
+                try:
+                    torch.cuda.synchronize(self.device)
+                except RuntimeError as error:
+                    raise WorkersLost(f"the device {self.device} is lost: {error}") from error
+            raise
+
     def _linears(self, dtype: torch.dtype) -> LinearOptions:
         quantization = self._section.quantization
         match self._choice.name:
@@ -135,10 +161,14 @@ class InProcessWorkerGroup:
                 return LinearOptions(quantization, group, make_triton_linear(dtype))
         return LinearOptions(quantization)
 
-    def _dummy_run(self) -> None:
-        """Run one full step on slots and a pool of its own, gone afterwards; warms up kernels and the allocator."""
+    def _dummy_run(self) -> ModelRunner | DeviceRunner:
+        """Run one full step on slots and a pool of its own; warms up kernels and the allocator."""
         step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
-        self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks).execute(step)
+        runner = self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks)
+        runner.execute(step)
+        if isinstance(runner, DeviceRunner):
+            runner.warm_up()
+        return runner
 
     def _layout(self, block_size: int) -> PoolLayout:
         """Of the KV pool; the native tier has one of its own."""
@@ -180,11 +210,7 @@ class InProcessWorkerGroup:
         return ModelRunner(tier, storage, batch, Sampler(slots, vocab_size, device, self._choice.library))
 
     def _graphs(self) -> Graphs:
-        if self._section.cuda_graphs and self.device.type == "cuda":
-            return Graphs(CudaCapture())
-        reason = f"the device is {self.device}" if self._section.cuda_graphs else "model.cuda_graphs is false"
-        log.info("CUDA graphs: off, because %s", reason)
-        return Graphs(None)
+        return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)
 
 
 def _device(name: str) -> torch.device:

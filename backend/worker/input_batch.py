@@ -18,7 +18,7 @@ from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
 from kernels.paged_attention import AttentionRows
-from kernels.transfer import place
+from kernels.transfer import even, place
 
 
 @dataclass(slots=True)
@@ -121,8 +121,9 @@ class InputBatch:
         cells = blocks * self._block_size + positions % self._block_size
         width = -(-int(lengths.max()) // self._block_size)
         logits_index = np.repeat(starts[1:] - wanted.cumsum(), wanted) + np.arange(wanted.sum())
-        # One copy to the device for all three.
-        placed = place(np.stack((slot_of_token * self.max_seq_len + positions, positions, cells)), self._device)
+        numbers = np.zeros((3, even(len(positions))), dtype=np.int64)
+        numbers[:, : len(positions)] = slot_of_token * self.max_seq_len + positions, positions, cells
+        placed = place(numbers, self._device)[:, : len(positions)]
         return FlatBatch(
             token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
             positions=placed[1],

@@ -30,9 +30,10 @@ class KVStorage:
         if num_blocks <= self.num_blocks:
             return
         for layer, old in enumerate(self.pools):
-            new = self._allocate(num_blocks)
-            new[: self.num_blocks] = old
-            self.pools[layer] = new
+            if len(old) < num_blocks:  # else it has grown already, before the memory ran out for another
+                new = self._allocate(num_blocks)
+                new[: len(old)] = old
+                self.pools[layer] = new
         self.num_blocks = num_blocks
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

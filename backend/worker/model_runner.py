@@ -5,6 +5,7 @@ Effects in order: grow, copy blocks, take in new rows, append blocks, run the mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,14 +59,19 @@ class ModelRunner:
 
     def prepare(self, step: StepInput) -> None:
         """Everything before the model runs."""
-        self.storage.grow(step.num_blocks)
-        self.storage.copy_blocks(step.copies)
-        self.batch.take_in(step.new_rows)
-        for new_row in step.new_rows:
-            self.sampler.set_row(new_row)
-        for row in step.rows:
-            if row.new_block_ids:
-                self.batch.append_blocks(row.slot, row.new_block_ids)
+        prepare(step, self.storage, self.batch, self.sampler.set_row)
+
+
+def prepare(step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Callable[[NewRow], None]) -> None:
+    """Grow, copy blocks, take in new rows, append blocks."""
+    storage.grow(step.num_blocks)
+    storage.copy_blocks(step.copies)
+    batch.take_in(step.new_rows)
+    for new_row in step.new_rows:
+        set_row(new_row)
+    for row in step.rows:
+        if row.new_block_ids:
+            batch.append_blocks(row.slot, row.new_block_ids)
 
 
 def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:

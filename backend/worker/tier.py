@@ -2,7 +2,7 @@
 
 native    the whole step is one call of the native CPU kernels (kernels/cpu); float32 and bfloat16 on a CPU
 triton    Triton kernels on a GPU, steps that are queued and replayed as graphs (device_runner.py)
-torch     torch operators, layer by layer; any device and dtype; the reference
+torch     the model layer by layer, any device and dtype: torch operators on a CPU, the reference; kernels where Triton runs
 
 `native` and `torch` are a Tier, which ModelRunner calls once a step.
 """

@@ -32,10 +32,7 @@ class TorchTier:
         model, config = self._model, self._model.config
         flat = batch.flatten(rows, num_logits)
         device, dtype = model.embedding.device, model.embedding.dtype
-        plans = {
-            window: plan_attention(flat.rows, self._layout.block_size, window, config.head_dim, dtype, device)
-            for window in set(config.windows)
-        }
+        plans = plan_attention(flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device)
         views = [self._layout.view(pool) for pool in pools]
         hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views)
         if len(flat.logits_index) == 0:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace, cases: list[Case], rows: list[engine_rows.Row], results: Results) -> None:
     budget = Budget(options.started, options.minutes)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda")
     found = machine.measure(device)
     run = results.begin(found, time.time())
     say(

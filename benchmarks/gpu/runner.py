@@ -48,7 +48,7 @@ def run_cases(
             results.put(case.name, {"run": run, "status": NOT_RUN, "reason": "time"})
             continue
         results.enter([case.name], run)
-        record = _measured(case, machine, device)
+        record = _measured(case, machine, device, budget)
         results.put(case.name, {"run": run} | record)
         say(f"{case.name}: {_told(record)}")
         _let_go(case.name, device)
@@ -61,7 +61,7 @@ def check_case(case: Case, device: torch.device) -> Record:
     return {"error": check.error, "limit": check.limit, "passed": check.passed}
 
 
-def _measured(case: Case, machine: Record, device: torch.device) -> Record:
+def _measured(case: Case, machine: Record, device: torch.device, budget: Budget) -> Record:
     record: Record = {"status": FAILED, "floor_us": floor_us(machine, case.bytes, case.flops, case.rate), "peers": {}}
     try:
         first = case.make(Random(device, 0))
@@ -80,13 +80,14 @@ def _measured(case: Case, machine: Record, device: torch.device) -> Record:
     except Exception as error:  # whatever it is, the next row may do
         return record | {"reason": reason_of(error)}
     for peer in case.peers:
-        record["peers"][peer.name] = _peer(peer, copies, device)
+        limit = min(budget.left(), COMPILED_PEER_LIMIT_S if peer.compiles else PEER_LIMIT_S)
+        record["peers"][peer.name] = _peer(peer, copies, device, limit) if limit > 1 else {"reason": "time"}
     return record
 
 
-def _peer(peer: Peer, copies: list[Any], device: torch.device) -> Record:
+def _peer(peer: Peer, copies: list[Any], device: torch.device, limit_s: float) -> Record:
     try:
-        with limited(COMPILED_PEER_LIMIT_S if peer.compiles else PEER_LIMIT_S):
+        with limited(limit_s):
             given = [peer.make(copy) for copy in copies]
             for each in given:
                 peer.run(each)

@@ -70,6 +70,13 @@ def test_rows_behind_the_budget_are_not_run_and_replace_nothing(tmp_path):
     assert rows["new"]["status"] == "not run" and rows["new"]["reason"] == "time"
 
 
+def test_peers_are_left_out_when_the_time_is_up(tmp_path, monkeypatch):
+    left = iter((60.0, 0.5))
+    monkeypatch.setattr(runner.Budget, "left", lambda self: next(left))
+    row = run(tmp_path, make_case(peers=(Peer("slow", double),)))["row"]
+    assert row["status"] == "measured" and row["peers"] == {"slow": {"reason": "time"}}
+
+
 def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path):
     def killed(x):
         raise KeyboardInterrupt
@@ -163,6 +170,45 @@ def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measu
     assert set(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == {"greedy B256 bf16", "greedy B64 bf16"}
 
 
+def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_path, capsys, monkeypatch):
+    """On a CPU that passes for a GPU, with two rows of the kernels and an engine that is a fake."""
+    cases = [make_case("kernel one", importance=2), make_case("kernel two", importance=1)]
+    order = []
+    monkeypatch.setattr(command, "all_cases", lambda small: cases)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "device", lambda name: CPU)
+    monkeypatch.setattr(command.machine, "measure", lambda device: MACHINE)
+
+    def run_rows(rows, results, run, machine, budget, say):
+        for row in rows:
+            order.append(row.name)
+            results.put(row.name, {"status": "failed", "reason": "a fake", "run": run})
+
+    monkeypatch.setattr(command.engine_rows, "run_rows", run_rows)
+    arguments = ["--results", str(tmp_path), "--formats", "bf16"]
+    assert command.main([*arguments, "--only", "one|B64"]) == 0
+    assert order == ["engine bf16 B64"] and set(Results(tmp_path).rows) == {"kernel one", "engine bf16 B64"}
+    assert command.main([*arguments, "--missing"]) == 0
+    assert order[1:] == ["engine bf16 B1", "engine bf16 B256", "engine bf16 mixed"]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel ")]
+    assert told == ["kernel one: 3.0 us, 33% of floor", "kernel two: 3.0 us, 33% of floor"]
+    assert command.main([*arguments, "--part", "kernels"]) == 0
+    assert len(order) == 4 and capsys.readouterr().out.index("kernel two:") > 0
+
+
+def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path, monkeypatch):
+    def lost(*_):
+        raise runner.DeviceLost("kernel one: illegal address")
+
+    started = []
+    monkeypatch.setattr(command, "_measure", lost)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.os, "execv", lambda path, arguments: started.append(arguments))
+    command.main(["--results", str(tmp_path), "--minutes", "2"])
+    assert started[0][1:6] == ["-m", "benchmarks.gpu", "--results", str(tmp_path), "--minutes"]
+    assert started[0][-1].startswith("--resumed=") and started[0][-2].startswith("--started=")
+
+
 def test_a_new_process_goes_on_behind_the_rows_of_its_run():
     arguments = command._resumed(["--part", "kernels", "--started=1.0"], 60.0)
     assert arguments == ["--part", "kernels", "--started=60.0", "--resumed=1970-01-01 00:01:00"]
@@ -175,7 +221,7 @@ def test_a_new_process_goes_on_behind_the_rows_of_its_run():
 
 
 class FakeDevice:
-    """Stands in for torch.cuda: an event's time is the number of calls so far, in milliseconds."""
+    """Stands in for torch.cuda: a call takes 10 microseconds."""
 
     def __init__(self, captures=True):
         self.calls = 0
@@ -196,7 +242,7 @@ class FakeDevice:
                 pass
 
             def elapsed_time(self, end):
-                return float(end.at - self.at)
+                return 0.01 * (end.at - self.at)
 
         class Graph:
             def replay(self):
@@ -236,11 +282,13 @@ class FakeDevice:
 def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monkeypatch):
     device = FakeDevice()
     device.install(monkeypatch)
-    assert timing.time_calls(device.run, [1, 2, 3, 4]) == (1000.0, "graph")
-    assert device.captured[:8] == [1, 2, 3, 4][: len(device.captured)] * max(1, len(device.captured) // 4)
+    measured = timing.time_calls(device.run, [1, 2, 3, 4])
+    assert measured.us == pytest.approx(10.0) and measured.how == "graph"
+    assert device.captured == [1, 2, 3, 4] * 50  # 2 ms
 
 
 def test_what_cannot_be_captured_is_launched(monkeypatch):
     device = FakeDevice(captures=False)
     device.install(monkeypatch)
-    assert timing.time_calls(device.run, [1, 2]) == (1000.0, "launches")
+    measured = timing.time_calls(device.run, [1, 2])
+    assert measured.us == pytest.approx(10.0) and measured.how == "launches"

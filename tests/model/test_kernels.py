@@ -99,9 +99,10 @@ class Scene:
         table[: self.first_visible(row) // self.case.block_size] = -1
 
     def attend(self) -> Tensor:
-        plan = paged_attention.plan_attention(
-            self.rows, self.case.block_size, self.case.window, self.case.head_dim, self.case.dtype, torch.device("cpu")
-        )
+        case, cpu = self.case, torch.device("cpu")
+        (plan,) = paged_attention.plan_attention(
+            self.rows, case.block_size, [case.window], case.head_dim, case.dtype, cpu
+        ).values()
         return paged_attention.paged_attention(self.q, plain_pool(self.pool), plan)
 
     def expected(self) -> Tensor:
@@ -138,6 +139,6 @@ def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows):
 def test_rows_of_very_different_length_are_not_padded_to_the_longest():
     rows = [(1, 4)] * 30 + [(1, 4000)]
     scene = Scene(paged_attention.Case(rows))
-    plan = paged_attention.plan_attention(scene.rows, 4, None, 16, torch.float32, torch.device("cpu"))
+    plan = paged_attention.plan_attention(scene.rows, 4, [None], 16, torch.float32, torch.device("cpu"))[None]
     gathered = sum(len(group.blocks) for group in plan.generation)
     assert gathered == 30 + 1000

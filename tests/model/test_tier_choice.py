@@ -101,7 +101,9 @@ def test_triton_kernels_are_refused_on_a_cpu(checkpoint):
         (32, 36, "the head dimension is 36, no multiple of 8"),
     ],
 )
-def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(checkpoint, lines, monkeypatch, block_size, head_dim, reason):
+def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(
+    checkpoint, lines, monkeypatch, block_size, head_dim, reason
+):
     monkeypatch.setattr(tier, "runs_at", lambda device: device.type == "cuda")
     assert choose(checkpoint, device="cuda", head_dim=64).name == "triton"
     assert choose(checkpoint, device="cuda", head_dim=head_dim, block_size=block_size).name == "torch"
@@ -133,7 +135,9 @@ def test_other_devices_and_huge_heads_are_the_torch_tier_s(checkpoint, lines, op
     assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
         choose(checkpoint, kernels="native", **options)
-    assert sentence(error) == f"model.kernels is native, which cannot be had: {CUDA if options.get('device') else reason}"
+    assert (
+        sentence(error) == f"model.kernels is native, which cannot be had: {CUDA if options.get('device') else reason}"
+    )
 
 
 def test_a_machine_without_a_compiler_is_told_what_would_help(checkpoint, lines, monkeypatch, tmp_path):

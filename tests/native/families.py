@@ -13,6 +13,7 @@ from tests.native.harness import NUM_SLOTS, prompt
 from tools.make_random_model import make_random_model
 
 VOCAB, LONGEST = 131, 420
+PANEL = 32
 NUM_FAMILIES = 8
 
 
@@ -27,6 +28,9 @@ def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
     else:
         width = ratio * kv_heads * 2 * rng.randint(3, 9)
     window = rng.randint(20, 90)
+    intermediate = rng.randint(30, 200)
+    if seed % 2:  # whole panels: many rows then go from gate and up to the next operand at once
+        intermediate = -(-intermediate // PANEL) * PANEL
     extra = {
         "mistral": dict(sliding_window=window),
         "qwen2": dict(use_sliding_window=True, sliding_window=window, max_window_layers=1),
@@ -39,7 +43,7 @@ def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
         vocab_size=VOCAB,
         hidden_size=width,
         head_dim=head_dim,
-        intermediate_size=rng.randint(30, 200),
+        intermediate_size=intermediate,
         num_attention_heads=ratio * kv_heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=LONGEST,

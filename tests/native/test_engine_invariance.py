@@ -46,6 +46,7 @@ def arranged(
     is_evicted: bool,
     num_requests: int,
     num_threads: int,
+    look_ahead: bool = False,
 ) -> tuple[list[int], Tensor]:
     """(tokens, logits [tokens, vocab]) of the watched request."""
     directory, form = model
@@ -59,7 +60,9 @@ def arranged(
             device="cpu",
         ),
         KvCacheConfig(block_size=BLOCK, max_tokens=BLOCK * 400, dtype="int8" if form.int8_kv else "auto"),
-        SchedulerConfig(max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization"),
+        SchedulerConfig(
+            max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization", look_ahead=look_ahead
+        ),
     )
     engine = RecordingEngine(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
     if is_cached:
@@ -91,3 +94,8 @@ def test_logits_and_tokens_are_the_same_bits(
     assert len(tokens) == NUM_TOKENS and len(set(tokens)) > 10, "tokens that hardly change would prove nothing"
     assert tokens == plain[0]
     assert torch.equal(logits, plain[1])
+
+
+def test_looking_ahead_changes_no_bit(model, plain):
+    tokens, logits = arranged(model, 16, True, False, 7, 1, look_ahead=True)
+    assert tokens == plain[0] and torch.equal(logits, plain[1])

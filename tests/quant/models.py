@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.models.loader import load_directory
@@ -43,7 +43,5 @@ def with_outliers(directory: Path, family: str, **overrides: Any) -> Path:
             tensor[3], tensor[17] = 20, -15
         if name.endswith(("k_proj.weight", "up_proj.weight")):
             tensor[5] *= 12
-    from safetensors.torch import save_file
-
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backend.quant.calibration import Calibration
+from backend.api.errors import ConfigError
+from backend.quant.calibration import Calibration, Inputs
 from backend.quant.checkpoint import FloatCheckpoint
 from backend.quant.folds import DOWN, GATE, OUT, Q
 from tests.quant.models import FAMILIES, random_rows
@@ -56,9 +57,17 @@ def test_a_long_text_is_sampled_from_all_of_it(tmp_path):
     assert 500 <= len(found.qkv.sample) <= 512
 
 
-def test_divided_inputs_are_the_statistics_of_divided_values():
-    from backend.quant.calibration import Inputs
+def test_numbers_that_are_not_finite_are_told(tmp_path):
+    source = FloatCheckpoint(make_random_model(tmp_path / "model"))
+    layer, _ = source.layer(1)
+    layer[DOWN + ".weight"][0, 0] = float("nan")
+    calibration = Calibration(source.config, source.embedding(), random_rows())
+    calibration.advance(0, source.layer(0)[0])
+    with pytest.raises(ConfigError, match="decoder layer 1 makes numbers that are not finite"):
+        calibration.advance(1, layer)
 
+
+def test_divided_inputs_are_the_statistics_of_divided_values():
     x = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(0.2, 3, 8)
     of = lambda x: Inputs(x.abs().amax(0), x.T @ x / len(x), x)

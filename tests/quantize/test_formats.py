@@ -22,7 +22,9 @@ def random_values(rows: int, columns: int, dtype: torch.dtype = torch.float32) -
 
 def least_bfloat16_from(x: Tensor) -> Tensor:
     nearest = x.bfloat16()
-    return (nearest if nearest >= x else torch.nextafter(nearest, torch.tensor(torch.inf, dtype=torch.bfloat16))).float()
+    return (
+        nearest if nearest >= x else torch.nextafter(nearest, torch.tensor(torch.inf, dtype=torch.bfloat16))
+    ).float()
 
 
 def naive(x: Tensor, group: int, is_weight: bool) -> tuple[list[list[int]], list[list[float]]]:

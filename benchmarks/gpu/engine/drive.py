@@ -86,6 +86,7 @@ class Engine:
 
     def close(self) -> None:
         self.workers.shutdown()
+        gc.unfreeze()  # so that what is left of it is found
 
     def decode(self, batch: int) -> Decoded:
         """`batch` rows that only generate."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import groupby
 from types import ModuleType
@@ -65,6 +66,7 @@ def run_rows(
             _run_format(engine, todo, results, run, machine, budget, say)
             engine.close()
             del engine
+        gc.collect()
         _check_alive(name)
         torch.cuda.empty_cache()
 

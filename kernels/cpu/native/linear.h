@@ -128,44 +128,67 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
-// put(row, column, sums): hands over 32 sums of one row, bias added; columns from l.n on are padding.
+// Panels in the order they are worked on: as they lie (AT_ONCE = 1), or each of the first half with its fellow of the second (2).
+// put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels; columns from l.n on are padding.
 // T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
-template <class T, class Put>
-void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+template <class T, int AT_ONCE, class Put>
+void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
     static thread_local Buffer<float> scratch;
     const int64_t depth = l.depth(), panels = l.panels();
+    auto panel_at = [&](int64_t i) { return AT_ONCE == 1 ? i : i / 2 + i % 2 * (panels / 2); };
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
-        const int64_t together = panels_together(panels, m, team.size);
+        const int64_t together = AT_ONCE == 1 ? panels_together(panels, m, team.size) : 2 * panels_together(panels / 2, m, team.size);
         const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = l.format == INT8 ? SHORT_PIECE : PIECE;
         const int64_t pieces = (depth + longest - 1) / longest;
         const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;
         scratch.grow(size_t(together) * m * PANEL);
         const int64_t items = (panels + together - 1) / together;
         team.for_each(items, [&](int64_t item) {
-            const int64_t p0 = item * together, p1 = std::min(panels, p0 + together);
+            const int64_t i0 = item * together, i1 = std::min(panels, i0 + together);
             const int64_t row_bytes = PANEL * (l.format >= INT8 ? 1 : sizeof(T));
+            auto sums = [&](int64_t i) { return scratch.data() + (i - i0) * m * PANEL; };
             for (int64_t first = 0; first < depth; first += piece) {
                 const int64_t count = std::min(piece, depth - first);
-                for (int64_t p = p0; p < p1; p++) {
+                for (int64_t i = i0; i < i1; i++) {
+                    const int64_t p = panel_at(i);
                     const bool last = first + piece >= depth;
-                    const int64_t ahead = p + 1 < p1 ? (p + 1) * depth + first : last ? p1 * depth : p0 * depth + first + piece;
+                    const int64_t ahead = i + 1 < i1 ? panel_at(i + 1) * depth + first
+                                          : last     ? panel_at(i1) * depth
+                                                     : panel_at(i0) * depth + first + piece;
                     const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
                     if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + fetch_ahead(m);
-                    panel_piece<T>(l, a, row0, m, p, first, count, scratch.data() + (p - p0) * m * PANEL, next);
+                    panel_piece<T>(l, a, row0, m, p, first, count, sums(i), next);
                 }
             }
-            for (int64_t p = p0; p < p1; p++) {
-                float* c = scratch.data() + (p - p0) * m * PANEL;
-                for (int r = 0; r < m; r++, c += PANEL) {
-                    if (l.bias)
-                        for (int j = 0; j < PANEL; j += LANES) store(c + j, load<Vec>(c + j) + load<Vec>(l.bias + p * PANEL + j));
-                    put(row0 + r, p * PANEL, c);
+            for (int64_t i = i0; i < i1; i += AT_ONCE) {
+                for (int64_t r = 0; r < m; r++) {
+                    float* of_row[AT_ONCE];
+                    for (int n = 0; n < AT_ONCE; n++) {
+                        float* c = of_row[n] = sums(i + n) + r * PANEL;
+                        if (l.bias)
+                            for (int j = 0; j < PANEL; j += LANES) store(c + j, load<Vec>(c + j) + load<Vec>(l.bias + panel_at(i + n) * PANEL + j));
+                    }
+                    if constexpr (AT_ONCE == 1)
+                        put(row0 + r, i * PANEL, of_row[0]);
+                    else
+                        put(row0 + r, i / 2 * PANEL, of_row[0], of_row[1]);
                 }
             }
         });
     }
+}
+
+template <class T, class Put>
+void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+    in_order<T, 1>(team, l, a, rows, put);
+}
+
+// Of a layer whose outputs are two halves of whole panels: put(row, column, sums of the first half, sums of the second).
+template <class T, class Put>
+void linear_of_halves(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+    in_order<T, 2>(team, l, a, rows, put);
 }
 
 }  // namespace everbatch

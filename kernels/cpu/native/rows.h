@@ -82,6 +82,25 @@ public:
         }
     }
 
+    // Whether rows may come panel by panel: no group is cut.
+    bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || group_ == PANEL); }
+
+    // Columns column .. column + PANEL of row r.
+    void put_panel(int64_t r, int64_t column, const float* x) {
+        char* to = data_.data() + (size_t(r) * view_.ld + size_t(column)) * bytes_;
+        if (bytes_ == 4) {
+            memcpy(to, x, PANEL * 4);
+        } else if (bytes_ == 2) {
+            for (int i = 0; i < PANEL; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
+        } else {
+            const size_t at = size_t(r) * view_.groups + size_t(column / PANEL);
+            quantize_group(x, PANEL, reinterpret_cast<int8_t*>(to), scales_.data() + at, sums_.data() + at);
+        }
+        if (column + PANEL != k_) return;
+        memset(to + PANEL * bytes_, 0, size_t(depth_ - k_) * bytes_);
+        for (size_t g = size_t(k_ / PANEL); g < view_.groups; g++) scales_.data()[r * view_.groups + g] = 0, sums_.data()[r * view_.groups + g] = 0;
+    }
+
     const Operand& view() const { return view_; }
 
 private:

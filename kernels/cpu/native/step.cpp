@@ -71,6 +71,8 @@ struct everbatch_workspace {
 
 namespace {
 
+constexpr int64_t MANY_ROWS = 64;  // from here on weights are not what a product waits for
+
 template <class T>
 class Step {
 public:
@@ -168,13 +170,27 @@ private:
         });
         add_to_x(team, l.out, w_.attention[l.out.format], picked);
         prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked);
-        to_y(team, l.gate_up, int64_t(picked.size()));
-        team.for_each(int64_t(picked.size()), [&](int64_t r) {
+        activate(team, l, int64_t(picked.size()));
+        add_to_x(team, l.down, w_.activated[l.down.format], picked);
+    }
+
+    // activated = silu(gate) * up. Many rows do not pass through memory on the way.
+    void activate(Team& team, const everbatch_layer& l, int64_t rows) {
+        OperandBuffer& activated = w_.activated[l.down.format];
+        if (rows >= MANY_ROWS && activated.takes_panels()) {
+            linear_of_halves<T>(team, l.gate_up, w_.normed[l.gate_up.format].view(), rows,
+                                [&](int64_t r, int64_t column, float* gate, const float* up) {
+                                    silu_mul(gate, up, PANEL, gate);
+                                    activated.put_panel(r, column, gate);
+                                });
+            return;
+        }
+        to_y(team, l.gate_up, rows);
+        team.for_each(rows, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
             silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
-            w_.activated[l.down.format].put(r, scratch(team));
+            activated.put(r, scratch(team));
         });
-        add_to_x(team, l.down, w_.activated[l.down.format], picked);
     }
 
     // E: the pool's cells.

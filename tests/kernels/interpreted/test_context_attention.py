@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_sink_of_minus_infinity_is_none():
 
 
 def test_batches_of_few_queries_a_row_have_small_tiles_with_the_same_keys():
-    for bits in (16, 8, 4):
-        for head_dim in (64, 128, 256):
-            few, many = (kernel.tiles_for(head_dim, bits, 4, tokens, 8) for tokens in (16, 2048))
-            assert few.block_m < many.block_m and few.block_n == many.block_n
+    for shape in itertools.product((64, 128, 256), (16, 8, 4), (80, 90)):
+        head_dim, bits, architecture = shape
+        few, many = (kernel.tiles_for(head_dim, bits, 4, tokens, 8, architecture) for tokens in (16, 2048))
+        assert few.block_m < many.block_m and few.block_n == many.block_n

@@ -116,3 +116,17 @@ def test_tiles_that_are_seen_as_a_whole_begin_and_end_where_the_window_says():
     for window in (31, 32, 65):
         given = made(2, 1, 32, 16, (31, 32, 33, 64, 97), 4, window=window)
         assert_near(kernel.decode_attention(*given, window=window), kernel.reference(*given, window=window))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_beyond_the_first_2_gib(bits):
+    q, pool, *rest = made(2, 1, 32, 16, (30, 17), bits)
+    layout = QuantizedPool(16, 1, 32, bits)
+    stride = 2**29 + 64
+    blocks = len(pool.data)
+    memory = torch.empty((blocks - 1) * stride + layout.block_bytes, dtype=torch.uint8)  # most of it is never touched
+    far = layout.view(memory.as_strided((blocks, layout.block_bytes), (stride, 1)))
+    far.data.copy_(pool.data)
+    far.params.copy_(pool.params)
+    assert blocks * stride > 2**31
+    assert torch.equal(kernel.decode_attention(q, far, *rest), kernel.decode_attention(q, pool, *rest))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from kernels import w4a16 as kernel
+from kernels.kv_format import unpacking
 from tests.kernels.numbers import assert_near, random_tensor
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -46,7 +49,7 @@ def test_the_layer(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_repeat_within_a_bucket_of_rows(dtype):
     x, weight = random_tensor(16, 2048, dtype=dtype), random_weight(72, 2048, 128, True, dtype)
-    assert kernel._splits(kernel._tiles(90, 16), 16, 72, 16) == 4
+    assert kernel._splits(kernel._tiles(90, 16, 128), 16, 72, 16) == 4
     several = kernel.w4a16(x, weight)
     for m in (1, 7):
         assert torch.equal(kernel.w4a16(x[:m], weight), several[:m])
@@ -64,12 +67,75 @@ def test_another_number_of_columns_is_refused():
         kernel.w4a16(random_tensor(1, 160, dtype=torch.float16), random_weight(8, 128, 128, True, torch.float16))
 
 
-def test_a_float_of_magic_bits_counts():
-    """bfloat16 is not proven by the interpreter's kernel, which takes another path."""
-    for dtype, (bits, value) in kernel.MAGIC.items():
-        n = torch.arange(16)
-        assert torch.equal((n | bits).to(torch.int16).view(dtype).float(), n + float(value))
-        assert torch.equal((torch.arange(17) + value).to(dtype).float(), torch.arange(17) + float(value))
+def run_ptx(code: str, pairs: torch.Tensor) -> list[torch.Tensor]:
+    """The registers $0 and $1 after the instructions of `code`; pairs: two bytes as int64, in $2."""
+    registers = {"$2": pairs}
+
+    def value(name: str) -> torch.Tensor | int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def permuted(low: torch.Tensor | int, high: torch.Tensor | int, selector: int) -> torch.Tensor | int:
+        eight = low | high << 32
+        return sum((eight >> 8 * (selector >> 4 * at & 7) & 255) << 8 * at for at in range(4))
+
+    def looked_up(
+        a: torch.Tensor | int, b: torch.Tensor | int, c: torch.Tensor | int, table: int
+    ) -> torch.Tensor | int:
+        """lop3: bit i of the table is the result where (a, b, c) is i in binary."""
+        made = 0
+        for at in range(8):
+            if table >> at & 1:
+                made = made | (a if at & 4 else ~a) & (b if at & 2 else ~b) & (c if at & 1 else ~c)
+        return made
+
+    does = {
+        "cvt.u32.u16": lambda a: a & 0xFFFF,
+        "prmt.b32": permuted,
+        "lop3.b32": looked_up,
+        "shr.u32": lambda a, b: a >> b,
+    }
+    for operation, target, sources in re.findall(r"(\S+) (\S+), (.*);", code.split(".reg", 1)[1].split("\n", 1)[1]):
+        registers[target] = does[operation](*map(value, sources.split(", "))) & 0xFFFFFFFF
+    return [registers["$0"], registers["$1"]]
+
+
+def floats_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n] words as int64 -> [n, 2] of two 16-bit floats."""
+    return torch.stack([words & 0xFFFF, words >> 16], 1).to(torch.uint16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_bytes_become_the_weights_of_the_formula(dtype):
+    """The sm_90 kernel's PTX on every pair of bytes; then, in x's type, every q, every zero and random scales."""
+    constants = kernel._unpacking(90, dtype, True)
+    assert constants["IN_PAIRS"]
+    pairs = torch.arange(1 << 16)
+    low, high = (floats_of(made, dtype) for made in run_ptx(constants["ASM"], pairs | 0xABCD << 16))  # $2 has 16 bits
+    read = torch.stack([pairs & 255, pairs >> 8], 1)
+    check_weights(low, read & 15, constants["BIAS"])
+    check_weights(high, read >> 4, constants["BIAS"])
+
+
+def check_weights(floats: torch.Tensor, q: torch.Tensor, bias: int) -> None:
+    dtype, scales = floats.dtype, random_tensor(64) * torch.logspace(-4, 2, 64)
+    assert torch.equal(floats.float(), q + float(bias))
+    # q + bias are sixteen floats: the rest is proven on them.
+    floats, q = torch.arange(bias, bias + 16).to(dtype), torch.arange(16)
+    for zero in torch.arange(17).to(dtype):
+        difference = (floats.float() - (zero.float() + bias).to(dtype).float()).to(dtype)
+        assert torch.equal(difference.float(), q - zero.float())
+        for scale in scales.to(dtype):
+            exact = (q - zero.double()) * scale.double()
+            assert torch.equal((difference.float() * scale.float()).to(dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("architecture", kernel.TILES)
+def test_other_architectures_read_four_bytes_at_once(architecture):
+    for dtype in DTYPES:
+        made = kernel._unpacking(architecture, dtype, True)
+        assert made["IN_PAIRS"] == (architecture == 90) and made["BIAS"] == unpacking(dtype, 4, True).bias
+        if not made["IN_PAIRS"]:
+            assert made["ASM"] == unpacking(dtype, 4, True).asm  # tests/kernels/test_kv_format.py runs it
 
 
 @pytest.mark.parametrize("group", kernel.GROUPS)

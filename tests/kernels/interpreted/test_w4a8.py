@@ -87,6 +87,13 @@ def test_other_columns_than_the_weights_are_refused():
         kernel.w4a8(random_rows(1, 256), random_weight(8, 128, True))
 
 
+def test_k_beyond_what_int32_holds_is_refused():
+    k = w8a8.MOST_K + 1
+    weight = kernel.Weight4A8(torch.zeros(1, k // 2, dtype=torch.uint8), torch.ones(1), None, torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="exact"):
+        kernel.w4a8(random_rows(1, k), weight)
+
+
 def run_ptx(code: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """The registers $0, $1, ... after the instructions of `code`; inputs are words as int64, from $2 on."""
     registers = {f"${2 + at}": words for at, words in enumerate(inputs) if words is not None}
@@ -135,7 +142,7 @@ def test_a_words_halves_are_those_of_its_bytes():
     assert torch.equal(low, (q & 15).view(torch.int8)) and torch.equal(high, (q >> 4).view(torch.int8))
 
 
-@pytest.mark.parametrize("per_group, limit", [(True, 0.11), (False, 0.13)])
+@pytest.mark.parametrize("per_group, limit", [(True, 0.101), (False, 0.13)])
 def test_rounding_is_to_nearest(per_group, limit):
     w = random_tensor(24, 3 * GROUP)
     w[3, :GROUP], w[4] = 0, 0
@@ -145,11 +152,20 @@ def test_rounding_is_to_nearest(per_group, limit):
     dequantized = kernel.dequantize(weight)
     step = weight.scale[:, None].expand(-1, 3) * (weight.group_scales.T if per_group else 1)
     error = (dequantized - w).abs().unflatten(1, (-1, GROUP))
-    # Half a step; the zero's own rounding moves the outermost values by half a step more.
-    assert (error <= 1.0001 * step[:, :, None] + 1e-9).all()
-    assert (error.median(2).values <= 0.5 * step).all()
+    near = error <= 0.5001 * step[:, :, None] + 1e-9  # the outermost values are moved by the zero's rounding, or cut
+    assert near.float().mean((1, 2)).min() > 0.95
     assert not dequantized[3, :GROUP].any() and not dequantized[4].any()
     assert ((dequantized - w).norm(dim=1)[8:] / w.norm(dim=1)[8:]).mean() < limit
+
+
+def test_a_groups_scale_is_the_better_of_the_two_around_the_one_that_fits():
+    widest = torch.zeros(1, GROUP)
+    widest[0, 0] = 119  # a step of the int8 weight is 1
+    columns = torch.arange(GROUP)[None]
+    even = columns % 22.0  # 21 / 15 fits: 1 would cut 16..21
+    assert kernel.quantize(torch.cat((widest, even), 1), True).group_scales[1] == 2
+    uneven = torch.where(columns == 0, 17.0, columns % 14)  # 17 / 15 fits: 1 cuts a single one, by 2
+    assert kernel.quantize(torch.cat((widest, uneven), 1), True).group_scales[1] == 1
 
 
 def test_groups_are_quantized_within_their_scales_and_int8():
