@@ -2,7 +2,7 @@
 
     q, k = norm(q), norm(k)                     RMSNorm over head_dim, where the model has it (Qwen3); kernels/rms_norm.py
     q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
-    pool[cell] = k, v                           as they are (kernels/kv_write.py) or quantised (kernels/kv_format.py)
+    pool[cell] = k, v                           as they are or quantised: kernels/kv_format.py
 
 for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. All in float32 from qkv on: a value is rounded once, when it
 is written. A cell is a token's physical position, block * block_size + offset. A token whose cell is -1 pads the batch of a CUDA
@@ -54,7 +54,7 @@ def reference(
     block, offset = cells // block_size, cells % block_size
     sides = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
     if pool.params is None:
-        pool.data[block, offset] = sides.to(pool.data.dtype)  # kv_write, of a pool with any strides
+        pool.data[block, offset] = sides.to(pool.data.dtype)
     else:
         q, scale, least = quantize_rows(sides.flatten(0, 2), pool.bits)
         pool.data[block, offset] = pack(q, pool.bits).unflatten(0, sides.shape[:3])

@@ -17,7 +17,10 @@ matter in rows that hardly vary.
         params      [kv_heads][key, value][block_size][scale, least]          float16
 
 An int4 byte j of a row holds q[j] in its low and q[j + head_dim / 2] in its high bits, so that the two halves of a row are
-unpacked without exchanging neighbours. Blocks of plain pools: kernels/kv_write.py.
+unpacked without exchanging neighbours.
+
+A plain pool of one layer is [num_blocks, block_size, key and value, kv_heads, head_dim]: a token's key and value lie together, so
+that a block is one contiguous piece to copy, and a gather by block table yields tokens in order.
 
 Kernels that read or write a pool take a `KVPool`: the same dimensions whatever the layout, and strides that tell them apart.
 

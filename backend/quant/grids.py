@@ -15,7 +15,8 @@ each weight's weighted by its input's mean square.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 DAMPING = 0.01  # of the mean of H's diagonal
 COLUMNS_AT_ONCE = 128
+WORTH_THREADS = 1 << 20  # elements
 
 
 class Grid(NamedTuple):
@@ -71,13 +73,25 @@ def compensated(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
     for first in range(0, k, COLUMNS_AT_ONCE):
         last = min(first + COLUMNS_AT_ONCE, k)
         errors = w.new_empty(len(w), last - first)
-        for i in range(first, last):
-            q[:, i] = ((w[:, i] / divisor[:, i]).round() + zero[:, i]).clamp(least[:, i], most[:, i])
-            error = (w[:, i] - (q[:, i] - zero[:, i]) * step[:, i]) / factor[i, i]
-            w[:, i:last] -= error[:, None] * factor[i, i:last]
-            errors[:, i - first] = error
+        with _one_thread_for(len(w) * COLUMNS_AT_ONCE):
+            for i in range(first, last):
+                q[:, i] = ((w[:, i] / divisor[:, i]).round() + zero[:, i]).clamp(least[:, i], most[:, i])
+                error = (w[:, i] - (q[:, i] - zero[:, i]) * step[:, i]) / factor[i, i]
+                w[:, i:last] -= error[:, None] * factor[i, i:last]
+                errors[:, i - first] = error
         w[:, last:] -= errors @ factor[first:last, last:]
     return q[:, order.argsort()]
+
+
+@contextmanager
+def _one_thread_for(elements: int) -> Iterator[None]:
+    """Operators on so few of them would spend their time waiting for other threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if elements < WORTH_THREADS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def clipped(

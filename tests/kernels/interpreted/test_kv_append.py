@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels import kv_append as kernel
-from kernels import kv_write
 from kernels.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
@@ -245,7 +244,7 @@ def test_blocks_beyond_the_first_2_gib(bits):
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_reference_writes_as_kv_write_does(case):
+def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case):
     batch = Batch(*case)
     pool = batch.plain_pool()
     expected = pool.clone()
@@ -254,6 +253,7 @@ def test_the_reference_writes_as_kv_write_does(case):
     q = batch.reference(pool)
     parts = batch.qkv[batch.real].unflatten(1, (-1, batch.head_dim))
     query, key, value = parts.split((batch.heads, batch.kv_heads, batch.kv_heads), dim=1)
-    kv_write.reference(expected, key, value, batch.cells[batch.real])
+    for cell, *sides in zip(batch.cells[batch.real].tolist(), key, value, strict=True):
+        expected[divmod(cell, expected.shape[1])] = torch.stack(sides)
     assert torch.equal(pool, expected)
     assert torch.equal(q[batch.real], query) and not q[~batch.real].any()
