@@ -19,8 +19,8 @@ did not.
 u is made from (seed, counter) by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), applied to the seed and again to the sum with the counter times the golden gamma.
 
-Each function is torch operators on any device. On a CPU the native kernel (cpu/sampling.py) does all of this in one call; on a GPU
-choose_tokens.py makes the same choice from weights of its own.
+Each function is torch operators on any device. On a CPU the native kernel (cpu/sampling.py) does all of this in one call; on a
+GPU choose_tokens.py makes the same choice from weights of its own.
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ class Checkpoint:
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]):
         self.config = config
-        self._tensors = tensors
+        self.tensors = tensors
 
     def compute_dtype(self, dtype: str) -> torch.dtype:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
         name = self.config.dtype if dtype == "auto" else dtype
         if name is None:
-            embedding = self._tensors.get("model.embed_tokens.weight")
+            embedding = self.tensors.get("model.embed_tokens.weight")
             name = "float32" if embedding is None else str(embedding.dtype)
         name = name.removeprefix("torch.")
         if name not in DTYPES:
@@ -62,7 +62,7 @@ class Checkpoint:
                 f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
             )
         with torch.inference_mode():
-            return FAMILIES[self.config.architecture](self.config, self._tensors, limit, dtype, device, linears)
+            return FAMILIES[self.config.architecture](self.config, self.tensors, limit, dtype, device, linears)
 
 
 def open_directory(directory: Path) -> Checkpoint:

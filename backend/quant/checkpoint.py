@@ -39,7 +39,7 @@ class FloatCheckpoint:
                 f"checkpoint that it was made from"
             )
         self.config = checkpoint.config
-        self._tensors = checkpoint._tensors
+        self._tensors = checkpoint.tensors
 
     def layer(self, index: int) -> tuple[Layer, torch.dtype]:
         """Tensors of decoder layer `index` in float32 by their names within it, and the type they are stored in."""

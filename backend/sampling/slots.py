@@ -57,9 +57,11 @@ class SlotOptions(Struct, frozen=True):
 class SlotParameters:
     """The store. Values are taken as valid: the limits were checked when the request was accepted.
 
-    On the host: floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64; plain_from [num_slots] int64:
-    SlotOptions.plain_from, or UNKNOWN for a slot without a row; log_prob_widths [num_slots] int64: how many alternatives the row
-    asks for, -1 if it asks for no log-probabilities at all; special_until [num_slots] and is_greedy [num_slots]. The lists of `options` are on the device.
+    On the host: floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64; and, each [num_slots]:
+    plain_from, special_until    SlotOptions'; plain_from is UNKNOWN for a slot without a row
+    log_prob_widths              how many alternatives the row asks for, -1 if it asks for no log-probabilities at all
+    is_greedy
+    The lists of `options` are on the device.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
