@@ -3,7 +3,7 @@
     out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length); 0 where the length is 0
     a sink adds exp(sink) to a head's denominator, and nothing to its numerator
 
-A program has a row, a kv head and SPLIT_TOKENS tokens. The split is a number of tokens, and splits are merged in order: a row's
+A program has a row, a kv head and a split of the tokens. A split is a number of tokens, and splits are merged in order: a row's
 result does not depend on the batch, nor on the tables' width.
 
 Quantised pools (kernels/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind; QServe, Lin et
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kernels import context_attention
 from kernels.kv_format import KVPool, floats_of_int4, floats_of_int8, scale_and_least, unpacking
+from kernels.merge_splits import finished, merge_splits
 from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (heads, kv_heads, head_dim, block_size, lengths, window)
@@ -43,6 +44,7 @@ CASES = [
 ]
 
 SPLIT_TOKENS = 512
+SHORT_SPLITS = (128, 256)  # tokens
 TILE_TOKENS = 32
 LOG2_E = 1.4426950408889634
 
@@ -59,6 +61,11 @@ def reference(
     """Like `decode_attention`: of rows with one query each, context_attention's."""
     starts = torch.arange(len(q) + 1)
     return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks)
+
+
+def split_for(rows: int, kv_heads: int) -> int:
+    """Tokens of a split for batches of at most `rows`: at 1k of context each they yield four warps an SM, or are short."""
+    return next((split for split in SHORT_SPLITS if 2 * rows * kv_heads <= split), SPLIT_TOKENS)
 
 
 def decode_attention(
@@ -101,9 +108,7 @@ def decode_attention(
         **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(rows, heads)](
-            parts, stats, lengths, sinks, out, window, splits, HEAD_DIM=head_dim, SPLIT=split_tokens, num_warps=1
-        )
+        merge_splits(parts, stats, lengths, out, split_tokens, window, sinks)
     return out
 
 
@@ -111,25 +116,6 @@ def _config(group: int, bits: int, head_dim: int) -> dict[str, int]:
     columns = max(8, next_power_of_two(group))
     num_warps = min(4, max(1, columns * head_dim // 2048, head_dim // 128))
     return {"COLUMNS": columns, "TILE": TILE_TOKENS, "num_warps": num_warps, "num_stages": 3 if bits == 16 else 5}
-
-
-@jit
-def _finished(
-    most,  # float32 [N]: a head's sums are in units of exp2(most)
-    total,  # float32 [N]
-    sinks,  # [heads] float32, or None
-    head,  # [N]
-    inside,  # [N]
-):
-    """-> what the weighted values are to be multiplied by [N]."""
-    factor = tl.where(total > 0, 1.0, 0.0)
-    if sinks is not None:
-        sink = tl.load(sinks + head, inside, other=0) * 1.4426950408889634
-        new = tl.maximum(most, sink)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        factor = tl.exp2(most - safe)
-        total = total * factor + tl.exp2(sink - safe)
-    return factor / tl.where(total > 0, total, 1.0)
 
 
 @jit
@@ -316,7 +302,7 @@ def _decode_kernel(
     mask = real[:, None] & (d < ROW)[None, :]
     if parts is None:
         place = place[:, None] + d[None, :]
-        factor = _finished(most, total, sinks, head, real)[:, None]
+        factor = finished(most, total, sinks, head, real)[:, None]
         tl.store(out + place, (acc_a * factor).to(out.dtype.element_ty), mask)
         if BITS == 4:
             tl.store(out + place + ROW, (acc_b * factor).to(out.dtype.element_ty), mask)
@@ -328,41 +314,6 @@ def _decode_kernel(
             tl.store(target + ROW, acc_b, mask)
         tl.store(stats + part_at * 2, most, real)
         tl.store(stats + part_at * 2 + 1, total, real)
-
-
-@jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    parts,  # [rows, heads, splits, HEAD_DIM] float32
-    stats,  # [rows, heads, splits, 2] float32
-    lengths,  # [rows]
-    sinks,  # [heads] float32, or None
-    out,  # [rows, heads, HEAD_DIM]
-    window,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    one = tl.arange(0, 1)
-    head = tl.program_id(1) + one
-    columns = tl.arange(0, HEAD_DIM)
-    length = tl.load(lengths + row).to(tl.int32)
-    first = tl.maximum(length - window, 0) * (window > 0).to(tl.int32)
-    place = row * tl.num_programs(1) + head
-    most = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, HEAD_DIM], tl.float32)
-    for split in range(first // SPLIT, (length + SPLIT - 1) // SPLIT):
-        part = place * splits + split
-        its_most = tl.load(stats + part * 2)
-        new = tl.maximum(most, its_most)
-        decay = tl.exp2(most - new)
-        share = tl.exp2(its_most - new)
-        total = total * decay + tl.load(stats + part * 2 + 1) * share
-        acc = acc * decay[:, None] + tl.load(parts + part[:, None] * HEAD_DIM + columns[None, :]) * share[:, None]
-        most = new
-    factor = _finished(most, total, sinks, head, head >= 0)[:, None]
-    tl.store(out + place[:, None] * HEAD_DIM + columns[None, :], (acc * factor).to(out.dtype.element_ty))
 
 
 def variants() -> dict[str, Variant]:
@@ -391,10 +342,4 @@ def variants() -> dict[str, Variant]:
         "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
         "4-bit-32-heads": variant(4, 64, group=32),
     }
-    merge_types = {name: kind for name, kind in types.items() if name in _MERGED}
-    constants = {"HEAD_DIM": 128, "SPLIT": SPLIT_TOKENS, "sinks": None}
-    made["merge"] = Variant(_merge_kernel, merge_types, constants, 1)
     return made
-
-
-_MERGED = ("parts", "stats", "lengths", "out", "window", "splits")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.context_attention import context_attention
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import SPLIT_TOKENS, decode_attention
 from kernels.kv_format import KVPool, unpack
 from kernels.transfer import place
 from kernels.triton_runtime import runs_at
@@ -89,6 +89,7 @@ class DevicePlan(NamedTuple):
     generation: DeviceRows | None
     context: DeviceRows | None
     window: int | None
+    split: int = SPLIT_TOKENS  # tokens; one for all batches of a model, so that a row's result does not depend on them
 
 
 Plan = AttentionPlan | DevicePlan
@@ -130,12 +131,13 @@ def plan_attention(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    split: int = SPLIT_TOKENS,
 ) -> dict[int | None, Plan]:
-    """Work out what each row reads, for each window (tokens; None: all). `dtype` is that of the queries."""
+    """Work out what each row reads, for each window (tokens; None: all). `dtype` is that of the queries. split: DevicePlan."""
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
         generation, context = _place_rows(rows, num_queries, head_dim, device)
-        return {window: DevicePlan(generation, context, window) for window in set(windows)}
+        return {window: DevicePlan(generation, context, window, split) for window in set(windows)}
     return {window: _plan_gathers(rows, num_queries, block_size, window, dtype, device) for window in set(windows)}
 
 
@@ -193,7 +195,7 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
     parts = []
     if plan.generation is not None:
         _, lengths, tables = plan.generation
-        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window=window))
+        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, split_tokens=plan.split))
     if plan.context is not None:
         starts, lengths, tables = plan.context
         parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window=window))

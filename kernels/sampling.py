@@ -176,7 +176,7 @@ def sample(
     filters: tuple[Tensor, Tensor, Tensor] | None = None,  # top_k int64, top_p float64, min_p float64, each [rows]
     k_max: int = 0,  # greatest top_k of `filters`
 ) -> Tensor:
-    """Token ids [rows] int64. """
+    """Token ids [rows] int64."""
     weights = weights_of(logits, temperature)
     if filters is None:
         return draw(weights, u)

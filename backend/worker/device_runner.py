@@ -24,6 +24,7 @@ from backend.worker.graphs import Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import prepare
+from kernels.decode_attention import split_for
 from kernels.kv_format import PoolLayout
 from kernels.paged_attention import DECODE_HEAD_DIMS, DevicePlan, DeviceRows, plan_attention
 from kernels.transfer import even, place
@@ -67,6 +68,7 @@ class DeviceRunner:
         self._choice = DeviceChoice(parameters)
         self._device = model.embedding.device
         self._pad_slot = len(batch.num_tokens) - 1
+        self._split = split_for(self._pad_slot, model.config.num_kv_heads)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
@@ -151,7 +153,7 @@ class DeviceRunner:
         if not has_kernel:
             rows = rows._replace(starts=torch.arange(inputs.rows + 1, dtype=torch.int32, device=self._device))
         plans = {
-            window: DevicePlan(rows, None, window) if has_kernel else DevicePlan(None, rows, window)
+            window: DevicePlan(rows, None, window, self._split) if has_kernel else DevicePlan(None, rows, window)
             for window in set(self._model.config.windows)
         }
         hidden = self._model.forward(token_ids, position, cells, plans, self._views)
@@ -178,7 +180,7 @@ class DeviceRunner:
         config, batch = self._model.config, self.batch
         flat = batch.flatten(rows, [int(row.samples) for row in rows])
         block_size, dtype = self._layout.block_size, self._model.dtype
-        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device)
+        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device, self._split)
         hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views)
         slots = [row.slot for row in rows if row.samples]
         if not slots:

@@ -25,7 +25,8 @@ KINDS = {16: "bf16", 8: "int8", 4: "int4"}
 
 
 def _run(x: Paged) -> Tensor:
-    return decode_attention.decode_attention(x.q, x.pool, x.lengths, x.tables, x.scale)
+    split = decode_attention.split_for(len(x.q), x.pool.data.shape[3])
+    return decode_attention.decode_attention(x.q, x.pool, x.lengths, x.tables, x.scale, split_tokens=split)
 
 
 def _check(x: Paged, out: Tensor) -> Check:

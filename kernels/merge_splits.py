@@ -1,0 +1,140 @@
+"""Adding up what the splits of a row's keys have found (Flash-Decoding, Dao et al. 2023).
+
+    most  = max over splits of most_s          total = sum over splits of total_s * 2^(most_s - most)
+    out   = (sum over splits of part_s * 2^(most_s - most)) / total                    0 for a row without keys
+
+A split s covers tokens [s * split, (s + 1) * split) and left part_s = sum_t 2^(x_t - most_s) v_t, most_s = max x_t and total_s =
+sum_t 2^(x_t - most_s); splits without a token that the row sees left nothing and are not read. A sink adds exp(sink) to the
+denominator. Splits are taken AT_ONCE at a time, in order: the result does not depend on how many others there is room for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.triton_runtime import Variant, jit, runs_on, tl
+
+# (heads, head_dim, split, lengths, window)
+CASES = [(2, 32, 4, (3, 0, 40), 0), (1, 64, 2, (75, 1), 0), (3, 32, 4, (70, 66, 9), 11), (2, 32, 1, (40,), 1)]
+
+AT_ONCE = 16  # splits
+NUM_WARPS = 2
+LOG2_E = 1.4426950408889634
+
+
+def reference(
+    parts: Tensor,
+    stats: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    split: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Like `merge_splits`, in float64."""
+    for row, length in enumerate(lengths.tolist()):
+        first = max(0, length - window) if window else 0
+        its = slice(first // split, -(-length // split))
+        out[row] = 0
+        if length == 0:
+            continue
+        most, total = stats[row, :, its].double().unbind(-1)  # [heads, splits]
+        greatest = most.amax(1, keepdim=True)
+        if sinks is not None:
+            sink = sinks.double()[:, None] * LOG2_E
+            greatest = torch.maximum(greatest, sink)
+        share = torch.exp2(most - greatest)
+        denominator = (total * share).sum(1, keepdim=True)
+        if sinks is not None:
+            denominator = denominator + torch.exp2(sink - greatest)
+        merged = (parts[row, :, its].double() * share[:, :, None]).sum(1) / denominator
+        out[row] = merged.to(out.dtype)
+
+
+def merge_splits(
+    parts: Tensor,
+    stats: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    split: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
+    """parts float32 [rows, heads, splits, head_dim], stats float32 [rows, heads, splits, 2] -> out [rows, heads, head_dim].
+
+    lengths int32 or int64 [rows]; split in tokens; window 0: none; sinks float32 [heads].
+    """
+    if not runs_on(parts):
+        reference(parts, stats, lengths, out, split, window, sinks)
+        return
+    rows, heads, splits, head_dim = parts.shape
+    _merge_kernel[(rows, heads)](
+        parts, stats, lengths, sinks, out, window, splits,
+        HEAD_DIM=head_dim, SPLIT=split, AT_ONCE=AT_ONCE, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+@jit
+def finished(
+    most,  # float32 [N]: a head's sums are in units of exp2(most)
+    total,  # float32 [N]
+    sinks,  # [heads] float32, or None
+    head,  # [N]
+    inside,  # [N]
+):
+    """-> what the weighted values are to be multiplied by [N]."""
+    factor = tl.where(total > 0, 1.0, 0.0)
+    if sinks is not None:
+        sink = tl.load(sinks + head, inside, other=0) * 1.4426950408889634
+        new = tl.maximum(most, sink)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.exp2(most - safe)
+        total = total * factor + tl.exp2(sink - safe)
+    return factor / tl.where(total > 0, total, 1.0)
+
+
+@jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    parts,  # [rows, heads, splits, HEAD_DIM] float32
+    stats,  # [rows, heads, splits, 2] float32
+    lengths,  # [rows]
+    sinks,  # [heads] float32, or None
+    out,  # [rows, heads, HEAD_DIM]
+    window,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # splits
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    d = tl.arange(0, HEAD_DIM)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = tl.maximum(length - window, 0) * (window > 0).to(tl.int32)
+    begin, end = first // SPLIT, tl.cdiv(length, SPLIT)
+    place = row * tl.num_programs(1) + head
+    most = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        mine = (split >= begin) & (split < end)
+        part = place * splits + split
+        its_most = tl.load(stats + part * 2, mine, other=float("-inf"))
+        new = tl.maximum(most, tl.max(its_most, 0))
+        decay = tl.exp2(most - new)
+        share = tl.exp2(its_most - new)
+        total = total * decay + tl.sum(tl.load(stats + part * 2 + 1, mine, other=0) * share, 0)
+        values = tl.load(parts + part[:, None] * HEAD_DIM + d[None, :], mine[:, None], other=0)
+        acc = acc * decay + tl.sum(values * share[:, None], 0)
+        most = new
+    factor = finished(most, total, sinks, head, head >= 0)
+    tl.store(out + place * HEAD_DIM + d, (acc * factor).to(out.dtype.element_ty))
+
+
+def variants() -> dict[str, Variant]:
+    types = {"parts": "*fp32", "stats": "*fp32", "lengths": "*i32", "out": "*bf16", "window": "i32", "splits": "i32"}
+    constants = {"HEAD_DIM": 128, "SPLIT": 512, "AT_ONCE": AT_ONCE, "sinks": None}
+    wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
+    return {"128": Variant(_merge_kernel, types, constants, NUM_WARPS, instructions=wide)}
