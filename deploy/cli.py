@@ -155,13 +155,16 @@ def quantize_command(
     raise typer.Exit(status)
 
 
-@app.command("bench", context_settings=PASS_ON)
+@app.command("bench", context_settings=PASS_ON, add_help_option=False)
 def bench_command(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Benchmark; without it they are listed.")] = None,
 ) -> None:
-    """Run a benchmark; further arguments go to it."""
+    """Run a benchmark; further arguments go to it, --help too."""
     known = benchmarks()
+    if name == "--help":
+        typer.echo(context.get_help())
+        name = None
     if name is None:
         typer.echo("\n".join(known) if known else "there are no benchmarks in this checkout")
         raise typer.Exit

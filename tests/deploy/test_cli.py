@@ -80,6 +80,18 @@ def test_an_unknown_benchmark_is_refused() -> None:
     assert "no benchmark 'nope'" in refused("bench", "nope")
 
 
+def test_benchmarks_are_listed_packages_too_and_their_help_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["bench"], ["bench", "--help"]):
+        listed = CliRunner().invoke(app, arguments)
+        assert listed.exit_code == 0 and listed.output.split()[-7:] == sorted(cli.benchmarks())
+        assert {"gpu", "peers"} <= set(listed.output.split())
+    commands = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(cli.subprocess, "run", lambda command, **_: commands.append(command) or done)
+    assert CliRunner().invoke(app, ["bench", "gpu", "--help"]).exit_code == 0
+    assert commands[0][1:] == ["-m", "benchmarks.gpu", "--help"]
+
+
 def test_wrong_options_are_one_sentence_too() -> None:
     for arguments in (["serve", "--no-such-option"], ["serve", "--http-port", "x"], ["nocommand"], ["generate"]):
         result = subprocess.run(
