@@ -53,7 +53,6 @@ PAIR_ASM = """{
     shr.u32 t, t, 4;
     lop3.b32 $1, t, 0x000f000f, MAGIC, 0xea;
 }"""
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of eight
 REDUCED_AT_ONCE = 1024  # features
 
 
@@ -131,42 +130,6 @@ def dequantize(weight: Weight4) -> Tensor:
     q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
     zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
     return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)
-
-
-def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Weight4:
-    """AutoAWQ's "gemm" tensors: qweight int32 [k, n / 8], qzeros int32 [k / group, n / 8], scales float16 [k / group, n].
-
-    Bits 4i..4i+3 of a word are column AWQ_ORDER[i] of its eight columns of n.
-    """
-    inverse = torch.tensor(AWQ_ORDER, device=qweight.device).argsort()
-    q = _nibbles(qweight)[:, :, inverse].flatten(1)
-    zeros = _nibbles(qzeros)[:, :, inverse].flatten(1)
-    return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
-
-
-def from_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, group: int, version: int = 1
-) -> Weight4:
-    """AutoGPTQ's: qweight int32 [k / 8, n], qzeros int32 [k / group, n / 8], scales float16 [k / group, n], g_idx int32 [k].
-
-    Bits 4i..4i+3 of a word are row i of its eight rows of k (qweight), or column i of its eight columns of n (qzeros).
-    Version 1 ("gptq") stores zero - 1 in four bits, version 2 ("gptq_v2") the zero. g_idx is the group of each row of k;
-    rows out of order (desc_act) are refused: their activations would have to be permuted.
-    """
-    k = 8 * len(qweight)
-    if g_idx is not None and not torch.equal(g_idx.cpu().long(), torch.arange(k) // group):
-        raise ValueError("GPTQ weights in activation order (desc_act) are not supported")
-    q = _nibbles(qweight).transpose(1, 2).flatten(0, 1)  # [k / 8, n, 8] -> [k, n]
-    zeros = _nibbles(qzeros).flatten(1)
-    if version == 1:
-        zeros = (zeros + 1) & 15
-    return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """int32 [rows, columns] -> uint8 [rows, columns, 8], low bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words[:, :, None] >> shifts & 15).to(torch.uint8)
 
 
 def reference(x: Tensor, weight: Weight4, bias: Tensor | None) -> Tensor:

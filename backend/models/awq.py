@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from backend.models.quantized import (
     QuantizedLayers,
@@ -21,10 +22,13 @@ from backend.models.quantized import (
     first_obstacle,
     is_group_size_of_4_bits,
     kernel_group,
+    nibbles,
     unsupported,
 )
 from backend.models.tensors import TensorSource
-from kernels.w4a16 import Weight4, from_awq
+from kernels.w4a16 import Weight4, pack
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class _Config(Struct):
@@ -47,7 +51,14 @@ class AwqLayers(QuantizedLayers):
         qweight = source.take_raw(name + ".qweight", (k, n // 8), (torch.int32,))
         qzeros = source.take_raw(name + ".qzeros", (groups, n // 8), (torch.int32,))
         scales = source.take_raw(name + ".scales", (groups, n))
-        return from_awq(qweight, qzeros.repeat_interleave(repeats, 0), scales.repeat_interleave(repeats, 0), group)
+        zeros, scales = (x.repeat_interleave(repeats, 0) for x in (_columns(qzeros), scales))
+        return Weight4(pack(_columns(qweight).T.contiguous(), group), scales, zeros.to(scales.dtype), group)
+
+
+def _columns(words: Tensor) -> Tensor:
+    """int32 [rows, columns / 8] -> uint8 [rows, columns]: bits 4i..4i+3 of a word are column ORDER[i] of its eight."""
+    inverse = torch.tensor(ORDER, device=words.device).argsort()
+    return nibbles(words)[:, :, inverse].flatten(1)
 
 
 def parse(section: dict[str, Any]) -> AwqLayers:

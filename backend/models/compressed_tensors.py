@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 from msgspec import Struct
-from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.layers.linear import QuantizedFormat, QuantizedWeight
@@ -29,6 +28,7 @@ from backend.models.quantized import (
     first_obstacle,
     is_group_size_of_4_bits,
     kernel_group,
+    nibbles,
     unsupported,
 )
 from backend.models.tensors import TensorSource
@@ -73,8 +73,8 @@ class Int4Layers(QuantizedLayers):
         zeros = None
         if not self.is_symmetric:
             stored = source.take_raw(name + ".weight_zero_point", (-(-n // 8), groups), (torch.int32,))
-            zeros = _nibbles(stored.T)[:, :n].repeat_interleave(repeats, 0).to(scales.dtype)
-        return Weight4(pack(_nibbles(words)[:, :k], group), scales, zeros, group)
+            zeros = nibbles(stored.T).flatten(1)[:, :n].repeat_interleave(repeats, 0).to(scales.dtype)
+        return Weight4(pack(nibbles(words).flatten(1)[:, :k], group), scales, zeros, group)
 
 
 class _Scheme(Struct):
@@ -157,9 +157,3 @@ def _check_shape(source: TensorSource, name: str, n: int, k: int) -> None:
     shape = source.take_raw(name + ".weight_shape", (2,), (torch.int64, torch.int32)).tolist()
     if shape != [n, k]:
         raise ConfigError(f"tensor {name}.weight_shape says {shape}, config.json asks for {[n, k]}")
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """int32 [rows, columns] -> uint8 [rows, 8 * columns], 0..15, low bits first."""
-    pairs = words.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)

@@ -24,10 +24,11 @@ from backend.models.quantized import (
     first_obstacle,
     is_group_size_of_4_bits,
     kernel_group,
+    nibbles,
     unsupported,
 )
 from backend.models.tensors import TensorSource
-from kernels.w4a16 import Weight4, from_gptq
+from kernels.w4a16 import Weight4, pack
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
@@ -62,8 +63,12 @@ class GptqLayers(QuantizedLayers):
                     f"tensor {name}.g_idx does not go through the groups in order (desc_act), which is not supported; "
                     f"quantise with desc_act false"
                 )
-        qzeros, scales = qzeros.repeat_interleave(repeats, 0), scales.repeat_interleave(repeats, 0)
-        return from_gptq(qweight, qzeros, scales, None, group, self.version)
+        q = nibbles(qweight).transpose(1, 2).flatten(0, 1)  # [k / 8, n, 8] -> [k, n]
+        zeros = nibbles(qzeros).flatten(1)
+        if self.version == 1:
+            zeros = (zeros + 1) & 15
+        zeros, scales = (x.repeat_interleave(repeats, 0) for x in (zeros, scales))
+        return Weight4(pack(q.T.contiguous(), group), scales, zeros.to(scales.dtype), group)
 
 
 def parse(section: dict[str, Any]) -> GptqLayers:

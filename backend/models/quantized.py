@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.layers.linear import QuantizedWeight
@@ -68,6 +69,12 @@ def kernel_group(name: str, group: int | None, k: int) -> tuple[int, int]:
             f"use a float checkpoint"
         )
     return size, stored // size
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """int32 [rows, columns] -> uint8 [rows, columns, 8], 0..15, low bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts & 15).to(torch.uint8)
 
 
 def stack(parts: Sequence[Held]) -> Held:

@@ -27,12 +27,6 @@ def random_weight(n: int, k: int, group: int, zero_points: bool, dtype: torch.dt
     return kernel.Weight4(kernel.pack(random_q(n, k), group), scales.to(dtype), zeros, group)
 
 
-def words(nibbles: torch.Tensor) -> torch.Tensor:
-    """[rows, columns, 8] numbers 0..15, low bits first -> int32 [rows, columns]. One at a time, in Python."""
-    made = [[sum(int(v) << 4 * i for i, v in enumerate(eight)) for eight in row] for row in nibbles]
-    return torch.tensor(made, dtype=torch.int64).to(torch.int32)  # keeps the low 32 bits
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
 def test_the_layer(case, dtype):
@@ -160,35 +154,3 @@ def test_rounding_is_to_nearest(group, zero_points):
     assert (median <= 0.5 * weight.scales.float().T).all()
     assert not kernel.dequantize(weight)[3, :group].any()
     assert (kernel.dequantize(weight) - w).norm() / w.norm() < 0.13
-
-
-def test_awq_tensors_are_read():
-    k, n, group = 64, 24, 32
-    q, zero = random_q(k, n), random_q(k // group, n, seed=1)
-    scales = random_tensor(k // group, n, dtype=torch.float16)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    qweight, qzeros = (words(t.unflatten(1, (-1, 8))[:, :, order]) for t in (q, zero))
-    weight = kernel.from_awq(qweight, qzeros, scales, group)
-    expected = (q.float() - zero.float().repeat_interleave(group, 0)) * scales.float().repeat_interleave(group, 0)
-    assert torch.equal(kernel.dequantize(weight), expected.T)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_gptq_tensors_are_read(version):
-    k, n, group = 64, 24, 32
-    q, zero = random_q(k, n), random_q(k // group, n, seed=1)
-    scales = random_tensor(k // group, n, dtype=torch.float16)
-    zero[0, 0] = 0
-    qweight = words(q.unflatten(0, (-1, 8)).transpose(1, 2))
-    stored = (zero.int() - 1) % 16 if version == 1 else zero
-    qzeros = words(stored.unflatten(1, (-1, 8)))
-    g_idx = torch.arange(k, dtype=torch.int32) // group
-    weight = kernel.from_gptq(qweight, qzeros, scales, g_idx, group, version)
-    expected = (q.float() - zero.float().repeat_interleave(group, 0)) * scales.float().repeat_interleave(group, 0)
-    assert torch.equal(kernel.dequantize(weight), expected.T)
-
-
-def test_gptq_in_activation_order_is_refused():
-    tensors = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 8).half()
-    with pytest.raises(ValueError, match="activation order"):
-        kernel.from_gptq(*tensors, torch.arange(64).flip(0) // 32, 32)
