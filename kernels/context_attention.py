@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_format import KVPool, dequantize_rows, scale_and_least, unpack
+from kernels.kv_format import KVPool, dequantize_rows, load_seen, scale_and_least, unpack
 from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 
@@ -286,16 +286,16 @@ def _context_attention_kernel(
                 cell = tile * BLOCK_N % BLOCK_SIZE + tl.arange(0, BLOCK_N)
                 base = block * stride_block
             else:
-                block = _load(table + key // BLOCK_SIZE, is_seen, part != 1).to(tl.int64)
+                block = load_seen(table + key // BLOCK_SIZE, is_seen, part != 1).to(tl.int64)
                 cell = key % BLOCK_SIZE
                 base = (block * stride_block)[:, None]
             at = (cell * stride_token)[:, None] + d[None, :]
-            k = _load(head + base + at, mask, part != 1 or BLOCK_D != WIDTH)
+            k = load_seen(head + base + at, mask, part != 1 or BLOCK_D != WIDTH)
             if BITS == 16:
                 k_low = k.to(x.dtype)
             else:
                 words_at = block * words_stride_block + cell * words_stride_token
-                k_params = _load(head_words + words_at, is_seen, part != 1)
+                k_params = load_seen(head_words + words_at, is_seen, part != 1)
                 k_low = _dequantised(k & 15 if BITS == 4 else k, k_params, x.dtype)
             scores = tl.dot(x, tl.trans(k_low), input_precision="ieee")
             if BITS == 4:
@@ -317,11 +317,13 @@ def _context_attention_kernel(
             mass = mass * decay + tl.sum(p, 1)
             total *= decay[:, None]
             p = p.to(x.dtype)
-            v = _load(head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH)  # not sooner: registers
+            v = load_seen(
+                head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH
+            )  # not sooner: registers
             if BITS == 16:
                 v_low = v.to(x.dtype)
             else:
-                v_params = _load(head_words + (words_at + words_stride_side), is_seen, part != 1)
+                v_params = load_seen(head_words + (words_at + words_stride_side), is_seen, part != 1)
                 v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
             total = tl.dot(p, v_low, total, input_precision="ieee")
             if BITS == 4:
@@ -335,14 +337,6 @@ def _context_attention_kernel(
     tl.store(out_at, (total * inverse[:, None]).to(out.dtype.element_ty), q_mask)
     if BITS == 4:
         tl.store(out_at + WIDTH, (total_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
-
-
-@jit
-def _load(at, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(at, mask, other=0)
-    else:
-        return tl.load(at)
 
 
 @jit

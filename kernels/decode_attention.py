@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention
-from kernels.kv_format import KVPool, floats_of_int4, floats_of_int8, scale_and_least, unpacking
+from kernels.kv_format import KVPool, floats_of_int4, floats_of_int8, load_seen, scale_and_least, unpacking
 from kernels.merge_splits import finished, merge_splits
 from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
@@ -116,14 +116,6 @@ def _config(group: int, bits: int, head_dim: int) -> dict[str, int]:
     columns = max(8, next_power_of_two(group))
     num_warps = min(4, max(1, columns * head_dim // 2048, head_dim // 128))
     return {"COLUMNS": columns, "TILE": TILE_TOKENS, "num_warps": num_warps, "num_stages": 3 if bits == 16 else 5}
-
-
-@jit
-def _load(at, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(at, mask, other=0)
-    else:
-        return tl.load(at)
 
 
 @jit
@@ -251,15 +243,15 @@ def _decode_kernel(
                 cell = tile % BLOCK_SIZE + tl.arange(0, TILE)
                 at = pool + block * stride_block + (cell * stride_token)[:, None] + d[None, :]
             else:
-                block = _load(table + token // BLOCK_SIZE, seen, part != 1).to(tl.int64)
+                block = load_seen(table + token // BLOCK_SIZE, seen, part != 1).to(tl.int64)
                 cell = token % BLOCK_SIZE
                 at = pool + (block * stride_block + cell * stride_token)[:, None] + d[None, :]
-            keys = _load(at, seen[:, None], part != 1)
+            keys = load_seen(at, seen[:, None], part != 1)
             if BITS == 16:
                 s = tl.dot(keys.to(DTYPE), q_a, input_precision="ieee") * scale
             else:
                 word = words + block * words_stride_block + cell * words_stride_token
-                k_scale, k_least = scale_and_least(_load(word, seen, part != 1))
+                k_scale, k_least = scale_and_least(load_seen(word, seen, part != 1))
                 keys = _for_keys(keys, TILE, ROW)
                 if BITS == 4:
                     low, high = floats_of_int4(keys, q.dtype.element_ty, ASM)
@@ -276,11 +268,11 @@ def _decode_kernel(
             total = total * decay[None, :] + tl.sum(p.reshape(TILE // 8, 8, COLUMNS), 0)
             most = new
             acc_a *= decay[None, :]
-            values = _for_values(_load(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
+            values = _for_values(load_seen(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
             if BITS == 16:
                 acc_a = tl.dot(values.to(DTYPE), p.to(DTYPE), acc_a, input_precision="ieee")
             else:
-                v_scale, v_least = scale_and_least(_load(word + words_stride_side, seen, part != 1))
+                v_scale, v_least = scale_and_least(load_seen(word + words_stride_side, seen, part != 1))
                 weight = (p * v_scale[:, None]).to(DTYPE)
                 # The rounded weights' BIAS is taken out: it is they that the dots have multiplied.
                 change = p * v_least[:, None] - weight.to(tl.float32) * BIAS

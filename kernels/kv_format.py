@@ -259,6 +259,15 @@ def floats_of_int8(
 
 
 @jit
+def load_seen(at, seen, MASKED: tl.constexpr):
+    """Without MASKED all are seen. What is not seen is not read: it may be anything, NaN too."""
+    if MASKED:
+        return tl.load(at, seen, other=0)
+    else:
+        return tl.load(at)
+
+
+@jit
 def scale_and_least(
     words,  # int32: KVPool.words
 ):
