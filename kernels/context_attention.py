@@ -81,12 +81,15 @@ TILES = {
     (90, False): Tiles(128, 64, 8, 3),
     (90, True): Tiles(128, 64, 8, 3),
 }
+IN_FLOAT32 = Tiles(64, 32, 8, 2)  # for heads of up to 64 without spills
 LEAST_ROWS = 32  # that a kernel is compiled for: not anew for each size of a batch
 ARCHITECTURES = (80, 90)
 
 
-def tiles_for(head_dim: int, bits: int, group: int, tokens: int, rows: int, architecture: int) -> Tiles:
-    tiles = TILES[architecture, bits < 16]
+def tiles_for(
+    head_dim: int, bits: int, group: int, tokens: int, rows: int, architecture: int, in_float32: bool = False
+) -> Tiles:
+    tiles = IN_FLOAT32 if in_float32 else TILES[architecture, bits < 16]
     if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must be the same: see above
         tiles = tiles._replace(block_m=16, num_warps=4)
     if head_dim > 128:
@@ -163,7 +166,8 @@ def context_attention(
     _, block_size, _, kv_heads, _ = pool.data.shape
     group = heads // kv_heads
     bits = min(pool.bits, 16)
-    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture_of(q, ARCHITECTURES))
+    architecture, in_float32 = architecture_of(q, ARCHITECTURES), q.dtype == torch.float32
+    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture, in_float32)
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
         q, pool.data, pool.words, starts, lengths, tables, sinks, out,
