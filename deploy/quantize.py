@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ class QuantizeOptions:
 
 def quantize(options: QuantizeOptions) -> int:
     """Returns the exit status. Raises UserError for options that cannot be."""
-    return subprocess.run(command_of(options), cwd=ROOT, check=False).returncode
+    with subprocess.Popen(command_of(options), cwd=ROOT) as process:
+        previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            while True:
+                try:
+                    return process.wait()
+                except KeyboardInterrupt:  # a terminal's Ctrl-C has reached it, too; it cleans up
+                    process.terminate()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def command_of(options: QuantizeOptions) -> list[str]:

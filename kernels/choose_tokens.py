@@ -1,22 +1,33 @@
 """Choosing the next token of each row on a GPU: the formula of kernels/sampling.py, without a sort and without the host.
 
     d   = max x - x                                      float32; x after the bit mask and the penalties; a NaN is never chosen
-    t   = min(d * (log2 e / temperature), 62)            float64: products only, so nothing can be fused
-    w   = floor(2^40 * 2^-t) for every token             int64: 2^f, 0 < f <= 1, is a polynomial in whole numbers
+    t   = min(d * (log2 e / temperature), 62)            float64
+    t   = round(2^32 * t) / 2^32 = n - g                 n whole, 0 <= g < 1: the words of the float64 2^52 + 2^38 - 2^32 * t
+    w   = floor(2^40 * 2^g * 2^-n) for every token       int64: 2^g is a polynomial in whole numbers of 32 bits
 
 then top-k, top-p, min-p and the choice as in kernels/sampling.py. Its weights are the same but for a factor (there they add up to
 2^40, here the heaviest is 2^40) and for the rounding of a float32 softmax: w is within 2^-27 of the true exponential, and every
-operation is exact or IEEE's, hence the same on any GPU, in the interpreter and in torch (`weights_of`, the reference). So the
-token is always that of kernels/sampling.py's `draw` and `draw_filtered` over these weights. It may differ from its `sample`'s
-only where a change of u, top_p or min_p by SLACK of itself, or of the order of weights equal within SLACK, would change it.
+operation is exact or IEEE's, hence the same on any GPU, in the interpreter and in torch (`weights_of`, the reference): a product
+and a sum that a compiler may fuse are a product with a power of two, which is exact. So the token is always that of
+kernels/sampling.py's `draw` and `draw_filtered` over these weights. It may differ from its `sample`'s only where a change of u,
+top_p or min_p by SLACK of itself, or of the order of weights equal within SLACK, would change it.
 
-Weights never fall when logits rise: all coefficients are positive, and 2^1 is exact.
+Weights never fall when logits rise: all coefficients are positive, and they add up to 2 (in units of 2^30).
 
-A place in the falling order is a weight and what lies above it. It is found by three digits of twelve bits of the weight as a
-floating-point number (six of the exponent), by sums in bins (radix select; Alabi et al., Fast k-selection on GPUs, 2012).
-The first digit's bins serve top-k, top-p and the choice. Reads: the logits twice (maximum; weights); the weights, int64 in
-scratch memory, once more for a row without a filter, and up to 2 for each of top-k, top-p, the choice, for one with filters.
-A greedy row takes the first of the greatest logits; a row that is not greedy and has no finite greatest one, the last token.
+Three launches, whatever the rows ask for:
+1. The greatest logit of every GROUP of tokens: the only pass over all logits of a greedy row or of one with a top-k.
+2. For rows without a filter, and for top-p without top-k: the sum of each CHUNK's weights, and how many weights have which n.
+3. One program a row. A greedy row takes the first of the greatest logits. A row without a filter finds its chunk and then its
+   token by running sums. A row with filters finds a weight that nothing it needs lies below (`least`), looks only at groups whose
+   greatest logit weighs as much, and lists their tokens that do, as keys: weight, then token id, hence no two alike and in
+   falling order the order of choice. Top-k, top-p and the choice are each the smallest key with not too much above it, found by
+   halving an interval until one key is in it. The order of the list does not matter.
+
+`least` is the greatest of: 1; the k-th greatest of the groups' greatest weights (k tokens weigh at least that); for top-p without
+top-k the 2^(40 - m) with not more than the mass outside of top_p below it, were every weight of an n as heavy as it can be;
+for min-p, unless top-p is of the mass in top-k, min_p of the greatest weight. Sampling from a few heavy candidates is the idea of
+FlashInfer's and vLLM's kernels without a sort; theirs guess a pivot, here the groups' maxima bound it.
+A row that is not greedy and has no finite greatest logit: the last token. The worst row, flat with a top-p, lists every token.
 """
 
 from __future__ import annotations
@@ -27,14 +38,29 @@ import torch
 from torch import Tensor
 
 from kernels import sampling
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels.choose_tokens_keys import (
+    choose_key,
+    factor_of,
+    floor_of,
+    kth_weight,
+    list_keys,
+    logits_of,
+    nucleus_floor,
+    target_of,
+    weight_and_exponent_of,
+    weight_of,
+)
+from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 LOG2_E = 1.4426950408889634
 SLACK = 2.0**-18  # of float32 softmax: a few 2^-24 in a logit's difference, times up to 28 of exponent, and its sum
-COEFFICIENTS = (1073741824, 744261118, 257941178, 59597949, 10323238, 1441348, 153726, 23267)  # of 2^f, times 2^30
-BINS = 4096
-CHUNK = 1024  # tokens a program looks at
-STATE = 8  # int64 of each row: mass, min-p mass, top-k mass, total, target, then what the search knows: prefix, mass, count above
+COEFFICIENTS = (1073741824, 744261118, 257941178, 59597949, 10323238, 1441348, 153726, 23267)  # of 2^g, times 2^30
+COUNTED = 1024  # tokens of a row that a program counts
+GROUP = 64  # tokens whose greatest logit is known
+CHUNK = 2048  # tokens whose weights' sum is known
+MAXIMA = 4096  # tokens a program takes the groups' maxima of
+TILE = 1024  # tokens, or listed keys, that the last program looks at together
+PROGRAMS = 2048  # that share the sums of weights: 132 multiprocessors, several each
 CASES = [(3, 17), (5, 1500), (4, 5000)]  # (rows, vocab)
 
 
@@ -71,12 +97,13 @@ def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
     """logits float32 [rows, vocab], temperature [rows] -> int64 [rows, vocab], the greatest 2^40; 0 without a finite maximum."""
     most = logits.amax(1, keepdim=True)
     t = (most - logits).double() * (LOG2_E / temperature.double())[:, None]
-    fixed = (t.nan_to_num(62.0).clamp(0, 62) * 2.0**32).long()
-    f = 2**32 - (fixed & (2**32 - 1))
-    p = torch.full_like(f, COEFFICIENTS[-1])
+    whole = (2.0**52 + 2.0**38 - t.nan_to_num(62.0).clamp(max=62) * 2.0**32).long()
+    g = whole & (2**32 - 1)
+    n = 64 - ((whole >> 32) & 127)
+    p = torch.full_like(g, COEFFICIENTS[-1])
     for c in COEFFICIENTS[-2::-1]:
-        p = c + ((p * f) >> 32)
-    return torch.where((logits > -torch.inf) & most.isfinite(), (p << 9) >> (fixed >> 32), 0)
+        p = c + ((p * g) >> 32)
+    return torch.where((logits > -torch.inf) & most.isfinite(), (p << 10) >> n, 0)
 
 
 def changed(logits: Tensor, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
@@ -109,45 +136,50 @@ def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None
     if not runs_on(logits):
         return reference(logits, rows, penalties, mask)
     logits = logits.contiguous()
-    device = logits.device
     count, vocab = logits.shape
-    chunks = -(-vocab // CHUNK)
-    out = torch.empty(count, dtype=torch.int64, device=device)
-    seen = None
-    if penalties is not None:
-        length = penalties.tokens.shape[1]
-        seen = torch.zeros(count, vocab, dtype=torch.int32, device=device)
-        _count_kernel[(count, -(-length // CHUNK))](
-            penalties.tokens, penalties.slot, penalties.num_prompt, penalties.num_tokens, seen, length, vocab, BLOCK=CHUNK
-        )  # fmt: skip
-    factors = (None, None, None) if penalties is None else tuple(penalties[4:])
-    maxima = torch.empty(count, chunks, dtype=torch.float32, device=device)
-    weights = torch.empty(count, vocab, dtype=torch.int64, device=device)
-    bins = torch.zeros(7, count, 2, BINS, dtype=torch.int64, device=device)  # the first digit's, two of each search
-    state = torch.zeros(count, STATE, dtype=torch.int64, device=device)
-    u = sampling.uniform(rows.seed, rows.counter)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)
-    source = (logits, mask, seen, *factors)
-    asked = (rows.temperature, top_k, rows.top_p, rows.min_p)
-    _maxima_kernel[(count, chunks)](*source, maxima, vocab, BLOCK=CHUNK)
-    _weights_kernel[(count, chunks)](*source, maxima, *asked, weights, bins[0], state, vocab, chunks, BLOCK=CHUNK,
-                                     CHUNKS=max(2, 1 << (chunks - 1).bit_length()), COEFFICIENTS=COEFFICIENTS)  # fmt: skip
-    for search in range(3):
-        for digit in range(3):
-            where = bins[2 * search + digit if digit else 0]
-            step = {"SEARCH": search, "DIGIT": digit}
-            if digit:
-                _bins_kernel[(count, chunks)](weights, *asked, state, where, vocab, **step, BLOCK=CHUNK)
-            _search_kernel[(count,)](*asked, u, where, state, vocab, **step, BINS=BINS, num_warps=8)
-    _pick_kernel[(count,)](weights, *asked, state, out, vocab, BLOCK=4 * CHUNK, BLOCKS=-(-chunks // 4), num_warps=8)
+    if vocab > sampling.MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {vocab} tokens: a key has room for ids below {sampling.MAX_VOCAB}")
+    groups, chunks = -(-vocab // GROUP), -(-vocab // CHUNK)
+    loops = min(next_power_of_two(-(-count * chunks // PROGRAMS)), next_power_of_two(chunks))
+    splits = -(-chunks // loops)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, *shape, dtype=dtype, device=logits.device)
+
+    source = (logits, mask, _seen(penalties, count, vocab), *(penalties[4:] if penalties is not None else (None,) * 3))
+    asked = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    sizes = {"GROUPS": max(2, next_power_of_two(groups)), "CHUNK": CHUNK, "COEFFICIENTS": COEFFICIENTS}
+    maxima = scratch(groups, dtype=torch.float32)
+    masses, tallies = scratch(chunks), scratch(splits, 64, dtype=torch.int32)
+    listed, keys, out = scratch(groups, dtype=torch.int32), scratch(vocab), scratch()
+    _maxima_kernel[(count, -(-vocab // MAXIMA))](*source, maxima, vocab, groups, BLOCK=MAXIMA, GROUP=GROUP)
+    _masses_kernel[(count, splits)](
+        *source, maxima, *asked, masses, tallies, vocab, groups, chunks, LOOPS=loops, **sizes
+    )
+    _choose_kernel[(count,)](
+        *source, maxima, *asked, rows.seed, rows.counter, masses, tallies, listed, keys, out, vocab, groups, chunks, splits,
+        CHUNKS=max(2, next_power_of_two(chunks)), SPLITS=max(2, next_power_of_two(splits)), GROUP=GROUP, TILE=TILE, **sizes,
+    )  # fmt: skip
     return out
+
+
+def _seen(penalties: Penalties | None, count: int, vocab: int) -> Tensor | None:
+    """[rows, vocab] int32: 2^30 for a token that is there, and its number in the output."""
+    if penalties is None:
+        return None
+    length = penalties.tokens.shape[1]
+    seen = torch.zeros(count, vocab, dtype=torch.int32, device=penalties.tokens.device)
+    _count_kernel[(count, -(-length // COUNTED))](
+        penalties.tokens, penalties.slot, penalties.num_prompt, penalties.num_tokens, seen, length, vocab, BLOCK=COUNTED
+    )  # fmt: skip
+    return seen
 
 
 @jit
 def _count_kernel(
     tokens,  # [slots, length] int64
     slots, num_prompt, num_tokens,  # [rows] int64
-    seen,  # [rows, vocab] int32: 2^30 for a token that is there, and its number in the output
+    seen,  # as of _seen, zeros before
     length, vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -162,39 +194,15 @@ def _count_kernel(
 
 
 @jit
-def _logits_of(logits, mask, seen, repetition, presence, frequency, row, token, vocab):
-    """float32, -inf beyond the vocabulary. Arguments as of _maxima_kernel."""
-    inside = token < vocab
-    x = tl.load(logits + row * vocab + token, inside, other=-float("inf")).to(tl.float32)
-    if seen is not None:
-        marks = tl.load(seen + row * vocab + token, inside, other=0)
-        count = marks & ((1 << 30) - 1)
-        r = tl.load(repetition + row).to(tl.float64)  # float64, then float32: as in float32, and nothing is fused
-        wide = x.to(tl.float64)
-        x = tl.where(marks > 0, tl.where(x > 0, (wide / r).to(tl.float32), (wide * r).to(tl.float32)), x)
-        x -= (tl.load(frequency + row).to(tl.float64) * count.to(tl.float64)).to(tl.float32)
-        x -= tl.where(count > 0, tl.load(presence + row), 0.0)
-    if mask is not None:
-        word = tl.load(mask + row * ((vocab + 31) // 32) + token // 32, inside, other=0)
-        x = tl.where(((word >> (token % 32)) & 1) > 0, x, -float("inf"))
-    return tl.where((x == x) & inside, x, -float("inf"))
-
-
-@jit
-def _is_greedy(temperature, top_k, row):
-    return (tl.load(temperature + row) == 0) | (tl.load(top_k + row) == 1)
-
-
-@jit
-def _is_filtered(temperature, top_k, top_p, min_p, row, vocab):
-    filters = (tl.load(top_k + row) < vocab) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-    return filters & (_is_greedy(temperature, top_k, row) == 0)
-
-
-@jit
-def _key_of(weight):
-    """36 bits that rise with the weight: six of the exponent, thirty behind the leading one. The weight is more than 0."""
-    return (weight.to(tl.float64).to(tl.int64, bitcast=True) - (1023 << 52)) >> 22
+def _asked_of(temperature, top_k, top_p, min_p, row, vocab):
+    """(k, or vocab if there is no top-k; whether it is greedy, has filters, needs the mass of all weights)"""
+    k = tl.load(top_k + row)
+    greedy = (tl.load(temperature + row) == 0) | (k == 1)
+    k = tl.where((k > 0) & (k < vocab), k, vocab)
+    nucleus = tl.load(top_p + row) < 1
+    filtered = ((k < vocab) | nucleus | (tl.load(min_p + row) > 0)) & (greedy == 0)
+    massive = ((filtered == 0) | (nucleus & (k == vocab))) & (greedy == 0)
+    return k, greedy, filtered, massive
 
 
 @jit
@@ -203,192 +211,158 @@ def _maxima_kernel(
     mask,  # [rows, ceil(vocab / 32)] int32, or None
     seen,  # [rows, vocab] int32, or None; with it the next three, [rows] float32
     repetition, presence, frequency,
-    maxima,  # [rows, chunks] float32
-    vocab,
+    maxima,  # [rows, groups] float32
+    vocab, groups,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = _logits_of(logits, mask, seen, repetition, presence, frequency, row, token, vocab)
-    tl.store(maxima + row * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
+    x = logits_of((logits, mask, seen, repetition, presence, frequency), row, token, vocab)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    tl.store(maxima + row * groups + group, tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1), group < groups)
 
 
 @jit
-def _weights_kernel(
+def _maxima_of(maxima, row, groups, GROUPS: tl.constexpr):
+    group = tl.arange(0, GROUPS)
+    return tl.load(maxima + row * groups + group, group < groups, other=-float("inf"))
+
+
+@jit
+def _masses_kernel(
     logits, mask, seen, repetition, presence, frequency, maxima,  # as of _maxima_kernel
     temperature,  # [rows] float32
     top_k,  # [rows] int64
     top_p, min_p,  # [rows] float64
-    weights,  # [rows, vocab] int64; of a greedy row 1 for the greatest
-    bins,  # [rows, 2, 4096] int64: mass, count; of rows with filters
-    state,  # [rows, 8] int64
-    vocab, chunks,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,  # a power of two, at least chunks and 2
+    masses,  # [rows, chunks] int64: sums of weights
+    tallies,  # [rows, splits, 64] int32: how many weights have which n; of rows with top-p
+    vocab, groups, chunks,
+    GROUPS: tl.constexpr,  # a power of two, at least groups and 2
+    CHUNK: tl.constexpr,
+    LOOPS: tl.constexpr,  # chunks of one program
     COEFFICIENTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    most = tl.max(tl.load(maxima + row * chunks + chunk, chunk < chunks, other=-float("inf")), 0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = _logits_of(logits, mask, seen, repetition, presence, frequency, row, token, vocab)
-    greedy = _is_greedy(temperature, top_k, row)
-    heat = tl.where(greedy, 1.0, tl.load(temperature + row)).to(tl.float64)
-    t = (most - x).to(tl.float64) * (1.4426950408889634 / heat)
-    fixed = (tl.where(t < 62.0, t, 62.0) * 4294967296.0).to(tl.int64)  # without a finite maximum: inf or NaN, hence 62
-    f = 4294967296 - (fixed & 4294967295)
-    p = tl.zeros([BLOCK], tl.int64)
-    for i in tl.static_range(8):
-        p = COEFFICIENTS[7 - i] + ((p * f) >> 32)
-    w = (p << 9) >> (fixed >> 32)
-    w = tl.where(greedy, (x == most).to(tl.int64), w)
-    inside = token < vocab
-    tl.store(weights + row * vocab + token, w, inside)
-    w = tl.where(inside, w, 0)
-    least = tl.load(min_p + row) * 1099511627776.0
-    tl.atomic_add(state + row * 8, tl.sum(w, 0))
-    tl.atomic_add(state + row * 8 + 1, tl.sum(tl.where(w.to(tl.float64) >= least, w, 0), 0))
-    if _is_filtered(temperature, top_k, top_p, min_p, row, vocab):
-        counted = w > 0
-        at = bins + row * 8192 + (_key_of(tl.where(counted, w, 1)) >> 24)
-        tl.atomic_add(at, w, counted)
-        tl.atomic_add(at + 4096, tl.full([BLOCK], 1, tl.int64), counted)
+    _, _, filtered, massive = _asked_of(temperature, top_k, top_p, min_p, row, vocab)
+    if massive:
+        most = tl.max(_maxima_of(maxima, row, groups, GROUPS), 0)
+        factor = factor_of(temperature, row)
+        tally = tl.zeros([64], tl.int32)
+        for i in range(LOOPS):
+            chunk = tl.program_id(1) * LOOPS + i
+            token = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = logits_of((logits, mask, seen, repetition, presence, frequency), row, token, vocab)
+            w, n = weight_and_exponent_of(most - x, factor, COEFFICIENTS)
+            tl.store(masses + row * chunks + chunk, tl.sum(w, 0), chunk < chunks)
+            if filtered:
+                tally += tl.histogram(n, 64)
+        if filtered:
+            at = (row * tl.num_programs(1) + tl.program_id(1)) * 64 + tl.arange(0, 64)
+            tl.store(tallies + at, tally)
 
 
 @jit
-def _needs(SEARCH: tl.constexpr, temperature, top_k, top_p, min_p, row, vocab):
-    """Whether the row takes part in a search: 0 of top-k, 1 of top-p, 2 of the choice."""
-    needed = _is_filtered(temperature, top_k, top_p, min_p, row, vocab)
-    if SEARCH == 0:
-        needed &= tl.load(top_k + row) < vocab
-    if SEARCH == 1:
-        needed &= tl.load(top_p + row) < 1
-    return needed
-
-
-@jit
-def _bins_kernel(
-    weights, temperature, top_k, top_p, min_p, state, bins, vocab, SEARCH: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr
+def _choose_kernel(
+    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # as of _masses_kernel
+    seed, counter,  # [rows] int64
+    masses, tallies,  # as of _masses_kernel
+    listed,  # [rows, groups] int32, scratch
+    keys,  # [rows, vocab] int64, scratch
+    out,  # [rows] int64
+    vocab, groups, chunks, splits,
+    GROUPS: tl.constexpr,  # these, CHUNKS and SPLITS: powers of two, at least groups, chunks, splits and 2
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the weights whose higher digits are the prefix. Arguments as of _weights_kernel."""
     row = tl.program_id(0).to(tl.int64)
-    if _needs(SEARCH, temperature, top_k, top_p, min_p, row, vocab):
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        w = tl.load(weights + row * vocab + token, token < vocab, other=0)
-        key = _key_of(tl.where(w > 0, w, 1))
-        counted = (w > 0) & ((key >> (36 - 12 * DIGIT)) == tl.load(state + row * 8 + 5))
-        at = bins + row * 8192 + ((key >> (24 - 12 * DIGIT)) & 4095)
-        tl.atomic_add(at, w, counted)
-        tl.atomic_add(at + 4096, tl.full([BLOCK], 1, tl.int64), counted)
-
-
-@jit
-def _search_kernel(
-    temperature, top_k, top_p, min_p, u, bins, state, vocab, SEARCH: tl.constexpr, DIGIT: tl.constexpr, BINS: tl.constexpr
-):  # fmt: skip
-    """One more digit of the weight at which the prefix of the falling order is enough, at last what it was for. u: float64."""
-    row = tl.program_id(0).to(tl.int64)
-    at = state + row * 8
-    mass = tl.load(at)
-    top_mass = mass
-    if SEARCH > 0:
-        top_mass = tl.load(at + 2)
-    limit = tl.maximum(tl.load(top_p + row) * top_mass.to(tl.float64), 1.0)
-    wanted = tl.load(top_k + row)
-    needed = _needs(SEARCH, temperature, top_k, top_p, min_p, row, vocab)
-    total = top_mass
-    target = mass * 0
-    if SEARCH == 2:
-        total = tl.minimum(tl.load(at + 3), top_mass)
-        total = tl.where(tl.load(min_p + row) > 0, tl.minimum(total, tl.load(at + 1)), total)
-        total = tl.maximum(total, tl.minimum(mass, 1099511627776))
-        total = tl.where(_is_filtered(temperature, top_k, top_p, min_p, row, vocab), total, mass)
-        target = (tl.load(u + row) * total.to(tl.float64)).to(tl.int64)
-        target = tl.maximum(tl.minimum(target, total - 1), 0)
-        target = tl.where(_is_greedy(temperature, top_k, row), 0, target)
-    if needed:
-        prefix, above, above_count = mass * 0, mass * 0, mass * 0
-        if DIGIT > 0:
-            prefix, above, above_count = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-        i = tl.arange(0, BINS)
-        part = tl.load(bins + row * 2 * BINS + BINS - 1 - i)
-        part_count = tl.load(bins + row * 2 * BINS + 2 * BINS - 1 - i)
-        running = above + tl.cumsum(part, 0)
-        if SEARCH == 0:
-            short = above_count + tl.cumsum(part_count, 0) < wanted
-        elif SEARCH == 1:
-            short = running.to(tl.float64) < limit
-        else:
-            short = running <= target
-        found = tl.sum(short.to(tl.int32), 0)  # all bins: the whole row is not enough
-        above += tl.sum(tl.where(i < found, part, 0), 0)
-        above_count += tl.sum(tl.where(i < found, part_count, 0), 0)
-        prefix = prefix * BINS + tl.maximum(BINS - 1 - found, 0)
-        tl.store(at + 5, prefix)
-        tl.store(at + 6, above)
-        tl.store(at + 7, above_count)
-        if DIGIT == 2:
-            weight = ((prefix << 22) + (1023 << 52)).to(tl.float64, bitcast=True).to(tl.int64)
-            if SEARCH == 0:
-                reached = tl.minimum(above + (wanted - above_count) * weight, mass)
-                tl.store(at + 2, tl.where(wanted > above_count, reached, above))
-            elif SEARCH == 1:
-                equals = tl.maximum(((limit - above.to(tl.float64)) / weight.to(tl.float64)).to(tl.int64) - 1, 1)
-                more = tl.arange(0, 4)
-                lacking = (above + (equals + more) * weight).to(tl.float64) < limit
-                tl.store(at + 3, above + (equals + tl.sum(lacking.to(tl.int64), 0)) * weight)
-            else:  # which of the equal ones
-                tl.store(at + 4, (target - above) // tl.maximum(weight, 1))
+    k, greedy, filtered, massive = _asked_of(temperature, top_k, top_p, min_p, row, vocab)
+    source = (logits, mask, seen, repetition, presence, frequency)
+    greatest = _maxima_of(maxima, row, groups, GROUPS)
+    most = tl.max(greatest, 0)
+    if greedy:
+        group = tl.min(tl.where(greatest == most, tl.arange(0, GROUPS), GROUPS - 1), 0)
+        token = group * GROUP + tl.arange(0, GROUP)
+        x = logits_of(source, row, token, vocab)
+        tl.store(out + row, tl.min(tl.where(x == most, token, vocab - 1), 0))
     else:
-        if DIGIT == 2:
-            if SEARCH == 2:
-                tl.store(at + 4, target)
-            else:
-                tl.store(at + 2 + SEARCH, top_mass)
+        factor = factor_of(temperature, row)
+        mass = tl.load(seed + row) * 0
+        if massive:
+            mass = tl.sum(_parts_of(masses, row, chunks, CHUNKS), 0)
+        if filtered:
+            p = tl.load(top_p + row)
+            least = mass * 0 + 1
+            if k < vocab:
+                least = tl.maximum(least, kth_weight(most - greatest, k, factor, COEFFICIENTS))
+            if massive:
+                limit = p * mass.to(tl.float64)
+                least = tl.maximum(least, nucleus_floor(tallies + row * splits * 64, mass, limit, splits, SPLITS))
+            if (k == vocab) | (p >= 1):
+                least = tl.maximum(least, tl.minimum(floor_of(min_p + row), 1099511627776))
+            own = keys + row * vocab
+            greatest = _maxima_of(maxima, row, groups, GROUPS)  # again: few registers
+            n, total = list_keys(source, greatest, most, factor, least, listed + row * groups, own, row, vocab,
+                                 GROUP, GROUPS, TILE, COEFFICIENTS)  # fmt: skip
+            at = (top_p + row, min_p + row, seed + row, counter + row)
+            chosen = choose_key(own, n, total, least, mass, k, *at, TILE)
+            tl.store(out + row, tl.where(n > 0, chosen, vocab - 1))
+        else:
+            target = target_of(seed + row, counter + row, mass)
+            parts = _parts_of(masses, row, chunks, CHUNKS)
+            found = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= target).to(tl.int32), 0), chunks - 1)
+            target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < found, parts, 0), 0)
+            x = logits_of(source, row, found * CHUNK + tl.arange(0, CHUNK), vocab)
+            w = weight_of(most - x, factor, COEFFICIENTS)
+            before = tl.sum((tl.cumsum(w, 0) <= target).to(tl.int32), 0)
+            tl.store(out + row, tl.minimum(found * CHUNK + before, vocab - 1))
 
 
 @jit
-def _pick_kernel(
-    weights, temperature, top_k, top_p, min_p, state, out, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The first token whose running sum, of its weight or of what equals the weight that was found, exceeds the target."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(state + row * 8 + 4)
-    prefix = tl.load(state + row * 8 + 5)
-    filtered = _is_filtered(temperature, top_k, top_p, min_p, row, vocab)
-    running = target * 0
-    chosen = target * 0
-    for block in range(BLOCKS):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        w = tl.load(weights + row * vocab + token, token < vocab, other=0)
-        equal = (w > 0) & (_key_of(tl.where(w > 0, w, 1)) == prefix)
-        w = tl.where(filtered, equal.to(tl.int64), w)
-        chosen += tl.sum((running + tl.cumsum(w, 0) <= target).to(tl.int64), 0)
-        running += tl.sum(w, 0)
-    tl.store(out + row, tl.minimum(chosen, vocab - 1))
+def _parts_of(masses, row, chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    return tl.load(masses + row * chunks + chunk, chunk < chunks, other=0)
 
 
 def variants() -> dict[str, Variant]:
-    asked = {"temperature": "*fp32", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp64"}
-    factors = ("repetition", "presence", "frequency")
-    common = asked | {"weights": "*i64", "bins": "*i64", "state": "*i64", "u": "*fp64", "out": "*i64", "vocab": "i32"}
-    made = {}
-    for kind in ("fp32", "bf16"):
-        types = {"logits": f"*{kind}", "mask": "*i32", "seen": "*i32", "maxima": "*fp32"} | {"chunks": "i32"} | common
-        types |= dict.fromkeys(factors, "*fp32")
-        constants = {"BLOCK": CHUNK, "CHUNKS": 128, "COEFFICIENTS": COEFFICIENTS}
-        made[f"weights-{kind}"] = _variant(_weights_kernel, types, constants)
-        made[f"maxima-{kind}"] = _variant(_maxima_kernel, types, {"BLOCK": CHUNK})
-    for search in (0, 1, 2):
-        made[f"search-{search}"] = _variant(_search_kernel, common, {"SEARCH": search, "DIGIT": 2, "BINS": BINS}, 8)
-    made["bins"] = _variant(_bins_kernel, common, {"SEARCH": 0, "DIGIT": 1, "BLOCK": CHUNK})
-    made["pick"] = _variant(_pick_kernel, common, {"BLOCK": 4 * CHUNK, "BLOCKS": 32}, num_warps=8)
-    types = dict.fromkeys(("tokens", "slots", "num_prompt", "num_tokens"), "*i64")
-    types |= {"seen": "*i32", "length": "i32", "vocab": "i32"}
-    made["count"] = _variant(_count_kernel, types, {"BLOCK": CHUNK})
+    types = {
+        "mask": "*i32",
+        "seen": "*i32",
+        "maxima": "*fp32",
+        "temperature": "*fp32",
+        "top_k": "*i64",
+        "top_p": "*fp64",
+    }
+    types |= {
+        "min_p": "*fp64",
+        "seed": "*i64",
+        "counter": "*i64",
+        "masses": "*i64",
+        "tallies": "*i32",
+        "listed": "*i32",
+    }
+    types |= {"keys": "*i64", "out": "*i64"} | dict.fromkeys(("repetition", "presence", "frequency"), "*fp32")
+    types |= dict.fromkeys(("vocab", "groups", "chunks", "splits", "length"), "i32")
+    types |= dict.fromkeys(("tokens", "slots", "num_prompt", "num_tokens"), "*i64")
+    sizes = {"GROUP": GROUP, "GROUPS": 2048, "CHUNK": CHUNK, "CHUNKS": 64, "LOOPS": 8, "SPLITS": 8, "TILE": TILE}
+    sizes |= {"COEFFICIENTS": COEFFICIENTS}
+    plain = dict.fromkeys(("mask", "seen", "repetition", "presence", "frequency"))
+
+    def variant(kernel: object, logits: str, given: dict[str, object]) -> Variant:
+        names = kernel.arg_names
+        constants = {name: value for name, value in given.items() if name in names}
+        kinds = {
+            name: kind for name, kind in (types | {"logits": logits}).items() if name in names and name not in given
+        }
+        return Variant(kernel, kinds, constants, divisible=("vocab",))
+
+    made = {"count": variant(_count_kernel, "*bf16", {"BLOCK": COUNTED})}
+    for name, logits, absent in (("bf16", "*bf16", plain), ("fp32-penalties-mask", "*fp32", {})):
+        made[f"maxima-{name}"] = variant(_maxima_kernel, logits, sizes | absent | {"BLOCK": MAXIMA})
+        made[f"masses-{name}"] = variant(_masses_kernel, logits, sizes | absent)
+        made[f"choose-{name}"] = variant(_choose_kernel, logits, sizes | absent)
     return made
-
-
-def _variant(kernel: object, types: dict[str, str], constants: dict[str, object], num_warps: int = 4) -> Variant:
-    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    return Variant(kernel, types, constants, num_warps, divisible=("vocab",))

@@ -34,6 +34,8 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 def _row(key: str, field: ast.AnnAssign, line: str) -> str:
     default = ast.literal_eval(field.value)
+    if not line.partition("  # ")[2]:
+        raise ValueError(f"{key} has no comment on its line")
     shown = "unset" if default in (None, "") else str(default).lower() if isinstance(default, bool) else str(default)
     return f"| `{key}` | {shown} | {line.partition('  # ')[2]} |"
 

@@ -30,9 +30,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"  # cpu, cuda, cuda:1; auto = cuda where there is one
     max_seq_len: int | None = None  # tokens of one sequence, prompt and output; unset = the model's own limit
     num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
-    kernels: Kernels = (
-        "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best that can be had on this machine
-    )
+    kernels: Kernels = "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best of them that can be had
     cuda_graphs: bool = True  # replay steps that only generate as CUDA graphs
     quantization: Quantization = "none"  # `int8` weights, `w8a8` int8 activations too; none = the checkpoint's own
 
@@ -48,9 +46,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     watermark: float = 0.01  # share of the pool that a new admission leaves untouched
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
-    dtype: KvDType = (
-        "auto"  # `int8`, `int4`: a half, a quarter of bfloat16's memory; auto = the checkpoint's, the model's own
-    )
+    dtype: KvDType = "auto"  # `int8`, `int4` (slow on a CPU); auto = as the checkpoint says, else the model's own
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

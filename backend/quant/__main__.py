@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from backend.api.errors import ConfigError
 from backend.models.config import read_model_config
 from backend.models.loader import DEFAULT_MODEL, resolve_model_path
 from backend.quant.checkpoint import check_output
-from backend.quant.run import Made, Wanted, quantize_checkpoint
+from backend.quant.run import Made, Wanted, check_source, quantize_checkpoint
 from backend.quant.text import built_in_texts, read_text, rows_of
 
 NO_CALIBRATION = "none"
@@ -69,6 +70,8 @@ def show(made: Made, wanted: Wanted, output: Path) -> None:
     kv = f", KV cache in {wanted.kv}" if wanted.kv else ""
     line = f"{wanted.scheme}{kv}: {before:.1f} MB before, {after:.1f} MB after ({before / after:.2f} times smaller)"
     console.print(line, highlight=False, soft_wrap=True)
+    if wanted.kv == "int4" and not torch.cuda.is_available():
+        console.print("int4 KV is for GPUs: on a CPU serve it with --set kv_cache.dtype=int8 as well", soft_wrap=True)
     console.print(f"serve it with: ./everbatch serve --model {output}", highlight=False, soft_wrap=True, markup=False)
 
 
@@ -82,10 +85,12 @@ def main(
 ) -> None:
     """`deploy/cli.py` names and explains the options; empty and 0 stand for those that were left out."""
     torch.set_grad_enabled(False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = Wanted(scheme, group or None, kv or None)
     try:
         check_output(output)
         directory = resolve_model_path(model)
+        check_source(directory, wanted)
         rows = calibration_rows(directory, calibration)
         if rows is not None:
             console.print(f"calibration: {rows.numel()} tokens in {len(rows)} rows", highlight=False)
@@ -93,6 +98,9 @@ def main(
     except ConfigError as error:
         Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("everbatch: stopped; nothing was written", highlight=False)
+        sys.exit(130)
     except OSError as error:
         Console(stderr=True).print(
             f"[red]everbatch: {escape(str(output))} cannot be written ({escape(error.strerror or str(error))}); "

@@ -60,6 +60,12 @@ def quantize_checkpoint(
     return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
 
 
+def check_source(directory: Path, wanted: Wanted) -> None:
+    """Raise ConfigError for what `quantize_checkpoint` would refuse for the model's sake."""
+    source = FloatCheckpoint(directory)
+    make_scheme(wanted.scheme, wanted.group, widths(source.config), source.layer(0)[1])
+
+
 def widths(config: ModelConfig) -> set[tuple[int, int]]:
     """(n, k) of every projection of a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -100,6 +100,8 @@ def choose_tier(
     if section.kernels == wanted != "torch":
         raise ConfigError(f"model.kernels is {wanted}, which cannot be had: {reason}")
     log.info("kernels: torch, because %s", reason)
+    if section.kernels != "torch":
+        progress(f"loading the model, on torch operators because {reason}")
     return Choice("torch")
 
 

@@ -19,7 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "torch is missing in this Python; use .venv/bin/python -m benchmarks.gpu, or one that has torch and triton"
+    )
 
 from benchmarks.gpu import machine, report
 from benchmarks.gpu.case import Case
@@ -89,6 +94,8 @@ def _finish(options: argparse.Namespace, results: Results) -> None:
     results.save()
     text = tables(cases, rows, results)
     say(text)
+    if not torch.cuda.is_available():
+        say("\nThere is no CUDA device here: nothing was measured.")
     report.write(options.results, text, cases, results, say)
 
 

@@ -11,7 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("torch is missing in this Python; use .venv/bin/python -m tests.gpu, or one that has torch and triton")
 
 from tests.gpu.harness import DEVICE, REASON
 
