@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -10,6 +10,15 @@ PROGRAMS = 132  # that fill a GPU: an H200's SMs
 SPLIT_UP_TO = 64  # rows
 MOST_SPLITS = 8
 LEAST_STEPS = 4  # along k that a split is worth
+
+
+class GroupTiles(NamedTuple):
+    """Of a product whose step along k is a group of the weight's columns."""
+
+    block_m: int  # rows of x
+    block_n: int  # features
+    num_warps: int
+    num_stages: int
 
 
 def tiles_of(table: dict[int | None, T], m: int) -> T:

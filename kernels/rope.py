@@ -3,8 +3,8 @@
     angle = position * inv_freq              [num_tokens, head_dim / 2]
     (a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., :half], b = x[..., half:]
 
-With the sign in the sine and the halves exchanged this is x * [cos cos] + roll(x) * [-sin sin]: `rope_factors` makes
-the two factors once a step, `rope` runs once a layer.
+With the sign in the sine and the halves exchanged this is x * [cos cos] + roll(x) * [-sin sin]; `rope_factors` makes the two
+factors. Its Triton form is part of kv_append.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,3 @@ def rope_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def reference(x: Tensor, straight: Tensor, crossed: Tensor) -> Tensor:
     """x [num_tokens, heads, head_dim]; factors of `rope_factors` in x's dtype -> x rotated, a new tensor."""
     return torch.addcmul(x * straight, x.roll(x.shape[-1] // 2, -1), crossed)
-
-
-def rope(x: Tensor, straight: Tensor, crossed: Tensor) -> Tensor:
-    """Rotate every head by its token's angles."""
-    return reference(x, straight, crossed)

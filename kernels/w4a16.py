@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.gemm_tiles import GroupTiles as Tiles
 from kernels.gemm_tiles import splits_of, tiles_of
 from kernels.kv_format import floats_of_int4, unpacking
 from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
@@ -66,13 +67,6 @@ class Weight4(NamedTuple):
         """With scales and zeros of x's type."""
         zeros = None if self.zeros is None else self.zeros.to(dtype)
         return self._replace(scales=self.scales.to(dtype), zeros=zeros)
-
-
-class Tiles(NamedTuple):
-    block_m: int  # tokens
-    block_n: int  # features
-    num_warps: int
-    num_stages: int
 
 
 # Architecture -> the least bucket that holds m -> tiles. A step along k is a group.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels import w8a8
+from kernels.gemm_tiles import GroupTiles as Tiles
 from kernels.gemm_tiles import splits_of, tiles_of
 from kernels.int8_rows import GROUP, Int8Rows
 from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
@@ -72,13 +73,6 @@ class Weight4A8(NamedTuple):
     scale: Tensor  # float32 [n]
     group_scales: Tensor | None  # int8 [k / GROUP, n], 1..16; None: per channel
     zeros: Tensor  # uint8 [k / GROUP, n], or [1, n] per channel; 0..15
-
-
-class Tiles(NamedTuple):
-    block_m: int  # rows of x
-    block_n: int  # features
-    num_warps: int
-    num_stages: int
 
 
 # Architecture -> the least bucket that holds m -> tiles. A step along k is a group.

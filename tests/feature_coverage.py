@@ -13,12 +13,12 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 
-# The rows that the main job closes, document by document.
+# The rows that are closed so far, document by document. 003-60 (graphs) is only seen on a GPU: tests/gpu/test_models.py.
 REQUIRED = {
     "000": "01 03-07 10-13 15-17 21-27 59",
     "001": "01 06-09 22-23 25-28 32-33 35 56-59 64-65",
-    "003": "05 11-28 34-37 40-46 49 52-59 63-65",
-    "004": "01-20 24-27 29-32",
+    "003": "05 11-28 34-37 40-46 49 52-59 63-65 67-68",
+    "004": "01-20 22 24-27 29-32",
 }
 
 

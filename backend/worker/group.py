@@ -60,6 +60,7 @@ class InProcessWorkerGroup:
             torch.cuda.set_device(self.device)  # Triton and events take the current one
         self.model: Llama | None = None
         self._choice = Choice("torch")
+        self._native: NativeTier | None = None
         self.runner: ModelRunner | DeviceRunner | None = None
         self._look_ahead = scheduler.look_ahead
         self._in_flight: deque[Pending] = deque()
@@ -135,6 +136,7 @@ class InProcessWorkerGroup:
     def shutdown(self) -> None:
         self._in_flight.clear()
         self.runner = None
+        self._native = None
         self.model = None
 
     @contextmanager
@@ -177,8 +179,10 @@ class InProcessWorkerGroup:
         return kv_layout(config, block_size, self.model.dtype, kv_dtype(self._kv_cache, config))
 
     def _native_tier(self, block_size: int) -> NativeTier:
-        is_int8 = kv_dtype(self._kv_cache, self.model.config) == "int8"
-        return NativeTier(self.model, self._choice.library, block_size, is_int8)
+        if self._native is None or self._native.block_size != block_size:
+            is_int8 = kv_dtype(self._kv_cache, self.model.config) == "int8"
+            self._native = NativeTier(self.model, self._choice.library, block_size, is_int8)
+        return self._native
 
     def _kv_block(self, block_size: int) -> KVBlock:
         if self._choice.name == "native":

@@ -62,6 +62,7 @@ class NativeTier:
     def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool):
         """`model`: one whose linear layers were made by PackLinears."""
         config = model.config
+        self.block_size = block_size
         shape = NativeShape(
             config.num_heads,
             config.num_kv_heads,

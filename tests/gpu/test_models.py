@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.gpu.harness import (
     DEVICE,
@@ -34,14 +34,23 @@ def directory_of(name: str, scratch: str) -> Path:
     return make_random_model(Path(scratch), **MODELS[name])
 
 
-def generate(directory: Path, device: str, pool_tokens: int, kv: str = "auto") -> tuple[list[list[int]], int]:
-    """Greedy, in float32 -> tokens of each prompt, and how many tokens were computed again."""
+class Generated(NamedTuple):
+    tokens: list[list[int]]  # of each prompt
+    num_recomputed: int
+    num_graphs: int
+
+
+def generate(
+    directory: Path, device: str, kernels: str, pool_tokens: int = 4096, kv: str = "auto", graphs: bool = True
+) -> Generated:
+    """Greedy, in float32."""
     from backend.api.config import load_config
     from backend.api.request import Request
     from backend.engine.core import EngineCore
     from backend.worker.group import InProcessWorkerGroup
 
-    settings = [f"model.path={directory}", f"model.device={device}", "model.dtype=float32", "model.kernels=torch"]
+    settings = [f"model.path={directory}", f"model.device={device}", "model.dtype=float32", f"model.kernels={kernels}"]
+    settings += [f"model.cuda_graphs={str(graphs).lower()}"]
     settings += [f"kv_cache.block_size={BLOCK_SIZE}", f"kv_cache.max_tokens={pool_tokens}", f"kv_cache.dtype={kv}"]
     settings += ["kv_cache.watermark=0.0", "scheduler.policy=max_utilization", "scheduler.max_num_tokens=64"]
     settings += ["kv_cache.enable_block_reuse=false", "scheduler.max_batch_size=8", "model.max_seq_len=256"]
@@ -57,18 +66,27 @@ def generate(directory: Path, device: str, pool_tokens: int, kv: str = "auto") -
         for response in core.step():
             assert not response.has_error(), response.error_msg
             tokens[response.request_id - 1] += response.result.output_token_ids[0]
-    recomputed = core.counters.recomputed_tokens_total
+    num_graphs = len(workers.runner.graphs) if kernels == "triton" else 0
     workers.shutdown()
-    return tokens, recomputed
+    return Generated(tokens, core.counters.recomputed_tokens_total, num_graphs)
 
 
 @each("name", tuple(MODELS))
 def test_greedy_tokens_in_float32_are_the_cpus(name):
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)
-        expected, _ = generate(directory, "cpu", 4096)
-        measured, _ = generate(directory, str(DEVICE), 4096)
+        expected = generate(directory, "cpu", "torch").tokens
+        measured = generate(directory, str(DEVICE), "triton").tokens
     assert measured == expected and all(len(tokens) == NEW_TOKENS for tokens in measured)
+
+
+def test_tokens_are_the_same_with_and_without_graphs():
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = directory_of("llama3", scratch)
+        eager = generate(directory, str(DEVICE), "triton", graphs=False)
+        replayed = generate(directory, str(DEVICE), "triton", graphs=True)
+    assert replayed.tokens == eager.tokens
+    assert eager.num_graphs == 0 and (replayed.num_graphs > 0 or not IS_GPU)
 
 
 @each("kv", ("auto", "int8", "int4"))
@@ -77,7 +95,7 @@ def test_a_small_pool_gives_the_tokens_of_a_large_one(name, kv):
     small = 256 if IS_GPU else 32
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)
-        expected, never = generate(directory, str(DEVICE), 4096, kv)
-        measured, recomputed = generate(directory, str(DEVICE), small, kv)
-    assert measured == expected
-    assert never == 0 and (recomputed > 0 or not IS_GPU)
+        roomy = generate(directory, str(DEVICE), "triton", 4096, kv)
+        cramped = generate(directory, str(DEVICE), "triton", small, kv)
+    assert cramped.tokens == roomy.tokens
+    assert roomy.num_recomputed == 0 and (cramped.num_recomputed > 0 or not IS_GPU)

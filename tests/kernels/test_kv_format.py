@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kernels import kv_format
-from kernels.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack, unpacking
+from kernels.kv_format import (
+    PlainPool,
+    QuantizedPool,
+    dequantize_rows,
+    pack,
+    plain_pool,
+    quantize_rows,
+    unpack,
+    unpacking,
+)
 from tests.kernels.numbers import random_tensor
 
 BITS = [8, 4]
@@ -250,3 +261,11 @@ def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits, dty
 
 def test_numbers_for_float32_queries_are_converted_without_a_bias():
     assert unpacking(torch.float32, 4, compiled=True) == unpacking(torch.float32, 8, compiled=True) == (None, 0)
+
+
+@pytest.mark.feature("004-22")
+def test_the_same_memory_holds_nearly_twice_the_tokens_in_int8_and_four_times_in_int4():
+    plain = PlainPool(64, 8, 128, torch.bfloat16)
+    size = math.prod(plain.block_shape) * plain.dtype.itemsize
+    for bits, times in ((8, 2), (4, 4)):
+        assert 0.94 * times <= size / QuantizedPool(64, 8, 128, bits).block_bytes < times

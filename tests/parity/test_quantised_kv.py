@@ -1,8 +1,8 @@
 """Eviction with a quantised KV cache: what is computed again is the numbers that were lost.
 
-The rule (backend/README.md): every query reads the pool as it was written, also its own chunk's keys. The native tier then repeats
-itself bit for bit. On the torch tier a row of a product depends in its last bits on the rows beside it, and a key that lies just
-between two steps of its quantisation may take the other one; that is far less than what quantisation itself changes.
+The rule (backend/README.md): every query reads the pool as it was written, also its own chunk's keys. The native tier then
+repeats itself bit for bit. On the torch tier a row of a product depends in its last bits on the rows beside it, and a key that
+lies just between two steps of its quantisation may take the other one; that is far less than what quantisation itself changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.model.tiers import NATIVE, TORCH, TierCase
-from tests.parity.scenario import BLOCK, RecordingEngine, Recording
+from tests.parity.scenario import BLOCK, Recording, RecordingEngine
 from tests.parity.test_engine_parity import FAMILIES, random_tokens
 
 NUM_TOKENS = 48
@@ -46,6 +46,7 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+@pytest.mark.feature("004-14", "004-22")
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(hf, kv):
     whole, evicted = run(hf, TORCH, kv, 64, None), run(hf, TORCH, kv, 2, 11)
@@ -55,6 +56,7 @@ def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_
     assert rms(logits(evicted) - logits(whole)) <= quantisation / 10
 
 
+@pytest.mark.feature("004-14", "004-22")
 def test_on_the_native_tier_eviction_changes_no_bit(hf, native_kernels):
     whole, evicted = run(hf, NATIVE, "int8", 64, None), run(hf, NATIVE, "int8", 2, 11)
     assert torch.equal(logits(evicted), logits(whole))

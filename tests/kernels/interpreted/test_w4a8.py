@@ -43,6 +43,7 @@ def bounds(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch
     return (zero - 128 // scale).clamp(min=0), (zero + 127 // scale).clamp(max=15)
 
 
+@pytest.mark.feature("003-67", "003-68")
 @pytest.mark.parametrize("case", kernel.CASES)
 def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case):
     m, n, k, per_group = case
