@@ -38,11 +38,13 @@ class KVStorage:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination), as if one after the other."""
+        if not copies:
+            return
         if self._device.type == "cpu" or _is_chain(copies):
             for pool in self.pools:
                 for source, destination in copies:
                     pool[destination] = pool[source]
-        elif copies:
+        else:
             sources, destinations = place(np.array(copies).T.copy(), self._device)
             for pool in self.pools:
                 pool.index_copy_(0, destinations, pool.index_select(0, sources))

@@ -54,6 +54,7 @@ constexpr int PIECE = SHORT_PIECE;
 constexpr int PIECE = 2048;
 #endif
 constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
+constexpr int HELD_ROWS = 96;   // whose sums of a panel the innermost cache keeps until they are handed over
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
 template <class T>
@@ -78,43 +79,6 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// c [rows][PANEL] (+)= rows row0 .. row0 + rows of `a` times rows first .. first + count of panel `p`. T: what the format computes in.
-// `next`: what is read next; the first tiles of rows fetch it.
-template <class T>
-void panel_piece(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t p, int64_t first, int64_t count, float* c,
-                 const char* next) {
-    const int64_t depth = l.depth();
-    const int most = l.format == W8A8 ? INT8_ROWS : rows_at_once<T>();
-    const int tiles = (rows + most - 1) / most;
-    alignas(64) T unpacked[SHORT_PIECE * PANEL];
-    const T* w = static_cast<const T*>(l.data) + (p * depth + first) * PANEL;
-    const int8_t* q = static_cast<const int8_t*>(l.data) + p * depth * PANEL;
-    const bf16* scales = l.scales + p * l.groups() * PANEL;
-    if (l.format == INT8) {
-        unpack_int8(q, scales, l.group, first, count, unpacked);
-        w = unpacked;
-    }
-    const int64_t bytes = count * PANEL * (l.format >= INT8 ? 1 : int64_t(sizeof(T)));
-    const bool in_half = tiles > 1 && l.format != INT8;  // two tiles share the fetching; unpacked rows are twice what is read
-    for (int t = 0; t < tiles; t++) {
-        const int from = int(int64_t(rows) * t / tiles), n = int(int64_t(rows) * (t + 1) / tiles) - from;
-        auto run = [&](auto lines) {
-            const char* ahead = next + (in_half ? t * bytes / 2 : 0);
-            if (l.format == W8A8)
-                product_int8<lines()>(a.int8(row0 + from, first, first / l.group), q + first * PANEL, scales + first / l.group * PANEL,
-                                      l.group, int(count / l.group), c + from * PANEL, PANEL, first == 0, n, ahead);
-            else
-                product<lines()>(a.row<T>(row0 + from) + first, a.ld, w, int(count), c + from * PANEL, PANEL, first == 0, n, ahead);
-        };
-        if (tiles == 1 && l.format != INT8)
-            run(std::integral_constant<int, 2>());
-        else if (t == 0 || (t == 1 && in_half))
-            run(std::integral_constant<int, 1>());
-        else
-            run(std::integral_constant<int, 0>());
-    }
-}
-
 // Bytes between what is used of a panel and what is fetched, where one tile has all rows: measured on Zen 4.
 constexpr int64_t fetch_ahead(int rows) { return rows < 4 ? 4096 : 8192; }
 
@@ -128,52 +92,107 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
+// Rows of `a`, in tiles: what one product takes.
+template <class T>
+struct Tiles {
+    const Linear& l;
+    const Operand& a;
+    const int64_t row0;
+    const int rows, most = l.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), count = (rows + most - 1) / most;
+
+    int first(int tile) const { return int(int64_t(rows) * tile / count); }
+
+    // c [first(tile + 1) - first(tile)][PANEL] (+)= a tile times rows from .. from + depth of a panel. `panel`: of T, these rows alone, or
+    // of W8A8, from its beginning on. `next`: what is read next; the first tiles fetch it.
+    void multiply(int tile, const void* panel, const bf16* scales, int64_t from, int64_t depth, float* c, const char* next) const {
+        const int64_t row = row0 + first(tile);
+        const int n = first(tile + 1) - first(tile);
+        const bool in_half = count > 1 && l.format != INT8;  // two tiles share the fetching; unpacked rows are twice what is read
+        if (in_half) next += tile * depth * PANEL * (l.format == W8A8 ? 1 : sizeof(T)) / 2;
+        auto run = [&](auto lines) {
+            if (l.format == W8A8)
+                product_int8<lines()>(a.int8(row, from, from / l.group), static_cast<const int8_t*>(panel) + from * PANEL,
+                                      scales + from / l.group * PANEL, l.group, int(depth / l.group), c, PANEL, from == 0, n, next);
+            else
+                product<lines()>(a.row<T>(row) + from, a.ld, static_cast<const T*>(panel), int(depth), c, PANEL, from == 0, n, next);
+        };
+        if (count == 1 && l.format != INT8)
+            run(std::integral_constant<int, 2>());
+        else if (tile == 0 || (tile == 1 && in_half))
+            run(std::integral_constant<int, 1>());
+        else
+            run(std::integral_constant<int, 0>());
+    }
+};
+
 // Panels in the order they are worked on: as they lie (AT_ONCE = 1), or each of the first half with its fellow of the second (2).
 // put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels; columns from l.n on are padding.
 // T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
 template <class T, int AT_ONCE, class Put>
 void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
     static thread_local Buffer<float> scratch;
-    const int64_t depth = l.depth(), panels = l.panels();
+    const int64_t depth = l.depth(), panels = l.panels(), bytes = l.format >= INT8 ? 1 : sizeof(T);
+    const bool unpacks = l.format == INT8;
+    const char* data = static_cast<const char*>(l.data);
     auto panel_at = [&](int64_t i) { return AT_ONCE == 1 ? i : i / 2 + i % 2 * (panels / 2); };
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
-        const bool few = m <= (l.format == W8A8 ? INT8_ROWS : rows_at_once<T>());
-        const int64_t together = AT_ONCE == 1 ? panels_together(panels, m, team.size) : 2 * panels_together(panels / 2, m, team.size);
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = l.format == INT8 ? SHORT_PIECE : PIECE;
+        const Tiles<T> tiles{l, a, row0, m};
+        const bool few = tiles.count == 1 && !unpacks;
+        const int64_t together = AT_ONCE * panels_together(panels / AT_ONCE, m, team.size);
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = unpacks ? SHORT_PIECE : PIECE;
         const int64_t pieces = (depth + longest - 1) / longest;
-        const int64_t piece = few && l.format != INT8 ? depth : (depth / pieces + unit - 1) / unit * unit;
-        scratch.grow(size_t(together) * m * PANEL);
+        const int64_t piece = few ? depth : (depth / pieces + unit - 1) / unit * unit;
+        // Sums wait here for the next piece; where there is only one, they are handed over as soon as a few tiles are done.
+        const bool waits = piece < depth;
+        const int held = std::max(1, HELD_ROWS / tiles.most);
+        scratch.grow(size_t(waits ? together * m : AT_ONCE * held * tiles.most) * PANEL);
         const int64_t items = (panels + together - 1) / together;
         team.for_each(items, [&](int64_t item) {
+            alignas(64) T unpacked[AT_ONCE][SHORT_PIECE * PANEL];
             const int64_t i0 = item * together, i1 = std::min(panels, i0 + together);
-            const int64_t row_bytes = PANEL * (l.format >= INT8 ? 1 : sizeof(T));
-            auto sums = [&](int64_t i) { return scratch.data() + (i - i0) * m * PANEL; };
             for (int64_t first = 0; first < depth; first += piece) {
                 const int64_t count = std::min(piece, depth - first);
-                for (int64_t i = i0; i < i1; i++) {
-                    const int64_t p = panel_at(i);
-                    const bool last = first + piece >= depth;
-                    const int64_t ahead = i + 1 < i1 ? panel_at(i + 1) * depth + first
-                                          : last     ? panel_at(i1) * depth
-                                                     : panel_at(i0) * depth + first + piece;
-                    const char* next = static_cast<const char*>(l.data) + ahead * row_bytes;
-                    if (few && l.format != INT8) next = static_cast<const char*>(l.data) + p * depth * row_bytes + fetch_ahead(m);
-                    panel_piece<T>(l, a, row0, m, p, first, count, sums(i), next);
-                }
-            }
-            for (int64_t i = i0; i < i1; i += AT_ONCE) {
-                for (int64_t r = 0; r < m; r++) {
-                    float* of_row[AT_ONCE];
+                const bool is_last = first + piece >= depth;
+                for (int64_t i = i0; i < i1; i += AT_ONCE) {
+                    const void* panel[AT_ONCE];
+                    const bf16* scales[AT_ONCE];
+                    const char* next[AT_ONCE];
                     for (int n = 0; n < AT_ONCE; n++) {
-                        float* c = of_row[n] = sums(i + n) + r * PANEL;
-                        if (l.bias)
-                            for (int j = 0; j < PANEL; j += LANES) store(c + j, load<Vec>(c + j) + load<Vec>(l.bias + panel_at(i + n) * PANEL + j));
+                        const int64_t p = panel_at(i + n);
+                        panel[n] = data + (p * depth + (l.format == W8A8 ? 0 : first)) * PANEL * bytes;
+                        scales[n] = l.scales + p * l.groups() * PANEL;
+                        next[n] = data + PANEL * bytes * (i + AT_ONCE < i1 ? panel_at(i + AT_ONCE + n) * depth + first
+                                                          : is_last        ? panel_at(i1 + n) * depth
+                                                                           : panel_at(i0 + n) * depth + first + piece);
+                        if (few) next[n] = data + p * depth * PANEL * bytes + fetch_ahead(m);
+                        if (unpacks) {
+                            unpack_int8(static_cast<const int8_t*>(l.data) + p * depth * PANEL, scales[n], l.group, first, count, unpacked[n]);
+                            panel[n] = unpacked[n];
+                        }
                     }
-                    if constexpr (AT_ONCE == 1)
-                        put(row0 + r, i * PANEL, of_row[0]);
-                    else
-                        put(row0 + r, i / 2 * PANEL, of_row[0], of_row[1]);
+                    for (int t0 = 0; t0 < tiles.count; t0 += held) {
+                        const int t1 = std::min(tiles.count, t0 + held), r0 = tiles.first(t0), r1 = tiles.first(t1);
+                        float* sums[AT_ONCE];
+                        for (int n = 0; n < AT_ONCE; n++) {
+                            sums[n] = scratch.data() + (waits ? (i - i0 + n) * m + r0 : n * held * tiles.most) * PANEL;
+                            for (int t = t0; t < t1; t++)
+                                tiles.multiply(t, panel[n], scales[n], first, count, sums[n] + (tiles.first(t) - r0) * PANEL, next[n]);
+                        }
+                        if (!is_last) continue;
+                        for (int r = r0; r < r1; r++) {
+                            for (int n = 0; n < AT_ONCE; n++) {
+                                if (r > r0) sums[n] += PANEL;
+                                if (l.bias)
+                                    for (int j = 0; j < PANEL; j += LANES)
+                                        store(sums[n] + j, load<Vec>(sums[n] + j) + load<Vec>(l.bias + panel_at(i + n) * PANEL + j));
+                            }
+                            if constexpr (AT_ONCE == 1)
+                                put(row0 + r, i * PANEL, sums[0]);
+                            else
+                                put(row0 + r, i / 2 * PANEL, sums[0], sums[1]);
+                        }
+                    }
                 }
             }
         });

@@ -5,12 +5,16 @@
 
 namespace everbatch {
 
-// sum of x^2, and the largest |x| of a group; the tail that is no whole vector goes one by one.
+// Sum of x^2; the tail that is no whole vector goes one by one.
 inline float sum_of_squares(const float* x, int64_t n) {
-    Vec sum{};
+    constexpr int CHAINS = 4;  // sums that do not wait for each other
+    Vec sums[CHAINS] = {};
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) sum = fma(load<Vec>(x + i), load<Vec>(x + i), sum);
-    float total = reduce_add(sum);
+    for (; i + CHAINS * LANES <= n; i += CHAINS * LANES)
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; c++) sums[c] = fma(load<Vec>(x + i + c * LANES), load<Vec>(x + i + c * LANES), sums[c]);
+    for (; i + LANES <= n; i += LANES) sums[0] = fma(load<Vec>(x + i), load<Vec>(x + i), sums[0]);
+    float total = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < n; i++) total += x[i] * x[i];
     return total;
 }
@@ -44,9 +48,7 @@ inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, i
         total += v;
         store(q + i, __builtin_convertvector(v, Quarter));
     }
-    int32_t whole = 0;
-    for (int l = 0; l < LANES; l++) whole += total[l];
-    *sum = -WEIGHT_BIAS * whole;
+    *sum = -WEIGHT_BIAS * reduce_add(total);
 }
 
 // Room for `rows` rows as some linear layers read them, reused from layer to layer.
