@@ -20,6 +20,7 @@ from backend.worker.tier import KVBlock
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
+from kernels.cpu.screen import Screen
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -56,6 +57,9 @@ _ROUNDED = (
 )
 
 
+LEAST_SHARE = 1 / 32  # of lm_head in what a step reads, for a screen to be worth its memory
+
+
 class NativeTier:
     name = "native"
 
@@ -73,8 +77,13 @@ class NativeTier:
             int8_kv,
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
+        lm_head, screen = model.lm_head, None
+        if Screen.fits(lm_head) and lm_head.num_bytes >= LEAST_SHARE * model.num_linear_bytes:
+            screen = Screen(library, lm_head)
+            log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
+        norm = _float(model.norm)
         self._decoder = NativeDecoder(
-            library, shape, model.embedding, model.cos, model.sin, layers, _float(model.norm), model.lm_head
+            library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
         )
         self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
 

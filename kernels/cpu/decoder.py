@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, ModelStruct
+from kernels.cpu.screen import Screen
+from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, ModelStruct, ScreenStruct
 
 MAX_HEAD_DIM = 1024
 UNIT = 32  # tokens of a panel of the KV pool: block sizes are multiples of it
@@ -66,13 +67,15 @@ class NativeDecoder:
         layers: Sequence[NativeLayer],
         norm: Tensor,  # [hidden] float32
         lm_head: PackedLinear,
+        screen: Screen
+        | None = None,  # of lm_head: steps of a few rows that want no logits read that instead of most of it
     ):
         if shape.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {shape.head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
         if shape.block_size % UNIT:
             raise ValueError(f"block_size is {shape.block_size}, the native kernels need a multiple of {UNIT}")
         self._library = library
-        self._held = (embedding, cos, sin, list(layers), norm, lm_head)
+        self._held = (embedding, cos, sin, list(layers), norm, lm_head, screen)
         self.vocab_size = embedding.shape[0]
         self.layout = KVLayout(
             shape.block_size, shape.kv_heads, shape.head_dim, shape.int8_kv, embedding.dtype.itemsize
@@ -92,6 +95,7 @@ class NativeDecoder:
             sin.data_ptr(),
             norm.data_ptr(),
             lm_head.struct,
+            ScreenStruct() if screen is None else screen.struct,
             self._layers,
         )
         self._batch = BatchStruct()

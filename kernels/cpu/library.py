@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ctypes import CDLL, POINTER, c_float, c_int32, c_int64, c_void_p
 
 from kernels.cpu import build
-from kernels.cpu.structs import BatchStruct, KVLayout, LinearStruct, ModelStruct
+from kernels.cpu.structs import BatchStruct, KVLayout, LinearStruct, ModelStruct, ScreenStruct
 
 # name -> (result, arguments)
 _FUNCTIONS = {
@@ -14,6 +14,7 @@ _FUNCTIONS = {
     "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
     "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
     "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
+    "everbatch_screen": (None, [POINTER(LinearStruct), POINTER(ScreenStruct), c_int32]),
     "everbatch_read": (c_int64, [c_void_p, c_int64, c_int32, c_int32]),
     "everbatch_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "everbatch_silu_mul": (None, [c_void_p, c_int64, c_int64, c_void_p]),

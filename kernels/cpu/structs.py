@@ -44,6 +44,10 @@ class LayerStruct(Structure):
     ]
 
 
+class ScreenStruct(Structure):
+    _fields_ = [("linear", LinearStruct), ("error", c_void_p), ("norm", c_void_p)]
+
+
 class ModelStruct(Structure):
     _fields_ = [
         ("hidden", c_int64),
@@ -59,6 +63,7 @@ class ModelStruct(Structure):
         ("sin", c_void_p),
         ("norm", c_void_p),
         ("lm_head", LinearStruct),
+        ("screen", ScreenStruct),
         ("layers", POINTER(LayerStruct)),
     ]
 

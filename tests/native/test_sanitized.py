@@ -13,7 +13,7 @@ from kernels.cpu.build import NativeUnavailable, asan_environment
 from tests.native.harness import SANITIZE
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [f"tests/native/test_{name}.py" for name in ("linear", "rows", "bad_rows", "decoder")]
+FILES = [f"tests/native/test_{name}.py" for name in ("linear", "rows", "bad_rows", "decoder", "screen")]
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is the sanitized process")

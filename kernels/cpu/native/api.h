@@ -1,6 +1,7 @@
 // The C interface. Every structure is mirrored field by field in kernels/cpu/library.py.
 #pragma once
 #include "attention.h"
+#include "screen.h"
 
 extern "C" {
 
@@ -19,6 +20,7 @@ struct everbatch_model {
     const float *cos, *sin;  // [max_seq_len][head_dim / 2]
     const float* norm;       // [hidden]
     everbatch::Linear lm_head;
+    everbatch::Screen screen;  // of lm_head
     const everbatch_layer* layers;
 };
 

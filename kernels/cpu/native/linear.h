@@ -125,16 +125,15 @@ struct Tiles {
     }
 };
 
-// Panels in the order they are worked on: as they lie (AT_ONCE = 1), or each of the first half with its fellow of the second (2).
-// put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels; columns from l.n on are padding.
-// T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
-template <class T, int AT_ONCE, class Put>
-void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
+// The product with some of a layer's panels: panel_at(0 .. panels), in this order, AT_ONCE together.
+// put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels, with the first one's column; columns
+// from l.n on are padding. T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
+template <class T, int AT_ONCE, class At, class Put>
+void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, int64_t panels, At panel_at, Put put) {
     static thread_local Buffer<float> scratch;
-    const int64_t depth = l.depth(), panels = l.panels(), bytes = l.format >= INT8 ? 1 : sizeof(T);
+    const int64_t depth = l.depth(), bytes = l.format >= INT8 ? 1 : sizeof(T);
     const bool unpacks = l.format == INT8;
     const char* data = static_cast<const char*>(l.data);
-    auto panel_at = [&](int64_t i) { return AT_ONCE == 1 ? i : i / 2 + i % 2 * (panels / 2); };
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const Tiles<T> tiles{l, a, row0, m};
@@ -163,7 +162,7 @@ void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put p
                         panel[n] = data + (p * depth + (l.format == W8A8 ? 0 : first)) * PANEL * bytes;
                         scales[n] = l.scales + p * l.groups() * PANEL;
                         next[n] = data + PANEL * bytes * (i + AT_ONCE < i1 ? panel_at(i + AT_ONCE + n) * depth + first
-                                                          : is_last        ? panel_at(i1 + n) * depth
+                                                          : is_last        ? panel_at(std::min(i1, panels - AT_ONCE) + n) * depth
                                                                            : panel_at(i0 + n) * depth + first + piece);
                         if (few) next[n] = data + p * depth * PANEL * bytes + fetch_ahead(m);
                         if (unpacks) {
@@ -188,9 +187,9 @@ void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put p
                                         store(sums[n] + j, load<Vec>(sums[n] + j) + load<Vec>(l.bias + panel_at(i + n) * PANEL + j));
                             }
                             if constexpr (AT_ONCE == 1)
-                                put(row0 + r, i * PANEL, sums[0]);
+                                put(row0 + r, panel_at(i) * PANEL, sums[0]);
                             else
-                                put(row0 + r, i / 2 * PANEL, sums[0], sums[1]);
+                                put(row0 + r, panel_at(i) * PANEL, sums[0], sums[1]);
                         }
                     }
                 }
@@ -201,13 +200,14 @@ void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, Put p
 
 template <class T, class Put>
 void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
-    in_order<T, 1>(team, l, a, rows, put);
+    in_order<T, 1>(team, l, a, rows, l.panels(), [](int64_t i) { return i; }, put);
 }
 
 // Of a layer whose outputs are two halves of whole panels: put(row, column, sums of the first half, sums of the second).
 template <class T, class Put>
 void linear_of_halves(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
-    in_order<T, 2>(team, l, a, rows, put);
+    const int64_t panels = l.panels(), half = panels / 2;
+    in_order<T, 2>(team, l, a, rows, panels, [half](int64_t i) { return i / 2 + i % 2 * half; }, put);
 }
 
 }  // namespace everbatch

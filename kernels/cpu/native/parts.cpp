@@ -66,6 +66,16 @@ void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t ele
     });
 }
 
+// Fills a screen, whose memory is all zero, from lm_head: bfloat16 or float32 panels.
+void everbatch_screen(const Linear* lm_head, const Screen* screen, int32_t threads) {
+    run_team(threads, [&](Team& team) {
+        if (lm_head->format == FLOAT32)
+            make_screen<float>(team, *lm_head, *screen);
+        else
+            make_screen<bf16>(team, *lm_head, *screen);
+    });
+}
+
 // The largest rate at which the machine hands over memory: `passes` times over `bytes`, on all threads. Returns a number that
 // depends on all of it, so that nothing is left out.
 int64_t everbatch_read(const void* memory, int64_t bytes, int32_t passes, int32_t threads) {

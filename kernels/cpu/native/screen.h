@@ -8,6 +8,8 @@
 // by the inequality of Cauchy and Schwarz, |.| the Euclidean norm. For what the sums lose in float32, of k products at most
 // 2 k 2^-24 |x| |w| each, twice that is added to |w - w'|.
 #pragma once
+#include <cfloat>
+
 #include "rows.h"
 
 namespace everbatch {
@@ -20,64 +22,70 @@ struct Screen {
 
 constexpr int64_t SCREENED_ROWS = 8;  // with more, too many panels are left to compute
 
-// Fills `to`, whose memory is all zero, from a packed layer of T. The columns' scales are those of W8A8 weights.
+// The least bfloat16 that is not below x >= 0.
+inline bf16 up_to_bf16(float x) {
+    const bf16 nearest = to_bf16(x);
+    return to_float(nearest) < x ? bf16(nearest + 1) : nearest;
+}
+
+// Fills `to`, whose memory is all zero and whose groups are of PANEL columns of the input, from a packed layer of T.
 template <class T>
 void make_screen(Team& team, const Linear& of, const Screen& to) {
     constexpr int TOGETHER = sizeof(T) == 4 ? 1 : 2;
-    const int64_t depth = to.linear.depth(), group = to.linear.group;
-    const float rounding = 4.0f * float(depth) * 5.97e-8f, up = 1.0f + 1e-4f;  // `up`: the norms themselves are rounded
+    const int64_t depth = to.linear.depth();
+    const float rounding = 4.0f * float(depth) * 5.97e-8f, up = 1.0f + 1e-3f;  // `up`: the norms themselves are rounded
     team.for_each(of.panels(), [&](int64_t p) {
-        const T* w = static_cast<const T*>(of.data) + p * of.depth() * PANEL;
+        const T* w = static_cast<const T*>(of.data) + p * depth * PANEL;
         int8_t* q = static_cast<int8_t*>(const_cast<void*>(to.linear.data)) + p * depth * PANEL;
         bf16* scales = const_cast<bf16*>(to.linear.scales) + p * to.linear.groups() * PANEL;
-        for (int c = 0; c < PANEL; c++) {
-            auto weight = [&](int64_t i) {
-                const T value = i < of.depth() ? w[packed_at<TOGETHER>(i, c)] : T(0);
-                if constexpr (sizeof(T) == 4)
-                    return float(value);
-                else
-                    return to_float(value);
-            };
-            double lost = 0, kept = 0;
-            for (int64_t first = 0; first < depth; first += group) {
-                float most = 0;
-                for (int64_t i = first; i < first + group; i++) most = std::max(most, std::abs(weight(i)));
-                const bf16 rounded = to_bf16(most / 127.0f);
-                const bf16 scale = to_float(rounded) * 127.0f < most ? bf16(rounded + 1) : rounded;
-                const float s = to_float(scale), inverse = s > 0 ? 1.0f / s : 0.0f;
-                scales[first / group * PANEL + c] = scale;
-                for (int64_t i = first; i < first + group; i++) {
-                    const float v = weight(i), whole = std::min(127.0f, std::max(-127.0f, std::nearbyint(v * inverse))), back = whole * s;
-                    q[packed_at<4>(i, c)] = int8_t(uint8_t(int8_t(whole)) + WEIGHT_BIAS);
-                    lost += double(v - back) * (v - back), kept += double(back) * back;
+        float lost[PANEL] = {}, kept[PANEL] = {};  // squares
+        for (int64_t first = 0; first < depth; first += PANEL, scales += PANEL) {
+            float tile[PANEL][PANEL], most[PANEL] = {}, scale[PANEL], inverse[PANEL];
+            for (int i = 0; i < PANEL; i++)
+                for (int c = 0; c < PANEL; c++) {
+                    const T value = w[packed_at<TOGETHER>(first + i, c)];
+                    if constexpr (sizeof(T) == 4)
+                        tile[i][c] = value;
+                    else
+                        tile[i][c] = to_float(value);
                 }
+            for (int i = 0; i < PANEL; i++)
+                for (int c = 0; c < PANEL; c++) most[c] = std::max(most[c], std::abs(tile[i][c]));
+            for (int c = 0; c < PANEL; c++) {
+                scales[c] = std::isfinite(most[c]) ? up_to_bf16(most[c] / 127.0f) : bf16(0);
+                scale[c] = to_float(scales[c]), inverse[c] = scale[c] > 0 ? 1.0f / scale[c] : 0.0f;
             }
-            to.norm[p * PANEL + c] = float(std::sqrt(kept)) * up;
-            to.error[p * PANEL + c] = float(std::sqrt(lost) + rounding * (std::sqrt(kept) + std::sqrt(lost))) * up;
+            for (int i = 0; i < PANEL; i++)
+                for (int c = 0; c < PANEL; c++) {
+                    const float whole = std::min(127.0f, std::max(-127.0f, std::nearbyint(tile[i][c] * inverse[c]))), back = whole * scale[c];
+                    q[packed_at<4>(first + i, c)] = int8_t(uint8_t(int8_t(whole)) + WEIGHT_BIAS);
+                    lost[c] += (tile[i][c] - back) * (tile[i][c] - back), kept[c] += back * back;
+                }
+        }
+        for (int c = 0; c < PANEL; c++) {
+            const float norm = std::sqrt(kept[c]), error = std::sqrt(lost[c]);
+            const bool is_bounded = std::isfinite(error) && p * PANEL + c < of.n;
+            to.norm[p * PANEL + c] = norm * up;
+            to.error[p * PANEL + c] = is_bounded ? (error + rounding * (norm + error)) * up : FLT_MAX;  // else its panel is always computed
         }
     });
 }
 
-// |x| and |x - x'| of a row as lm_head reads it (of T) and as the screen does.
+// |x| and |x - x'| of a row.
 struct Reach {
     float norm, lost;
 };
 
-template <class T>
-Reach reach(const Operand& exact, const Operand& screened, int64_t row, int64_t depth, int64_t group) {
-    const T* x = exact.row<T>(row);
+// x [depth]: as lm_head reads it. `screened`: as the screen does.
+inline Reach reach(const float* x, const Operand& screened, int64_t row, int64_t depth, int64_t group) {
     const int8_t* q = screened.row<int8_t>(row);
     double norm = 0, lost = 0;
     for (int64_t i = 0; i < depth; i++) {
-        float v;
-        if constexpr (sizeof(T) == 4)
-            v = x[i];
-        else
-            v = to_float(x[i]);
-        const float difference = v - float(q[i]) * screened.scales[row * screened.groups + i / group];
-        norm += double(v) * v, lost += double(difference) * difference;
+        const double difference = x[i] - q[i] * screened.scales[row * screened.groups + i / group];
+        norm += double(x[i]) * x[i], lost += difference * difference;
     }
-    return {float(std::sqrt(norm)) * (1.0f + 1e-4f), float(std::sqrt(lost)) * (1.0f + 1e-4f)};
+    const double up = 1.0 + 1e-6;
+    return {float(std::sqrt(norm) * up), float(std::sqrt(lost) * up)};
 }
 
 }  // namespace everbatch

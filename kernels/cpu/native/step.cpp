@@ -65,7 +65,8 @@ struct everbatch_workspace {
     };
     Buffer<float> x, y, attended;
     Buffer<char> queries;
-    OperandBuffer normed[4], attention[4], activated[4], last;  // inputs of qkv and gate_up, out, down, by format; of lm_head
+    OperandBuffer normed[4], attention[4], activated[4];  // inputs of qkv and gate_up, out, down, by format
+    OperandBuffer last, screened;                         // of lm_head and its screen
     std::vector<Thread> threads;
 };
 
@@ -102,6 +103,12 @@ public:
         if (w.threads.size() < size_t(b.threads)) w.threads = std::vector<everbatch_workspace::Thread>(b.threads);
         for (auto& thread : w.threads) thread.row.grow(widest);
         best_.assign(size_t(b.threads) * sampled_.size(), {-INFINITY, 0});
+        is_screened_ = m.screen.linear.data && !b.logits && int64_t(sampled_.size()) <= SCREENED_ROWS;
+        if (is_screened_) {
+            w.screened.shape(m.screen.linear, int64_t(sampled_.size()), sizeof(T));
+            reaches_.resize(sampled_.size()), at_most_.resize(sampled_.size() * size_t(m.lm_head.panels()));
+            least_.assign(size_t(b.threads) * sampled_.size(), -INFINITY);
+        }
     }
 
     void run() {
@@ -261,16 +268,12 @@ private:
     void head(Team& team) {
         const int64_t n = int64_t(sampled_.size());
         prepare_normed(team, w_.last, m_.norm, sampled_);
-        Best* best = best_.data() + team.id * n;
-        linear<T>(team, m_.lm_head, w_.last.view(), n, [&](int64_t r, int64_t column, const float* sums) {
-            const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
-            if (b_.logits) memcpy(b_.logits + r * m_.vocab + column, sums, size_t(count) * sizeof(float));
-            Vec most = load<Vec>(sums);
-            for (int j = LANES; j < PANEL; j += LANES) most = vmax(most, load<Vec>(sums + j));
-            if (count == PANEL && reduce_max(most) < best[r].value) return;
-            for (int j = 0; j < count; j++)
-                if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
-        });
+        if (is_screened_) {
+            screen(team);
+            in_order<T, 1>(team, m_.lm_head, w_.last.view(), n, int64_t(wanted_.size()), [&](int64_t i) { return wanted_[i]; }, find_best(team));
+        } else {
+            linear<T>(team, m_.lm_head, w_.last.view(), n, find_best(team));
+        }
         team.for_each(n, [&](int64_t r) {
             Best of_all = best_[r];
             for (int t = 1; t < team.size; t++) {
@@ -281,6 +284,59 @@ private:
         });
     }
 
+    // A put() that keeps the greatest logit that this thread has seen of each row, and hands logits over where they are wanted.
+    auto find_best(Team& team) {
+        return [this, best = best_.data() + team.id * int64_t(sampled_.size())](int64_t r, int64_t column, const float* sums) {
+            const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
+            if (b_.logits) memcpy(b_.logits + r * m_.vocab + column, sums, size_t(count) * sizeof(float));
+            Vec most = load<Vec>(sums);
+            for (int j = LANES; j < PANEL; j += LANES) most = vmax(most, load<Vec>(sums + j));
+            if (count == PANEL && reduce_max(most) < best[r].value) return;
+            for (int j = 0; j < count; j++)
+                if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
+        };
+    }
+
+    // wanted_ = the panels of lm_head that may hold the greatest logit of some row (screen.h).
+    void screen(Team& team) {
+        const int64_t n = int64_t(sampled_.size()), panels = m_.lm_head.panels();
+        const Screen& s = m_.screen;
+        team.for_each(n, [&](int64_t r) {
+            const T* x = w_.last.view().row<T>(r);
+            float* row = scratch(team);
+            for (int64_t i = 0; i < m_.hidden; i++)
+                if constexpr (sizeof(T) == 4)
+                    row[i] = x[i];
+                else
+                    row[i] = to_float(x[i]);
+            w_.screened.put(r, row);
+            reaches_[r] = reach(row, w_.screened.view(), r, s.linear.depth(), s.linear.group);
+        });
+        float* least = least_.data() + team.id * n;  // of each row: the greatest logit is not below it
+        linear<T>(team, s.linear, w_.screened.view(), n, [&](int64_t r, int64_t column, const float* sums) {
+            Vec lowest, highest;
+            for (int j = 0; j < PANEL; j += LANES) {
+                const Vec sum = load<Vec>(sums + j);
+                const Vec within = fma(load<Vec>(s.error + column + j), splat(reaches_[r].norm), load<Vec>(s.norm + column + j) * reaches_[r].lost);
+                lowest = j ? vmax(sum - within, lowest) : sum - within;
+                highest = j ? vmax(sum + within, highest) : sum + within;
+            }
+            least[r] = std::max(least[r], reduce_max(lowest));
+            at_most_[r * panels + column / PANEL] = reduce_max(highest);
+        });
+        if (team.id == 0) {
+            std::vector<char> is_wanted(static_cast<size_t>(panels));
+            for (int64_t r = 0; r < n; r++) {
+                float bound = least_[r];
+                for (int t = 1; t < team.size; t++) bound = std::max(bound, least_[t * n + r]);
+                for (int64_t p = 0; p < panels; p++) is_wanted[p] |= !(at_most_[r * panels + p] < bound);  // also where it is no number
+            }
+            for (int64_t p = 0; p < panels; p++)
+                if (is_wanted[p]) wanted_.push_back(p);
+        }
+        team.wait();
+    }
+
     const everbatch_model& m_;
     const everbatch_batch& b_;
     everbatch_workspace& w_;
@@ -289,7 +345,11 @@ private:
     int64_t tokens_, x_ld_, y_ld_, att_ld_;
     std::vector<int64_t> all_, sampled_;
     std::vector<Piece> units_, queries_;
-    std::vector<Best> best_;
+    std::vector<Best> best_;  // [threads][sampled]
+    bool is_screened_;
+    std::vector<Reach> reaches_;             // [sampled]
+    std::vector<float> least_, at_most_;     // [threads][sampled], [sampled][panels]
+    std::vector<int64_t> wanted_;
 };
 
 // The first row that names a token or a block that does not exist, or -1.

@@ -1,0 +1,45 @@
+"""Screen: an int8 copy of lm_head that tells which logits may be the greatest (native/screen.h)."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.memory import Arena
+from kernels.cpu.structs import BFLOAT16, FLOAT32, PANEL, W8A8, LinearStruct, ScreenStruct
+
+GROUP = 32  # columns that share a scale
+
+
+class Screen:
+    """Of a layer of float weights without a bias. `struct` is what native/step.cpp reads."""
+
+    def __init__(self, library: CDLL, lm_head: PackedLinear):
+        """Raises ValueError for a layer that cannot be screened."""
+        if not self.fits(lm_head):
+            raise ValueError("lm_head has int8 weights or a bias; only float weights without a bias are screened")
+        n, k = lm_head.shape
+        arena = Arena()
+        self.packed = arena.empty(library.everbatch_packed_bytes(n, k, W8A8, GROUP))
+        columns = -(-n // PANEL) * PANEL
+        self.scales = arena.empty(2 * self.packed.numel() // GROUP).view(torch.bfloat16)
+        self.error, self.norm = (arena.empty(4 * columns).view(torch.float32) for _ in range(2))  # [columns]
+        linear = LinearStruct(self.packed.data_ptr(), self.scales.data_ptr(), None, n, k, W8A8, GROUP)
+        self.struct = ScreenStruct(linear, self.error.data_ptr(), self.norm.data_ptr())
+        library.everbatch_screen(byref(lm_head.struct), byref(self.struct), torch.get_num_threads())
+
+    @staticmethod
+    def fits(lm_head: PackedLinear) -> bool:
+        """Whether a layer can be screened."""
+        return lm_head.struct.format in (FLOAT32, BFLOAT16) and not lm_head.struct.bias
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.packed, self.scales, self.error, self.norm

@@ -1,0 +1,170 @@
+"""The screen of lm_head: its bounds hold, it decides what is computed, and the greedy token stays the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
+from kernels.cpu.isa import AMX_EMULATED
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.memory import Arena
+from kernels.cpu.screen import GROUP, Screen
+from kernels.quantize import dequantize, quantize_activations, quantize_weight
+
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS, HEAD_DIM, INTERMEDIATE, MAX_LEN, BLOCK = 2, 32, 64, 32, 32
+SLOTS = 10  # more than are screened together
+
+
+class Model:
+    """One layer and a given lm_head. The tokens' embeddings are random; each row of a step is a sequence of one token."""
+
+    def __init__(self, library, lm_head: Tensor, scale: float = 1.0):
+        rng = torch.Generator().manual_seed(0)  # not that of random_head: no token must win by far
+        vocab, hidden = lm_head.shape
+        dtype, arena = lm_head.dtype, Arena()
+        self.library = library
+
+        def linear(rows: int, columns: int) -> PackedLinear:
+            weight = torch.randn(rows, columns, generator=rng) * columns**-0.5
+            return PackedLinear.of_floats(library, arena, weight.to(dtype))
+
+        ones = torch.ones(hidden)
+        self.layer = NativeLayer(
+            ones,
+            linear(3 * HEADS * HEAD_DIM, hidden),
+            None,
+            None,
+            linear(hidden, HEADS * HEAD_DIM),
+            ones,
+            linear(2 * INTERMEDIATE, hidden),
+            linear(hidden, INTERMEDIATE),
+            None,
+        )
+        self.embedding = (torch.randn(vocab, hidden, generator=rng) * scale).to(dtype)
+        self.lm_head = PackedLinear.of_floats(library, arena, lm_head)
+        self.tables = torch.ones(MAX_LEN, HEAD_DIM // 2), torch.zeros(MAX_LEN, HEAD_DIM // 2)
+
+    def decoder(self, screen: Screen | None) -> NativeDecoder:
+        shape = NativeShape(HEADS, HEADS, HEAD_DIM, INTERMEDIATE, 1e-5, BLOCK, False)
+        norm = torch.ones(self.embedding.shape[1])
+        return NativeDecoder(
+            self.library, shape, self.embedding, *self.tables, [self.layer], norm, self.lm_head, screen
+        )
+
+    def greedy(self, screen: Screen | None, num_rows: int, wants_logits: bool = False) -> tuple[np.ndarray, Tensor]:
+        decoder = self.decoder(screen)
+        ids = torch.arange(SLOTS)[:, None].repeat(1, MAX_LEN) % len(self.embedding)
+        tables = np.arange(SLOTS, dtype=np.int32)[:, None]
+        pool = torch.zeros(SLOTS, decoder.kv_block_bytes, dtype=torch.uint8)
+        rows = np.array([[slot, 0, 1, 1] for slot in range(num_rows)], dtype=np.int32)
+        return decoder.step(rows, ids, tables, [pool], wants_logits)
+
+
+def random_head(vocab: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(vocab, hidden, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab, hidden", [(33, 64), (96, 40), (200, 300)])
+def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(kernels, dtype, vocab, hidden):
+    w = random_head(vocab, hidden, dtype)
+    w[:, : hidden // 2] *= 40  # uneven rows
+    w[vocab // 2] = 0
+    screen = Screen(kernels, PackedLinear.of_floats(kernels, Arena(), w))
+    kept = dequantize(*quantize_weight(w, GROUP), GROUP).double()
+    norm, lost = kept.norm(dim=1), (w.double() - kept).norm(dim=1)
+    assert (screen.norm[:vocab] >= norm).all() and (screen.norm[:vocab] <= norm * 1.01).all()
+    assert (screen.error[:vocab] >= lost).all() and (screen.error[:vocab] <= lost * 1.01 + norm * 1e-3).all()
+    assert (screen.error[vocab:] > 1e38).all()  # columns that do not exist make their panel computed
+    x = random_head(50, hidden, dtype).double()
+    of_x = dequantize(*quantize_activations(x.float(), GROUP), GROUP).double()
+    distance = (x @ w.double().T - of_x @ kept.T).abs()
+    bound = x.norm(dim=1)[:, None] * screen.error[:vocab] + (x - of_x).norm(dim=1)[:, None] * screen.norm[:vocab]
+    assert (distance <= bound).all()
+    assert (distance * 30 >= bound).any(dim=1).all(), "a bound that is far too wide screens nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab, hidden", [(33, 64), (1000, 96), (4099, 72)])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9])
+def test_the_token_is_that_of_the_whole_product(kernels, isa, dtype, vocab, hidden, num_rows):
+    vocab = min(vocab, 1000) if isa == AMX_EMULATED else vocab  # which is slow
+    w = random_head(vocab, hidden, dtype)
+    half = -(-vocab // 2)
+    w[half:] = w[: vocab - half].clone()  # every logit twice, the greatest too: the lower id wins
+    w[half - 1] = w[0]
+    w[5:half:7] = (w[5:half:7].float() * (1 + 2**-8)).to(dtype)  # and some beside another by a rounding
+    model = Model(kernels, w)
+    greedy, _ = model.greedy(Screen(kernels, model.lm_head), num_rows)
+    expected, logits = model.greedy(None, num_rows, wants_logits=True)
+    assert greedy.tolist() == expected.tolist() == logits.argmax(dim=1).tolist()
+    assert greedy.max() < half
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_logits_closer_to_each_other_than_int8_tells_apart_are_told_apart(kernels, dtype, num_rows):
+    w = random_head(1, 64, torch.float32) + 0.003 * random_head(640, 64, torch.float32)
+    model = Model(kernels, w.to(dtype))
+    greedy, _ = model.greedy(Screen(kernels, model.lm_head), num_rows)
+    assert greedy.tolist() == model.greedy(None, num_rows)[0].tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_weights_that_are_no_numbers_are_not_screened_away(kernels, value):
+    w = random_head(300, 64, torch.float32)
+    w[170, 3] = value
+    model = Model(kernels, w)
+    greedy, _ = model.greedy(Screen(kernels, model.lm_head), 8)
+    expected, _ = model.greedy(None, 8)
+    assert greedy.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30, float("inf")])
+def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels, scale):
+    model = Model(kernels, random_head(300, 64, torch.bfloat16), scale)
+    greedy, _ = model.greedy(Screen(kernels, model.lm_head), 8)
+    expected, _ = model.greedy(None, 8)
+    assert greedy.tolist() == expected.tolist()
+
+
+def test_what_the_screen_rules_out_is_not_computed(kernels):
+    model = Model(kernels, random_head(320, 64, torch.bfloat16))
+    expected, logits = model.greedy(None, 1, wants_logits=True)
+    screen = Screen(kernels, model.lm_head)
+    panels = logits[0].view(-1, 32).amax(dim=1)
+    second = int(panels.argsort(descending=True)[1])
+    others = torch.arange(320) // 32 != second
+    screen.error[others], screen.norm[others] = 0, 0
+    screen.scales.view(-1, 2, 32)[torch.arange(10) != second] = 0  # "all others are 0, exactly"
+    assert panels[second] > 0
+    greedy, _ = model.greedy(screen, 1)
+    assert greedy[0] // 32 == second != expected[0] // 32
+
+
+def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(kernels):
+    model = Model(kernels, random_head(320, 64, torch.bfloat16))
+    wrong = Screen(kernels, model.lm_head)
+    wrong.packed.zero_(), wrong.scales.zero_(), wrong.norm.zero_(), wrong.error.zero_()
+    wrong.scales.view(-1)[:32] = 1e9  # would find the greatest logit in panel 0
+    wrong.packed[: 64 * 32] = -1
+    for num_rows, wants_logits in ((1, True), (9, False)):
+        greedy, _ = model.greedy(wrong, num_rows, wants_logits)
+        assert greedy.tolist() == model.greedy(None, num_rows)[0].tolist()
+
+
+def test_int8_weights_and_biases_have_no_screen(kernels):
+    w = random_head(64, 64, torch.float32)
+    q, scales = quantize_weight(w, GROUP)
+    layers = [
+        PackedLinear.of_int8(kernels, Arena(), q, scales, GROUP, None, True),
+        PackedLinear.of_floats(kernels, Arena(), w, torch.ones(64)),
+    ]
+    for layer in layers:
+        assert not Screen.fits(layer)
+        with pytest.raises(ValueError, match="int8 weights or a bias"):
+            Screen(kernels, layer)
