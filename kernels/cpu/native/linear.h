@@ -138,12 +138,13 @@ void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, int64
         const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
         const Tiles<T> tiles{l, a, row0, m};
         const bool few = tiles.count == 1 && !unpacks;
-        const int64_t together = AT_ONCE * panels_together(panels / AT_ONCE, m, team.size);
         const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = unpacks ? SHORT_PIECE : PIECE;
         const int64_t pieces = (depth + longest - 1) / longest;
         const int64_t piece = few ? depth : (depth / pieces + unit - 1) / unit * unit;
-        // Sums wait here for the next piece; where there is only one, they are handed over as soon as a few tiles are done.
+        // Sums wait here for the next piece, of which all panels of an item are multiplied while the innermost caches have those rows;
+        // where there is only one, they are handed over as soon as a few tiles are done.
         const bool waits = piece < depth;
+        const int64_t together = AT_ONCE * (waits ? panels_together(panels / AT_ONCE, m, team.size) : 1);
         const int held = std::max(1, HELD_ROWS / tiles.most);
         scratch.grow(size_t(waits ? together * m : AT_ONCE * held * tiles.most) * PANEL);
         const int64_t items = (panels + together - 1) / together;

@@ -20,7 +20,8 @@ struct Best {
     int64_t id;
 };
 
-int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+// Of a row of n float32, whole panels and a line of the cache more: rows lie in different sets of it.
+int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
 
 // Cut each row's tokens into pieces of at most `most` tokens that do not cross a multiple of `border` (0: no borders).
 std::vector<Piece> cut(const everbatch_batch& b, int most, int border) {
@@ -87,8 +88,8 @@ public:
         tokens_ = int64_t(all_.size());
         units_ = cut(b, PANEL, PANEL);
         queries_ = cut(b, std::max(1, 32 / group_), 0);
-        x_ld_ = round_up(m.hidden, 64), att_ld_ = round_up(m.heads * m.kv.head_dim, 64);
-        y_ld_ = round_up(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate), 64);
+        x_ld_ = row_length(m.hidden), att_ld_ = row_length(m.heads * m.kv.head_dim);
+        y_ld_ = row_length(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate));
         int64_t widest = std::max<int64_t>(m.lm_head.depth(), 2 * dim_);
         w.x.grow(tokens_ * x_ld_), w.y.grow(tokens_ * y_ld_), w.attended.grow(tokens_ * att_ld_);
         w.queries.grow(tokens_ * m.heads * dim_ * sizeof(T));
