@@ -92,110 +92,139 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
-// Rows of `a`, in tiles: what one product takes.
-template <class T>
-struct Tiles {
-    const Linear& l;
-    const Operand& a;
-    const int64_t row0;
-    const int rows, most = l.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), count = (rows + most - 1) / most;
+// Up to MOST_ROWS rows times some of a layer's panels: panel_at(0 .. panels), AT_ONCE together. T: bf16 for BFLOAT16; what INT8 is
+// unpacked to; float for the others.
+//
+// An item of work is a few panels, multiplied piece by piece along k with all tiles of rows. Sums wait for the next piece; where there is
+// only one, they are handed over as soon as a few tiles are done.
+template <class T, int AT_ONCE, class At, class Put>
+class Pass {
+public:
+    Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
+        : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = unpacks_ ? SHORT_PIECE : PIECE;
+        const int64_t pieces = (depth_ + longest - 1) / longest;
+        piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
+        // All panels of an item meet a piece of the rows while the innermost caches have it.
+        together_ = AT_ONCE * (waits() ? panels_together(panels / AT_ONCE, rows, threads) : 1);
+    }
 
-    int first(int tile) const { return int(int64_t(rows) * tile / count); }
+    int64_t items() const { return (panels_ + together_ - 1) / together_; }
+    size_t scratch_size() const { return size_t(waits() ? together_ * rows_ : AT_ONCE * held_ * most_) * PANEL; }
 
-    // c [first(tile + 1) - first(tile)][PANEL] (+)= a tile times rows from .. from + depth of a panel. `panel`: of T, these rows alone, or
-    // of W8A8, from its beginning on. `next`: what is read next; the first tiles fetch it.
-    void multiply(int tile, const void* panel, const bf16* scales, int64_t from, int64_t depth, float* c, const char* next) const {
-        const int64_t row = row0 + first(tile);
-        const int n = first(tile + 1) - first(tile);
-        const bool in_half = count > 1 && l.format != INT8;  // two tiles share the fetching; unpacked rows are twice what is read
-        if (in_half) next += tile * depth * PANEL * (l.format == W8A8 ? 1 : sizeof(T)) / 2;
+    void run(int64_t item, float* scratch) const {
+        alignas(64) T unpacked[AT_ONCE][SHORT_PIECE * PANEL];
+        const int64_t i0 = item * together_, i1 = std::min(panels_, i0 + together_);
+        for (int64_t first = 0; first < depth_; first += piece_) {
+            const int64_t count = std::min(piece_, depth_ - first);
+            for (int64_t i = i0; i < i1; i += AT_ONCE) {
+                Part parts[AT_ONCE];
+                for (int n = 0; n < AT_ONCE; n++) {
+                    // What is read next: these rows of the panels that follow, the next rows of the first ones, or the next item.
+                    const int64_t next = i + AT_ONCE < i1 ? at(panel_at_(i + AT_ONCE + n), first)
+                                         : first + piece_ < depth_ ? at(panel_at_(i0 + n), first + piece_)
+                                                                   : at(panel_at_(std::min(i1, panels_ - AT_ONCE) + n), 0);
+                    parts[n] = part(panel_at_(i + n), first, count, next, unpacked[n]);
+                }
+                multiply(parts, i, first, count, first + count == depth_, scratch + (waits() ? (i - i0) * rows_ * PANEL : 0));
+            }
+        }
+    }
+
+private:
+    struct Part {  // of a panel: the rows of a piece
+        const void* rows;  // of T, or of W8A8 from the panel's beginning on
+        const bf16* scales;
+        const char* next;
+    };
+
+    bool waits() const { return piece_ < depth_; }
+    int first_row(int tile) const { return int(int64_t(rows_) * tile / tiles_); }
+    int64_t at(int64_t panel, int64_t row) const { return (panel * depth_ + row) * PANEL * bytes_; }
+
+    Part part(int64_t panel, int64_t first, int64_t count, int64_t next, T* unpacked) const {
+        const char* data = static_cast<const char*>(l_.data);
+        const bf16* scales = l_.scales + panel * l_.groups() * PANEL;
+        if (few_) next = at(panel, 0) + fetch_ahead(rows_);
+        if (!unpacks_) return {data + at(panel, l_.format == W8A8 ? 0 : first), scales, data + next};
+        unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales, l_.group, first, count, unpacked);
+        return {unpacked, scales, data + next};
+    }
+
+    // All tiles; sums: of AT_ONCE panels.
+    void multiply(const Part* parts, int64_t i, int64_t first, int64_t count, bool is_last, float* sums) const {
+        for (int t0 = 0; t0 < tiles_; t0 += held_) {
+            const int t1 = std::min(tiles_, t0 + held_), r0 = first_row(t0);
+            float* of_panel[AT_ONCE];
+            for (int n = 0; n < AT_ONCE; n++) {
+                of_panel[n] = sums + (waits() ? n * rows_ + r0 : n * held_ * most_) * PANEL;
+                for (int t = t0; t < t1; t++) product_of(t, parts[n], first, count, of_panel[n] + (first_row(t) - r0) * PANEL);
+            }
+            if (is_last) hand_over(i, r0, first_row(t1), of_panel);
+        }
+    }
+
+    // c (+)= a tile times rows first .. first + count of a panel. The first tiles fetch what is read next.
+    void product_of(int tile, const Part& part, int64_t first, int64_t count, float* c) const {
+        const int64_t row = row0_ + first_row(tile);
+        const int n = first_row(tile + 1) - first_row(tile);
+        const bool in_half = tiles_ > 1 && !unpacks_;  // two tiles share the fetching; unpacked rows are twice what is read
+        const char* next = part.next + (in_half ? tile * count * PANEL * bytes_ / 2 : 0);
         auto run = [&](auto lines) {
-            if (l.format == W8A8)
-                product_int8<lines()>(a.int8(row, from, from / l.group), static_cast<const int8_t*>(panel) + from * PANEL,
-                                      scales + from / l.group * PANEL, l.group, int(depth / l.group), c, PANEL, from == 0, n, next);
+            if (l_.format == W8A8)
+                product_int8<lines()>(a_.int8(row, first, first / l_.group), static_cast<const int8_t*>(part.rows) + first * PANEL,
+                                      part.scales + first / l_.group * PANEL, l_.group, int(count / l_.group), c, PANEL, first == 0, n, next);
             else
-                product<lines()>(a.row<T>(row) + from, a.ld, static_cast<const T*>(panel), int(depth), c, PANEL, from == 0, n, next);
+                product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
         };
-        if (count == 1 && l.format != INT8)
+        if (tiles_ == 1 && !unpacks_)
             run(std::integral_constant<int, 2>());
         else if (tile == 0 || (tile == 1 && in_half))
             run(std::integral_constant<int, 1>());
         else
             run(std::integral_constant<int, 0>());
     }
+
+    void hand_over(int64_t i, int r0, int r1, float** sums) const {
+        for (int r = r0; r < r1; r++) {
+            for (int n = 0; n < AT_ONCE; n++) {
+                if (r > r0) sums[n] += PANEL;
+                if (l_.bias)
+                    for (int j = 0; j < PANEL; j += LANES)
+                        store(sums[n] + j, load<Vec>(sums[n] + j) + load<Vec>(l_.bias + panel_at_(i + n) * PANEL + j));
+            }
+            if constexpr (AT_ONCE == 1)
+                put_(row0_ + r, panel_at_(i) * PANEL, sums[0]);
+            else
+                put_(row0_ + r, panel_at_(i) * PANEL, sums[0], sums[1]);
+        }
+    }
+
+    const Linear& l_;
+    const Operand& a_;
+    const int64_t row0_;
+    const int rows_;
+    const int64_t panels_;
+    At& panel_at_;
+    Put& put_;
+    const bool unpacks_ = l_.format == INT8;
+    const int64_t depth_ = l_.depth(), bytes_ = l_.format >= INT8 ? 1 : sizeof(T);  // bytes: of an element as it lies
+    const int most_ = l_.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + most_ - 1) / most_;
+    const int held_ = std::max(1, HELD_ROWS / most_);  // tiles
+    const bool few_ = tiles_ == 1 && !unpacks_;
+    int64_t piece_, together_;
 };
 
-// The product with some of a layer's panels: panel_at(0 .. panels), in this order, AT_ONCE together.
 // put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels, with the first one's column; columns
-// from l.n on are padding. T: bf16 for BFLOAT16; what INT8 is unpacked to; float for the others.
+// from l.n on are padding.
 template <class T, int AT_ONCE, class At, class Put>
 void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, int64_t panels, At panel_at, Put put) {
     static thread_local Buffer<float> scratch;
-    const int64_t depth = l.depth(), bytes = l.format >= INT8 ? 1 : sizeof(T);
-    const bool unpacks = l.format == INT8;
-    const char* data = static_cast<const char*>(l.data);
     for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
-        const int m = int(std::min<int64_t>(MOST_ROWS, rows - row0));
-        const Tiles<T> tiles{l, a, row0, m};
-        const bool few = tiles.count == 1 && !unpacks;
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = unpacks ? SHORT_PIECE : PIECE;
-        const int64_t pieces = (depth + longest - 1) / longest;
-        const int64_t piece = few ? depth : (depth / pieces + unit - 1) / unit * unit;
-        // Sums wait here for the next piece, of which all panels of an item are multiplied while the innermost caches have those rows;
-        // where there is only one, they are handed over as soon as a few tiles are done.
-        const bool waits = piece < depth;
-        const int64_t together = AT_ONCE * (waits ? panels_together(panels / AT_ONCE, m, team.size) : 1);
-        const int held = std::max(1, HELD_ROWS / tiles.most);
-        scratch.grow(size_t(waits ? together * m : AT_ONCE * held * tiles.most) * PANEL);
-        const int64_t items = (panels + together - 1) / together;
-        team.for_each(items, [&](int64_t item) {
-            alignas(64) T unpacked[AT_ONCE][SHORT_PIECE * PANEL];
-            const int64_t i0 = item * together, i1 = std::min(panels, i0 + together);
-            for (int64_t first = 0; first < depth; first += piece) {
-                const int64_t count = std::min(piece, depth - first);
-                const bool is_last = first + piece >= depth;
-                for (int64_t i = i0; i < i1; i += AT_ONCE) {
-                    const void* panel[AT_ONCE];
-                    const bf16* scales[AT_ONCE];
-                    const char* next[AT_ONCE];
-                    for (int n = 0; n < AT_ONCE; n++) {
-                        const int64_t p = panel_at(i + n);
-                        panel[n] = data + (p * depth + (l.format == W8A8 ? 0 : first)) * PANEL * bytes;
-                        scales[n] = l.scales + p * l.groups() * PANEL;
-                        next[n] = data + PANEL * bytes * (i + AT_ONCE < i1 ? panel_at(i + AT_ONCE + n) * depth + first
-                                                          : is_last        ? panel_at(std::min(i1, panels - AT_ONCE) + n) * depth
-                                                                           : panel_at(i0 + n) * depth + first + piece);
-                        if (few) next[n] = data + p * depth * PANEL * bytes + fetch_ahead(m);
-                        if (unpacks) {
-                            unpack_int8(static_cast<const int8_t*>(l.data) + p * depth * PANEL, scales[n], l.group, first, count, unpacked[n]);
-                            panel[n] = unpacked[n];
-                        }
-                    }
-                    for (int t0 = 0; t0 < tiles.count; t0 += held) {
-                        const int t1 = std::min(tiles.count, t0 + held), r0 = tiles.first(t0), r1 = tiles.first(t1);
-                        float* sums[AT_ONCE];
-                        for (int n = 0; n < AT_ONCE; n++) {
-                            sums[n] = scratch.data() + (waits ? (i - i0 + n) * m + r0 : n * held * tiles.most) * PANEL;
-                            for (int t = t0; t < t1; t++)
-                                tiles.multiply(t, panel[n], scales[n], first, count, sums[n] + (tiles.first(t) - r0) * PANEL, next[n]);
-                        }
-                        if (!is_last) continue;
-                        for (int r = r0; r < r1; r++) {
-                            for (int n = 0; n < AT_ONCE; n++) {
-                                if (r > r0) sums[n] += PANEL;
-                                if (l.bias)
-                                    for (int j = 0; j < PANEL; j += LANES)
-                                        store(sums[n] + j, load<Vec>(sums[n] + j) + load<Vec>(l.bias + panel_at(i + n) * PANEL + j));
-                            }
-                            if constexpr (AT_ONCE == 1)
-                                put(row0 + r, panel_at(i) * PANEL, sums[0]);
-                            else
-                                put(row0 + r, panel_at(i) * PANEL, sums[0], sums[1]);
-                        }
-                    }
-                }
-            }
-        });
+        const int count = int(std::min<int64_t>(MOST_ROWS, rows - row0));
+        const Pass<T, AT_ONCE, At, Put> pass(l, a, row0, count, panels, panel_at, put, team.size);
+        scratch.grow(pass.scratch_size());
+        team.for_each(pass.items(), [&](int64_t item) { pass.run(item, scratch.data()); });
     }
 }
 
