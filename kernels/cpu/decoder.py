@@ -67,8 +67,7 @@ class NativeDecoder:
         layers: Sequence[NativeLayer],
         norm: Tensor,  # [hidden] float32
         lm_head: PackedLinear,
-        screen: Screen
-        | None = None,  # of lm_head: steps of a few rows that want no logits read that instead of most of it
+        screen: Screen | None = None,  # of lm_head: few rows that want no logits read it instead of most of that
     ):
         if shape.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {shape.head_dim}, the native kernels take up to {MAX_HEAD_DIM}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from ctypes import CDLL, byref
 
 import torch
-from torch import Tensor
 
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import BFLOAT16, FLOAT32, PANEL, W8A8, LinearStruct, ScreenStruct
 
-GROUP = 32  # columns that share a scale
+GROUP = 32  # columns that share a scale: what native/screen.h takes
 
 
 class Screen:
@@ -38,8 +37,4 @@ class Screen:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.packed, self.scales, self.error, self.norm
+        return sum(tensor.nbytes for tensor in (self.packed, self.scales, self.error, self.norm))

@@ -132,29 +132,32 @@ def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels, s
     assert greedy.tolist() == expected.tolist()
 
 
-def test_what_the_screen_rules_out_is_not_computed(kernels):
-    model = Model(kernels, random_head(320, 64, torch.bfloat16))
-    expected, logits = model.greedy(None, 1, wants_logits=True)
-    screen = Screen(kernels, model.lm_head)
-    panels = logits[0].view(-1, 32).amax(dim=1)
-    second = int(panels.argsort(descending=True)[1])
-    others = torch.arange(320) // 32 != second
-    screen.error[others], screen.norm[others] = 0, 0
-    screen.scales.view(-1, 2, 32)[torch.arange(10) != second] = 0  # "all others are 0, exactly"
-    assert panels[second] > 0
-    greedy, _ = model.greedy(screen, 1)
-    assert greedy[0] // 32 == second != expected[0] // 32
+def lying_screen(model: Model, panel: int) -> Screen:
+    """Of another lm_head, without any error: for every row, only a column of this panel has a logit above 0."""
+    w = torch.zeros(model.lm_head.shape, dtype=model.embedding.dtype)
+    w[32 * panel], w[32 * panel + 1] = 1, -1
+    screen = Screen(model.library, PackedLinear.of_floats(model.library, Arena(), w))
+    screen.error.zero_(), screen.norm.zero_()
+    return screen
 
 
-def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(kernels):
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_what_the_screen_rules_out_is_not_computed(kernels, num_rows):
     model = Model(kernels, random_head(320, 64, torch.bfloat16))
-    wrong = Screen(kernels, model.lm_head)
-    wrong.packed.zero_(), wrong.scales.zero_(), wrong.norm.zero_(), wrong.error.zero_()
-    wrong.scales.view(-1)[:32] = 1e9  # would find the greatest logit in panel 0
-    wrong.packed[: 64 * 32] = -1
-    for num_rows, wants_logits in ((1, True), (9, False)):
-        greedy, _ = model.greedy(wrong, num_rows, wants_logits)
-        assert greedy.tolist() == model.greedy(None, num_rows)[0].tolist()
+    _, logits = model.greedy(None, num_rows, wants_logits=True)
+    for panel in range(10):
+        greedy, _ = model.greedy(lying_screen(model, panel), num_rows)
+        columns = slice(32 * panel, 32 * panel + 32)
+        assert greedy.tolist() == (logits[:, columns].argmax(dim=1) + 32 * panel).tolist()
+
+
+@pytest.mark.parametrize("num_rows, wants_logits", [(1, True), (9, False)])
+def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(kernels, num_rows, wants_logits):
+    model = Model(kernels, random_head(320, 64, torch.bfloat16))
+    expected, _ = model.greedy(None, num_rows)
+    panel = 9 - int(expected[0]) // 32  # not the first row's
+    greedy, _ = model.greedy(lying_screen(model, panel), num_rows, wants_logits)
+    assert greedy.tolist() == expected.tolist()
 
 
 def test_int8_weights_and_biases_have_no_screen(kernels):

@@ -1,4 +1,4 @@
-// The C interface. Every structure is mirrored field by field in kernels/cpu/library.py.
+// The C interface. Every structure is mirrored field by field in kernels/cpu/structs.py.
 #pragma once
 #include "attention.h"
 #include "screen.h"

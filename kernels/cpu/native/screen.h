@@ -33,7 +33,7 @@ template <class T>
 void make_screen(Team& team, const Linear& of, const Screen& to) {
     constexpr int TOGETHER = sizeof(T) == 4 ? 1 : 2;
     const int64_t depth = to.linear.depth();
-    const float rounding = 4.0f * float(depth) * 5.97e-8f, up = 1.0f + 1e-3f;  // `up`: the norms themselves are rounded
+    const float rounding = 4.0f * float(depth) * 0x1p-24f, up = 1.0f + 1e-3f;  // `up`: the norms themselves are rounded
     team.for_each(of.panels(), [&](int64_t p) {
         const T* w = static_cast<const T*>(of.data) + p * depth * PANEL;
         int8_t* q = static_cast<int8_t*>(const_cast<void*>(to.linear.data)) + p * depth * PANEL;
@@ -42,13 +42,7 @@ void make_screen(Team& team, const Linear& of, const Screen& to) {
         for (int64_t first = 0; first < depth; first += PANEL, scales += PANEL) {
             float tile[PANEL][PANEL], most[PANEL] = {}, scale[PANEL], inverse[PANEL];
             for (int i = 0; i < PANEL; i++)
-                for (int c = 0; c < PANEL; c++) {
-                    const T value = w[packed_at<TOGETHER>(first + i, c)];
-                    if constexpr (sizeof(T) == 4)
-                        tile[i][c] = value;
-                    else
-                        tile[i][c] = to_float(value);
-                }
+                for (int c = 0; c < PANEL; c++) tile[i][c] = to_float(w[packed_at<TOGETHER>(first + i, c)]);
             for (int i = 0; i < PANEL; i++)
                 for (int c = 0; c < PANEL; c++) most[c] = std::max(most[c], std::abs(tile[i][c]));
             for (int c = 0; c < PANEL; c++) {

@@ -95,6 +95,7 @@ ALWAYS_INLINE float to_float(bf16 x) {
     memcpy(&f, &u, 4);
     return f;
 }
+ALWAYS_INLINE float to_float(float x) { return x; }
 // Round to nearest even; a NaN stays one.
 ALWAYS_INLINE bf16 to_bf16(float f) {
     uint32_t u;

@@ -130,11 +130,7 @@ private:
             for (int t = 0; t < piece.count; t++) {
                 const T* from = table + ids[t] * m_.hidden;
                 float* x = w_.x.data() + (piece.first + t) * x_ld_;
-                for (int64_t i = 0; i < m_.hidden; i++)
-                    if constexpr (sizeof(T) == 4)
-                        x[i] = from[i];
-                    else
-                        x[i] = to_float(from[i]);
+                for (int64_t i = 0; i < m_.hidden; i++) x[i] = to_float(from[i]);
             }
         });
     }
@@ -305,11 +301,7 @@ private:
         team.for_each(n, [&](int64_t r) {
             const T* x = w_.last.view().row<T>(r);
             float* row = scratch(team);
-            for (int64_t i = 0; i < m_.hidden; i++)
-                if constexpr (sizeof(T) == 4)
-                    row[i] = x[i];
-                else
-                    row[i] = to_float(x[i]);
+            for (int64_t i = 0; i < m_.hidden; i++) row[i] = to_float(x[i]);
             w_.screened.put(r, row);
             reaches_[r] = reach(row, w_.screened.view(), r, s.linear.depth(), s.linear.group);
         });
