@@ -66,9 +66,11 @@ class DeviceChoice:
 
     def kind(self, slots: list[int], num_tokens: list[int]) -> Kind:
         """num_tokens: known tokens, parallel to slots."""
-        if (self._slots.plain_from[slots] <= num_tokens).all():
+        plain_from, special_until = self._slots.plain_from, self._slots.special_until
+        if all(plain_from[slot] <= known for slot, known in zip(slots, num_tokens)):
             return Kind.GREEDY
-        return Kind.SPECIAL if (self._slots.special_until[slots] > num_tokens).any() else Kind.RANDOM
+        is_special = any(special_until[slot] > known for slot, known in zip(slots, num_tokens))
+        return Kind.SPECIAL if is_special else Kind.RANDOM
 
     def fill(self, numbers: NDArray[np.int64], slots: list[int], num_tokens: list[int], pad_slot: int) -> None:
         """Write the table [Number, at least len(slots)] of a step; columns behind the rows are padding."""

@@ -40,13 +40,18 @@ class Sampler:
         """Remember the parameters of the sequence that takes `new_row.slot`; they hold until the slot's next NewRow."""
         self._slots.set_row(new_row)
 
-    def needs_logits(self, slots: Sequence[int], num_tokens: Sequence[int] | None = None) -> bool:
-        """Whether `sample` needs more of any of these slots than the greatest logit's id.
+    def needs_logits(self, slots: Sequence[int], num_tokens: Sequence[int] | None = None) -> list[bool]:
+        """For each of the slots, whether `sample` needs more of it than the greatest logit's id.
 
         num_tokens (known tokens, parallel to slots) tells whether min_tokens outputs exist; without it that is not assumed.
         Raises ValueError when a slot has no row.
         """
-        return bool(self._need_logits(slots, 0 if num_tokens is None else num_tokens).any())
+        plain_from = [self._slots.plain_from[slot] for slot in slots]
+        if UNKNOWN in plain_from:
+            slot = slots[plain_from.index(UNKNOWN)]
+            raise ValueError(f"slot {slot} has no sampling parameters; call set_row with its NewRow first")
+        known_tokens = [0] * len(slots) if num_tokens is None else num_tokens
+        return [start > known for start, known in zip(plain_from, known_tokens, strict=True)]
 
     def sample(
         self,
@@ -55,17 +60,20 @@ class Sampler:
         token_ids: Tensor,
         num_tokens: list[int],
         greedy: Sequence[int] | NDArray | Tensor | None = None,
+        needed: Sequence[bool] | None = None,
     ) -> list[SampledToken]:
         """Choose the next token of each row; one SampledToken per row, in row order.
 
         logits [num_rows, vocab] float32 may be overwritten; slots and num_tokens (known tokens) are parallel to its rows;
         token_ids [num_slots, max_seq_len] int64 is the token buffer, only read. greedy [num_rows], if the caller has it: the
         lowest id among the greatest logits of each row; it is taken where `needs_logits` is false, and logits may be None if
-        that is so of all rows. Raises ValueError when shapes disagree, a slot has no row, or logits are missing.
+        that is so of all rows. needed: what `needs_logits` said, if the caller has asked. Raises ValueError when shapes
+        disagree, a slot has no row, or logits are missing.
         """
         self._check_shapes(logits, len(slots), len(num_tokens), greedy)
-        needed = self._need_logits(slots, num_tokens)
-        if logits is None and (needed.any() if greedy is not None else len(slots)):
+        if needed is None:
+            needed = self.needs_logits(slots, num_tokens)
+        if logits is None and (any(needed) if greedy is not None else len(slots)):
             raise ValueError(
                 "logits are None, but a row needs them; pass them unless needs_logits is false, and greedy"
             )
@@ -74,20 +82,13 @@ class Sampler:
         if greedy is None:
             return self._choice.choose(logits, list(range(len(slots))), slots, token_ids, num_tokens)
         result = list(map(SampledToken, slots, np.asarray(greedy).tolist()))
-        rows = needed.nonzero()[0].tolist()
+        rows = [row for row, is_needed in enumerate(needed) if is_needed]
         if rows:
             known = [num_tokens[row] for row in rows]
             tokens = self._choice.choose(logits, rows, [slots[row] for row in rows], token_ids, known)
             for row, token in zip(rows, tokens):
                 result[row] = token
         return result
-
-    def _need_logits(self, slots: Sequence[int], num_tokens: Sequence[int] | int) -> NDArray[np.bool_]:
-        plain_from = self._slots.plain_from[np.asarray(slots, dtype=np.int64)]
-        if (plain_from == UNKNOWN).any():
-            slot = slots[int((plain_from == UNKNOWN).argmax())]
-            raise ValueError(f"slot {slot} has no sampling parameters; call set_row with its NewRow first")
-        return plain_from > num_tokens
 
     def _check_shapes(
         self, logits: Tensor | None, num_rows: int, num_lengths: int, greedy: Sequence[int] | NDArray | Tensor | None

@@ -58,7 +58,8 @@ class SlotParameters:
     """The store. Values are taken as valid: the limits were checked when the request was accepted.
 
     On the host: floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64; and, each [num_slots]:
-    plain_from, special_until    SlotOptions'; plain_from is UNKNOWN for a slot without a row
+    plain_from, special_until    SlotOptions'; plain_from is UNKNOWN for a slot without a row. Lists, because they are read every
+                                 step: the first call of numpy after a step of the model finds its code gone from the caches
     log_prob_widths              how many alternatives the row asks for, -1 if it asks for no log-probabilities at all
     is_greedy
     The lists of `options` are on the device.
@@ -70,8 +71,8 @@ class SlotParameters:
         self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64)
         self.ints = torch.zeros(num_slots, len(IntColumn), dtype=torch.int64)
         self.is_greedy = np.ones(num_slots, dtype=bool)
-        self.plain_from = np.full(num_slots, UNKNOWN)
-        self.special_until = np.zeros(num_slots, dtype=np.int64)
+        self.plain_from = [UNKNOWN] * num_slots
+        self.special_until = [0] * num_slots
         self.log_prob_widths = np.full(num_slots, -1)
         self.options: list[SlotOptions | None] = [None] * num_slots
 

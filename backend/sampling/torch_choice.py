@@ -23,6 +23,7 @@ class TorchChoice:
         self._slots = parameters
         self.device = parameters.device
 
+    @torch.inference_mode()
     def choose(
         self, logits: Tensor, rows: list[int], slots: list[int], token_ids: Tensor, num_tokens: list[int]
     ) -> list[SampledToken]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
-
 from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
@@ -42,7 +40,6 @@ class ModelRunner:
         """Run a step; there is nothing to wait for afterwards."""
         return Done(self.execute(step))
 
-    @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
         self.prepare(step)
         if not step.rows:
@@ -51,9 +48,9 @@ class ModelRunner:
         # A row that samples has run all its tokens but the one to come.
         num_tokens = [self.batch.num_tokens[slot] for slot in slots]
         num_logits = [int(row.samples) for row in step.rows]
-        wants_logits = self.sampler.needs_logits(slots, num_tokens)
-        greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, wants_logits)
-        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy)
+        needed = self.sampler.needs_logits(slots, num_tokens)
+        greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, any(needed))
+        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         self.batch.append_tokens(samples)
         return StepOutput(step.step_id, samples)
 

@@ -25,6 +25,7 @@ class TorchTier:
     def kv_block(self) -> KVBlock:
         return KVBlock(self._layout.block_shape, self._layout.dtype)
 
+    @torch.inference_mode()
     def run(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
     ) -> tuple[None, Tensor]:

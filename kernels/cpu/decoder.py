@@ -99,6 +99,8 @@ class NativeDecoder:
         )
         self._batch = BatchStruct()
         self._placed: tuple = ()
+        self._rows = np.empty((0, 4), dtype=np.int32)
+        self._greedy = np.empty(0, dtype=np.int64)
         self._workspace = library.everbatch_new_workspace()
 
     @property
@@ -121,19 +123,28 @@ class NativeDecoder:
         Returns the most likely next token, and the logits [those tokens, vocab] float32 if wanted, where `rows` asks.
         Raises UnknownCell before anything is written.
         """
-        num_logits = int(rows[:, 3].sum())
-        greedy = np.empty(num_logits, dtype=np.int64)
+        num_logits = sum(rows[:, 3].tolist())
         logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
         batch = self._batch
         self._place(token_ids, block_tables, pools)
-        batch.rows, batch.num_rows = rows.ctypes.data, len(rows)
+        self._make_room(len(rows), num_logits)
+        self._rows[: len(rows)] = rows
+        batch.num_rows = len(rows)
         batch.logits = None if logits is None else logits.data_ptr()
-        batch.greedy = greedy.ctypes.data
         batch.threads = torch.get_num_threads()
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
         if bad >= 0:
             raise UnknownCell(bad)
-        return greedy, logits
+        return self._greedy[:num_logits].copy(), logits
+
+    def _make_room(self, num_rows: int, num_logits: int) -> None:
+        """Have arrays that C reads rows from and writes tokens to. They are kept: to ask numpy for an address takes long."""
+        if num_rows > len(self._rows):
+            self._rows = np.empty((2 * num_rows, 4), dtype=np.int32)
+            self._batch.rows = self._rows.ctypes.data
+        if num_logits > len(self._greedy):
+            self._greedy = np.empty(2 * num_logits, dtype=np.int64)
+            self._batch.greedy = self._greedy.ctypes.data
 
     def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor]) -> None:
         """Tell C where these are. Step after step they are the same objects, and to ask each for its address takes long."""

@@ -41,9 +41,9 @@ def test_logits_are_needed_for_everything_but_the_greatest(make_sampler: MakeSam
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(0))
     sampler.set_row(new_row(2, **fields))
-    assert [known for known in range(11) if sampler.needs_logits([0, 2], [7, known])] == list(lengths)
-    assert sampler.needs_logits([2]) == bool(lengths)
-    assert not sampler.needs_logits([0])
+    for known in range(11):
+        assert sampler.needs_logits([0, 2], [7, known]) == [False, known in lengths]
+    assert sampler.needs_logits([2, 0]) == [bool(lengths), False]
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
@@ -69,6 +69,8 @@ def test_with_and_without_the_given_tokens_the_result_is_the_same(make_sampler: 
         greedy = [int((row == row.max()).nonzero()[0]) for row in logits]
         expected = sampler.sample(logits.clone(), slots, buffer, lengths)
         assert sampler.sample(logits.clone(), slots, buffer, lengths, greedy=greedy) == expected
+        needed = sampler.needs_logits(slots, lengths)
+        assert sampler.sample(logits.clone(), slots, buffer, lengths, greedy=greedy, needed=needed) == expected
 
 
 def test_the_given_token_is_taken_only_where_nothing_else_is_asked(make_sampler: MakeSampler) -> None:
@@ -94,4 +96,4 @@ def test_missing_logits_and_wrong_lengths_are_refused(make_sampler: MakeSampler)
     with pytest.raises(ValueError, match="slot 3 has no sampling parameters"):
         sampler.needs_logits([0, 3])
     assert sampler.sample(None, [], BUFFER, [], greedy=[]) == []
-    assert not sampler.needs_logits([], [])
+    assert sampler.needs_logits([], []) == []

@@ -46,13 +46,16 @@ struct Operand {
 };
 
 // Rows of a panel that are used on all rows of the batch before the next ones: as many as the innermost cache keeps, where the
-// products are fast enough (AMX) or the work of unpacking is to be shared; else the second cache's speed will do.
-constexpr int SHORT_PIECE = 256;
+// products are fast enough (bfloat16 on AMX) or the work of unpacking is to be shared; else the second cache's speed will do.
+constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
 #if defined(EVERBATCH_AMX)
-constexpr int PIECE = SHORT_PIECE;
+constexpr int PIECE_OF_HALVES = SHORT_PIECE;
 #else
-constexpr int PIECE = 2048;
+constexpr int PIECE_OF_HALVES = LONG_PIECE;
 #endif
+inline int64_t longest_piece(Format format) {
+    return format == INT8 ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
+}
 constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
 constexpr int HELD_ROWS = 96;   // whose sums of a panel the innermost cache keeps until they are handed over
 
@@ -79,8 +82,12 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// Bytes between what is used of a panel and what is fetched, where one tile has all rows: measured on Zen 4.
+// Bytes between what is used of a panel and what is fetched, where one tile has all rows: measured on Zen 4, and by others with AMX.
+#if defined(EVERBATCH_AMX)
+constexpr int64_t fetch_ahead(int) { return 8192; }
+#else
 constexpr int64_t fetch_ahead(int rows) { return rows < 4 ? 4096 : 8192; }
+#endif
 
 // Panels that an item of work takes, so that the threads' shares are even: 4 share a pass over many rows of activations.
 inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
@@ -102,7 +109,7 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = unpacks_ ? SHORT_PIECE : PIECE;
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = longest_piece(Format(l.format));
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
         // All panels of an item meet a piece of the rows while the innermost caches have it.

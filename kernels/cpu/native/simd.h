@@ -47,8 +47,8 @@ template <class V, class P>
 ALWAYS_INLINE void store(P* p, V v) {
     memcpy(p, &v, sizeof v);
 }
-ALWAYS_INLINE Vec splat(float x) { return Vec{} + x; }
-ALWAYS_INLINE IVec splat(int32_t x) { return IVec{} + x; }
+ALWAYS_INLINE Vec splat(float x) { return x - Vec{}; }  // x + 0 would be an addition: -0 + 0 is 0
+ALWAYS_INLINE IVec splat(int32_t x) { return x - IVec{}; }
 ALWAYS_INLINE IVec bits(Vec v) { return (IVec)v; }
 ALWAYS_INLINE Vec floats(IVec v) { return (Vec)v; }
 
@@ -103,7 +103,13 @@ ALWAYS_INLINE bf16 to_bf16(float f) {
     if ((u & 0x7fffffff) > 0x7f800000) return bf16(u >> 16 | 0x40);
     return bf16((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-ALWAYS_INLINE Vec load_bf16(const bf16* p) { return (Vec)(__builtin_convertvector(load<Half>(p), UVec) << 16); }
+ALWAYS_INLINE Vec load_bf16(const bf16* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);  // gcc 12 makes halves of a conversion
+#else
+    return (Vec)(__builtin_convertvector(load<Half>(p), UVec) << 16);
+#endif
+}
 ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #if defined(__AVX512BF16__)
     store(p, _mm512_cvtneps_pbh((__m512)v));
