@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -86,7 +86,7 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     title = (
         f"{work.model.name} {work.weights}: {work.prompt} prompt + {work.new} new tokens, best of {work.repeats}, "
         f"{work.threads} threads, {'alternating' if outcome.alternated else 'one engine after the other'}, "
-        f"{outcome.bandwidth / 1e9:.1f} GB/s read"
+        f"{read_bandwidth(outcome.bandwidths)} read"
     )
     console.print(make_table(rows, title))
     for reason in reasons(rows):
@@ -98,6 +98,11 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     plot(rows, RESULTS / f"{name}.png", title)
     console.print(f"written: benchmarks/results/{name}.json and .png")
     return rows
+
+
+def read_bandwidth(bandwidths: Sequence[float]) -> str:
+    """`33.1 - 35.4 GB/s`, the least and the greatest; nothing measured: `no GB/s`."""
+    return f"{min(bandwidths) / 1e9:.1f} - {max(bandwidths) / 1e9:.1f} GB/s" if bandwidths else "no GB/s"
 
 
 def prepare(engine: EngineSpec, work: Work, progress: Progress) -> list[Contestant]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import commands, plan
+from benchmarks.cpu import plan
 from benchmarks.cpu.engines import EngineSpec
 from benchmarks.cpu.environments import BENCH
 from benchmarks.cpu.errors import Skipped
 from benchmarks.cpu.models import Model
 from benchmarks.cpu.plan import Action, Step
 from benchmarks.cpu.protocol import Load, Measure
+from benchmarks.cpu.roof import Meter
 from benchmarks.cpu.runners import Runner
 from deploy.progress import Progress
 
@@ -44,10 +44,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """Rates of one measurement, in tokens a second over all requests."""
+    """Rates of one measurement, in tokens a second over all requests.
+
+    `bandwidth`: bytes a second that this machine could read then, the mean of a reading right before and one right after.
+    """
 
     decode: float
     prefill: float
+    bandwidth: float
 
 
 @dataclass
@@ -74,11 +78,16 @@ class Contestant:
 
 @dataclass
 class Outcome:
-    """`bandwidth`: the highest that was measured, bytes a second. `alternated`: else one engine after the other."""
+    """`alternated`: else one engine after the other."""
 
     contestants: list[Contestant]
-    bandwidth: float
     alternated: bool
+
+    @property
+    def bandwidths(self) -> list[float]:
+        """Of all measurements, bytes a second."""
+        samples = [sample for contestant in self.contestants for some in contestant.samples.values() for sample in some]
+        return [sample.bandwidth for sample in samples]
 
 
 def fit_together(engines: Sequence[EngineSpec], work: Work, available_bytes: int) -> bool:
@@ -109,25 +118,24 @@ def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Ou
         session = _Session(work, present, progress, stack)
         for step in make(len(present), work.concurrencies, work.repeats):
             session.do(step)
-    return Outcome(contestants, session.bandwidth, alternated)
+    return Outcome(contestants, alternated)
 
 
 class _Session:
     """The runners of one plan; all but the one at work are paused."""
 
     def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack):
-        self.bandwidth = 0.0
         self._work = work
         self._contestants = contestants
         self._progress = progress
         self._stack = stack
         self._runners: dict[int, Runner] = {}
         self._concurrency = 0
+        progress.step("measuring the read bandwidth, here and around each measurement")
+        self._meter = Meter(work.threads)
+        stack.callback(self._meter.close)
 
     def do(self, step: Step) -> None:
-        if step.action is Action.ROOF:
-            self._measure_roof()
-            return
         contestant = self._contestants[step.contestant]
         if contestant.skipped:
             return
@@ -142,11 +150,6 @@ class _Session:
             contestant.skipped = str(reason)
             self._progress.step(f"{contestant.engine.name} is skipped: {reason}")
             self._runners[step.contestant].close()
-
-    def _measure_roof(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.cpu.roof", "--threads", str(self._work.threads)]
-        output = commands.run(command, self._progress, "measuring the read bandwidth")
-        self.bandwidth = max(self.bandwidth, float(output[-1]))
 
     def _load(self, index: int) -> None:
         work, contestant = self._work, self._contestants[index]
@@ -182,13 +185,21 @@ class _Session:
         new = min(work.new, WARM_UP_TOKENS) if warm_up else work.new
         round_number = 0 if warm_up else 1 + step.repeat
         seed = (work.seed * 1000 + step.concurrency) * 1000 + round_number  # no prompt is seen twice
-        runner.resume()
-        answer = runner.measure(Measure(step.concurrency, work.prompt, new, seed, work.model.vocab_size))
-        runner.pause()
+        measure = Measure(step.concurrency, work.prompt, new, seed, work.model.vocab_size)
+        if warm_up:
+            self._measure(runner, measure)
+            return
+        before = self._meter.read()
+        answer = self._measure(runner, measure)
+        bandwidth = (before + self._meter.read()) / 2
         contestant.peak_rss_gib[step.concurrency] = answer["peak_rss_gib"]
-        if not warm_up:
-            contestant.samples.setdefault(step.concurrency, []).append(_sample(step.concurrency * work.prompt, answer))
+        decode = answer["decode_tokens"] / answer["decode_s"]
+        prefill = step.concurrency * work.prompt / answer["prefill_s"]
+        contestant.samples.setdefault(step.concurrency, []).append(Sample(decode, prefill, bandwidth))
 
-
-def _sample(prompt_tokens: int, answer: dict[str, Any]) -> Sample:
-    return Sample(answer["decode_tokens"] / answer["decode_s"], prompt_tokens / answer["prefill_s"])
+    @staticmethod
+    def _measure(runner: Runner, measure: Measure) -> dict[str, Any]:
+        runner.resume()
+        answer = runner.measure(measure)
+        runner.pause()
+        return answer

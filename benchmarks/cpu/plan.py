@@ -8,7 +8,6 @@ from enum import Enum, auto
 
 
 class Action(Enum):
-    ROOF = auto()  # measure the machine's read bandwidth
     LOAD = auto()
     WARM_UP = auto()
     MEASURE = auto()
@@ -30,7 +29,6 @@ def alternating(contestants: int, concurrencies: Sequence[int], repeats: int) ->
     everyone = range(contestants)
     steps = [Step(Action.LOAD, index) for index in everyone]
     for concurrency in concurrencies:
-        steps.append(Step(Action.ROOF))
         steps += [Step(Action.WARM_UP, index, concurrency) for index in everyone]
         steps += [Step(Action.MEASURE, index, concurrency, repeat) for repeat in range(repeats) for index in everyone]
     return steps + [Step(Action.END, index) for index in everyone]
@@ -40,7 +38,7 @@ def one_by_one(contestants: int, concurrencies: Sequence[int], repeats: int) -> 
     """Each contestant is loaded, measured and ended before the next."""
     steps = []
     for index in range(contestants):
-        steps += [Step(Action.ROOF), Step(Action.LOAD, index)]
+        steps.append(Step(Action.LOAD, index))
         for concurrency in concurrencies:
             steps.append(Step(Action.WARM_UP, index, concurrency))
             steps += [Step(Action.MEASURE, index, concurrency, repeat) for repeat in range(repeats)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         axes.axhline(1, color="black", linewidth=0.8)
     if engines:
         lower.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(engines), fontsize=8)
-    figure.suptitle(f"{title}\nbars: best of the repeats; dash: median; dashed line: roof", fontsize=9)
+    figure.suptitle(
+        f"{title}\nbars: best of the repeats; dash: median; dashed line and shares of the roof: medians", fontsize=9
+    )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -55,7 +58,8 @@ def _rates(axes: Any, rows: Sequence[Row], concurrency: int) -> None:
         range(len(rows)), [row["median_decode_tokens_per_s"] for row in rows], color="black", marker="_", s=120
     )
     if rows:
-        axes.axhline(rows[0]["roof_tokens_per_s"], color="black", linestyle="--", linewidth=0.8)
+        roof = statistics.median(row["roof_tokens_per_s"] for row in rows)
+        axes.axhline(roof, color="black", linestyle="--", linewidth=0.8)
     axes.set_xticks(range(len(rows)), names, rotation=35, ha="right", fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
     axes.set_title(f"decode tokens/s, {concurrency} at once", fontsize=9)

@@ -1,18 +1,23 @@
-"""The roof of decoding: how many tokens a second the machine's read bandwidth allows, measured in the same run.
+"""The roof of decoding: how many tokens a second the machine's read bandwidth allows.
 
-    python -m benchmarks.cpu.roof --threads N        prints the bandwidth in bytes a second
+A shared machine's bandwidth changes from minute to minute, so it is read right before and after each measurement, by a process of
+its own whose threads sleep in between.
 
-A process of its own, so that no thread of it is left behind while engines are measured.
+    python -m benchmarks.cpu.roof --threads N        for every line it reads, prints the bandwidth in bytes a second
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
+from benchmarks.cpu import commands
+
 BUFFER_BYTES = 512 * 2**20  # far more than any cache holds
-REPEATS = 10
+REPEATS = 3
 
 
 def tokens_per_s(concurrency: int, step_bytes: float, bandwidth: float) -> float:
@@ -20,22 +25,36 @@ def tokens_per_s(concurrency: int, step_bytes: float, bandwidth: float) -> float
     return concurrency * bandwidth / step_bytes
 
 
-def measure_bandwidth(threads: int) -> float:
-    """Bytes a second, the best of what reading one stream (sum, amax) and two streams (dot) reaches."""
-    import torch
+class Meter:
+    """Reads the bandwidth whenever it is asked."""
 
-    torch.set_num_threads(threads)
-    values = torch.ones(BUFFER_BYTES // 4)
-    halves = values.chunk(2)
-    return max(
-        _best_rate(values.sum),
-        _best_rate(values.amax),
-        _best_rate(lambda: torch.dot(*halves)),
-    )
+    def __init__(self, threads: int):
+        command = [sys.executable, "-m", "benchmarks.cpu.roof", "--threads", str(threads)]
+        self._process = commands.start(command, {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.read()  # when it answers it has loaded, and its memory is there
+
+    def read(self) -> float:
+        """Bytes a second; takes some tenths of a second. Raises CommandFailed."""
+        try:
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        if not answer:
+            raise commands.CommandFailed(self.close(), ["the read bandwidth cannot be measured; its process has ended"])
+        return float(answer)
+
+    def close(self) -> int:
+        """End it. Returns its exit status."""
+        if self._process.returncode is None:
+            commands.end(self._process)
+            self._process.stdin.close()
+            self._process.stdout.close()
+        return self._process.returncode
 
 
 def _best_rate(read: Callable[[], object]) -> float:
-    read()
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -45,9 +64,19 @@ def _best_rate(read: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    """Answer with the best of what reading one stream (sum, amax) and two streams (dot) reaches."""
     parser = argparse.ArgumentParser(description="Measure the read bandwidth.")
     parser.add_argument("--threads", type=int, required=True)
-    print(measure_bandwidth(parser.parse_args().threads))
+    threads = parser.parse_args().threads
+
+    import torch
+
+    torch.set_num_threads(threads)
+    values = torch.ones(BUFFER_BYTES // 4)
+    halves = values.chunk(2)
+    for _ in sys.stdin:
+        rates = map(_best_rate, (values.sum, values.amax, lambda: torch.dot(*halves)))
+        print(max(rates), flush=True)
 
 
 if __name__ == "__main__":

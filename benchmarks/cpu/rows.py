@@ -2,7 +2,8 @@
 
 `decode_tokens_per_s` and `prefill_tokens_per_s` are the best of the repeats, as are the ratios made of them; each has a `median_`
 beside it. An engine that was measured in several settings counts, at each concurrency, with the one that decodes fastest;
-`settings` has them all. Figures that there are none of are null, and `skipped` says why.
+`settings` has them all. `roof_fraction` is the median over the repeats of the share that each reached of the roof at that moment;
+`bandwidth_gb_per_s` and `roof_tokens_per_s` are medians too. Figures that there are none of are null, and `skipped` says why.
 """
 
 from __future__ import annotations
@@ -49,10 +50,7 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
     measured = [contestant for contestant in settings if contestant.samples.get(concurrency)]
     figures = {contestant.setting: summarise(contestant.samples[concurrency]) for contestant in measured}
     best = max(measured, key=lambda contestant: figures[contestant.setting]["decode_tokens_per_s"], default=settings[0])
-    own = figures.get(best.setting, dict.fromkeys(summarise([Sample(1.0, 1.0)])))
-    step_bytes = work.model.step_bytes(work.weights, concurrency, work.prompt + work.new / 2)
-    roof_rate = roof.tokens_per_s(concurrency, step_bytes, outcome.bandwidth)
-    decode = own["decode_tokens_per_s"]
+    own = figures.get(best.setting, dict.fromkeys(summarise([Sample(1.0, 1.0, 1.0)])))
     return {
         "engine": best.engine.name,
         "model": work.model.name,
@@ -61,9 +59,7 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
         "setting": best.setting,
         **own,
         **dict.fromkeys(RATIOS),
-        "roof_fraction": decode / roof_rate if decode else None,
-        "roof_tokens_per_s": roof_rate,
-        "bandwidth_gb_per_s": outcome.bandwidth / 1e9,
+        **_roof(work, concurrency, best.samples.get(concurrency, [])),
         "prompt": work.prompt,
         "new": work.new,
         "repeats": len(best.samples.get(concurrency, [])),
@@ -75,6 +71,18 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
         "note": best.note,
         "settings": figures,
         "skipped": None if measured else best.skipped,
+    }
+
+
+def _roof(work: Work, concurrency: int, samples: Sequence[Sample]) -> dict[str, float | None]:
+    if not samples:
+        return dict.fromkeys(("roof_fraction", "roof_tokens_per_s", "bandwidth_gb_per_s"))
+    step_bytes = work.model.step_bytes(work.weights, concurrency, work.prompt + work.new / 2)
+    roofs = [roof.tokens_per_s(concurrency, step_bytes, sample.bandwidth) for sample in samples]
+    return {
+        "roof_fraction": statistics.median(sample.decode / rate for sample, rate in zip(samples, roofs)),
+        "roof_tokens_per_s": statistics.median(roofs),
+        "bandwidth_gb_per_s": statistics.median(sample.bandwidth for sample in samples) / 1e9,
     }
 
 

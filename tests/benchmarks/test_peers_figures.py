@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import peers
 from benchmarks.cpu import models, roof
+from benchmarks.cpu.commands import CommandFailed
 from benchmarks.cpu.engines import GIB, PEERS, ours
 from benchmarks.cpu.measure import MEMORY_SHARE, Contestant, Outcome, Sample, Work, bytes_together, fit_together
 from benchmarks.cpu.models import Model
@@ -31,12 +33,13 @@ M = Model(
         "tie_word_embeddings": True,
     },
 )
+GB_PER_S = 20.0
 WORK = Work(M, "int8", (1, 8), prompt=128, new=128, repeats=2, threads=2)
 
 
 def measured(engine, setting: str, rates: dict[int, list[float]]) -> Contestant:
     contestant = Contestant(engine, setting, load_s=1.0, versions={"package": "1.0"})
-    contestant.samples = {at: [Sample(rate, 10 * rate) for rate in some] for at, some in rates.items()}
+    contestant.samples = {at: [Sample(rate, 10 * rate, GB_PER_S * 1e9) for rate in some] for at, some in rates.items()}
     contestant.peak_rss_gib = dict.fromkeys(rates, 0.5)
     return contestant
 
@@ -50,7 +53,7 @@ def outcome() -> Outcome:
         measured(PEERS["openvino"], quantised, {1: [80.0, 70.0], 8: [100.0, 150.0]}),
         Contestant(PEERS["vllm"], "", skipped=PEERS["vllm"].lacks),
     ]
-    return Outcome(contestants, bandwidth=20e9, alternated=True)
+    return Outcome(contestants, alternated=True)
 
 
 def rows_by_engine(outcome: Outcome, concurrency: int) -> dict:
@@ -115,7 +118,28 @@ def test_the_roof_share_is_decoding_over_what_the_bandwidth_allows(outcome: Outc
     row = rows_by_engine(outcome, 8)["everbatch"]
     roof_rate = roof.tokens_per_s(8, M.step_bytes("int8", 8, 192), 20e9)
     assert row["roof_tokens_per_s"] == roof_rate == pytest.approx(8 * 20e9 / (134.5e6 + 8 * 192 * 23040), rel=0.01)
-    assert row["roof_fraction"] == 500 / roof_rate
+    assert row["roof_fraction"] == 450 / roof_rate
+
+
+def test_each_measurement_counts_against_the_bandwidth_of_its_moment() -> None:
+    contestant = measured(ours("w8a8"), "w8a8", {8: []})
+    contestant.samples = {8: [Sample(100.0, 1.0, 20e9), Sample(300.0, 1.0, 60e9), Sample(220.0, 1.0, 40e9)]}
+    row = rows_by_engine(Outcome([contestant], alternated=True), 8)["everbatch"]
+    assert row["bandwidth_gb_per_s"] == 40.0
+    assert row["roof_fraction"] == pytest.approx(100 / roof.tokens_per_s(8, M.step_bytes("int8", 8, 192), 20e9))
+    assert peers.read_bandwidth([20e9, 60e9, 40e9]) == "20.0 - 60.0 GB/s"
+
+
+def test_the_meter_reads_the_bandwidth_whenever_it_is_asked_and_tells_when_it_has_died() -> None:
+    meter = roof.Meter(threads=1)
+    try:
+        assert all(1e8 < meter.read() < 1e13 for _ in range(2))
+        meter._process.kill()
+        with pytest.raises(CommandFailed, match="the read bandwidth cannot be measured"):
+            meter.read()
+            meter.read()
+    finally:
+        meter.close()
 
 
 def test_engines_are_loaded_together_only_where_memory_suffices() -> None:
