@@ -2,6 +2,7 @@
 
     ./everbatch bench peers                                    the shapes M and L of random weights, bf16
     ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
+    ./everbatch bench peers --prompt 16,16,16,1000             short prompts and long ones together
 
 Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
 repeat each is measured in turn while the others are stopped. Decode tokens/s: tokens that come after every request has its first
@@ -46,7 +47,7 @@ def main(
     shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, L.")] = "M,L",
     weights: Annotated[Literal["bf16", "int8"], typer.Option(help="How every engine holds the weights.")] = "bf16",
     concurrency: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
+    prompt: Annotated[str, typer.Option(help="Tokens of a prompt; requests take several lengths in turn.")] = "128",
     new: Annotated[int, typer.Option(help="Tokens that a request generates.", min=2)] = 128,
     repeats: Annotated[int, typer.Option(help="Measurements of each engine at each concurrency.", min=1)] = 5,
     peers: Annotated[str, typer.Option(help="From " + ", ".join(PEERS) + ".")] = ",".join(PEERS),
@@ -58,6 +59,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # runners are ended with us
     progress = Progress()
     try:
+        prompts = tuple(whole_numbers(prompt, "--prompt"))
         concurrencies = tuple(sorted(set(whole_numbers(concurrency, "--concurrency"))))
         names = choices(peers, tuple(PEERS), "--peers")
         chosen = [] if model_dir is not None else choices(shapes, models.SHAPES, "--shapes")
@@ -65,7 +67,7 @@ def main(
             rows: list[Row] = []
             for shape in chosen or [None]:
                 model = models.of_shape(shape, progress) if shape else models.of_directory(model_dir)
-                work = Work(model, weights, concurrencies, prompt, new, repeats, threads or num_cores())
+                work = Work(model, weights, concurrencies, prompts, new, repeats, threads or num_cores())
                 check(work)
                 rows += compare(work, [ours(our_int8), *(PEERS[name] for name in names)], progress)
                 if json_file is not None:
@@ -84,7 +86,7 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     outcome = measure(work, contestants, progress)
     rows = make_rows(work, outcome)
     title = (
-        f"{work.model.name} {work.weights}: {work.prompt} prompt + {work.new} new tokens, best of {work.repeats}, "
+        f"{work.model.name} {work.weights}: {', '.join(map(str, work.prompts))} prompt + {work.new} new tokens, best of {work.repeats}, "
         f"{work.threads} threads, {'alternating' if outcome.alternated else 'one engine after the other'}, "
         f"{read_bandwidth(outcome.bandwidths)} read"
     )
@@ -92,7 +94,7 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     for reason in reasons(rows):
         console.print(reason, soft_wrap=True, highlight=False)
     RESULTS.mkdir(exist_ok=True)
-    name = f"peers-{work.model.name}-{work.weights}"
+    name = f"peers-{work.model.name}-{work.weights}{'-mixed' if len(work.prompts) > 1 else ''}"
     document = {"cpu": cpu_name(), "cores": num_cores(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(rows, RESULTS / f"{name}.png", title)
@@ -121,9 +123,9 @@ def prepare(engine: EngineSpec, work: Work, progress: Progress) -> list[Contesta
 
 def check(work: Work) -> None:
     """Raise UserError for what the model cannot do."""
-    if work.prompt + work.new > work.model.max_length:
+    if work.max_length > work.model.max_length:
         raise UserError(
-            f"--prompt {work.prompt} and --new {work.new} are more than the {work.model.max_length} tokens of "
+            f"--prompt {max(work.prompts)} and --new {work.new} are more than the {work.model.max_length} tokens of "
             f"{work.model.name}; ask for fewer"
         )
 

@@ -26,20 +26,29 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured. `prompt`, `new`: tokens of each request."""
+    """What is measured. `prompts`: tokens of a request's prompt; requests take several lengths in turn. `new`: tokens of its output."""
 
     model: Model
     weights: str
     concurrencies: tuple[int, ...]
-    prompt: int
+    prompts: tuple[int, ...]
     new: int
     repeats: int
     threads: int
     seed: int = 0
 
     @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.prompts) + self.new
+
+    @property
     def kv_bytes(self) -> int:
-        return max(self.concurrencies) * (self.prompt + self.new) * self.model.kv_bytes_per_token
+        return max(self.concurrencies) * self.max_length * self.model.kv_bytes_per_token
+
+    def lengths(self, concurrency: int) -> list[int]:
+        """Tokens of the prompts of so many requests."""
+        return [self.prompts[index % len(self.prompts)] for index in range(concurrency)]
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ class _Session:
                 contestant.setting,
                 work.threads,
                 max(work.concurrencies),
-                work.prompt + work.new,
+                work.max_length,
                 work.model.kv_bytes_per_token,
             )
         )
@@ -185,7 +194,8 @@ class _Session:
         new = min(work.new, WARM_UP_TOKENS) if warm_up else work.new
         round_number = 0 if warm_up else 1 + step.repeat
         seed = (work.seed * 1000 + step.concurrency) * 1000 + round_number  # no prompt is seen twice
-        measure = Measure(step.concurrency, work.prompt, new, seed, work.model.vocab_size)
+        lengths = work.lengths(step.concurrency)
+        measure = Measure(lengths, new, seed, work.model.vocab_size)
         if warm_up:
             self._measure(runner, measure)
             return
@@ -194,7 +204,7 @@ class _Session:
         bandwidth = (before + self._meter.read()) / 2
         contestant.peak_rss_gib[step.concurrency] = answer["peak_rss_gib"]
         decode = answer["decode_tokens"] / answer["decode_s"]
-        prefill = step.concurrency * work.prompt / answer["prefill_s"]
+        prefill = sum(lengths) / answer["prefill_s"]
         contestant.samples.setdefault(step.concurrency, []).append(Sample(decode, prefill, bandwidth))
 
     @staticmethod

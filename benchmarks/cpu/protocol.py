@@ -46,10 +46,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Measure:
-    """One measurement: `concurrency` requests of `prompt` random tokens each, which generate `new` tokens."""
+    """One measurement: a request of random tokens for each of `lengths`, all at once, which generate `new` tokens."""
 
-    concurrency: int
-    prompt: int
+    lengths: list[int]
     new: int
     seed: int
     vocab_size: int
@@ -58,7 +57,7 @@ class Measure:
         """The prompts: equal for equal seeds, so that every engine is given the same."""
         rng = random.Random(self.seed)
         ids = range(min(_FIRST_TOKEN_ID, self.vocab_size - 1), self.vocab_size)
-        return [rng.choices(ids, k=self.prompt) for _ in range(self.concurrency)]
+        return [rng.choices(ids, k=length) for length in self.lengths]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
         **own,
         **dict.fromkeys(RATIOS),
         **_roof(work, concurrency, best.samples.get(concurrency, [])),
-        "prompt": work.prompt,
+        "prompt": work.prompts[0] if len(work.prompts) == 1 else list(work.prompts),
         "new": work.new,
         "repeats": len(best.samples.get(concurrency, [])),
         "threads": work.threads,
@@ -77,7 +77,8 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
 def _roof(work: Work, concurrency: int, samples: Sequence[Sample]) -> dict[str, float | None]:
     if not samples:
         return dict.fromkeys(("roof_fraction", "roof_tokens_per_s", "bandwidth_gb_per_s"))
-    step_bytes = work.model.step_bytes(work.weights, concurrency, work.prompt + work.new / 2)
+    length = statistics.mean(work.lengths(concurrency)) + work.new / 2
+    step_bytes = work.model.step_bytes(work.weights, concurrency, length)
     roofs = [roof.tokens_per_s(concurrency, step_bytes, sample.bandwidth) for sample in samples]
     return {
         "roof_fraction": statistics.median(sample.decode / rate for sample, rate in zip(samples, roofs)),

@@ -34,17 +34,18 @@ class LlamaCpp:
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         self._prepare(len(prompts))
-        length = len(prompts[0])
-        group = max(1, self._batch_tokens // length)  # whole prompts in one batch
         began = time.perf_counter()
         current: list[int] = []
-        for first in range(0, len(prompts), group):
-            sequences = range(first, min(first + group, len(prompts)))
-            self._decode([(t, p, s, p == length - 1) for s in sequences for p, t in enumerate(prompts[s])])
-            current += [self._best_token((s - first + 1) * length - 1) for s in sequences]
+        batch: list[tuple[int, int, int, bool]] = []
+        for s, prompt in enumerate(prompts):  # whole prompts in one batch
+            batch += [(token, p, s, p == len(prompt) - 1) for p, token in enumerate(prompt)]
+            if s + 1 == len(prompts) or len(batch) + len(prompts[s + 1]) > self._batch_tokens:
+                self._decode(batch)
+                current += [self._best_token(row) for row, (_, _, _, wanted) in enumerate(batch) if wanted]
+                batch = []
         all_started = time.perf_counter()
-        for position in range(length, length + new - 1):
-            self._decode([(token, position, s, True) for s, token in enumerate(current)])
+        for step in range(new - 1):
+            self._decode([(token, len(prompts[s]) + step, s, True) for s, token in enumerate(current)])
             current = [self._best_token(s) for s in range(len(prompts))]
         ended = time.perf_counter()
         return Timing(all_started - began, ended - all_started, len(prompts) * (new - 1))

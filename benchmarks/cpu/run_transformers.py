@@ -21,7 +21,9 @@ class Transformers:
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         import torch
 
-        ids = torch.tensor(prompts)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         times: list[float] = []
 
         def note_time(input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -33,7 +35,7 @@ class Transformers:
         with torch.inference_mode():
             output = self._model.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 do_sample=False,
                 min_new_tokens=new,
                 max_new_tokens=new,

@@ -46,6 +46,7 @@ def bench_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["--concurrency", "1,x"], "--concurrency is '1,x'"),
         (["--concurrency", "0"], "--concurrency is '0'"),
+        (["--prompt", "16,0"], "--prompt is '16,0'"),
         (["--peers", "openvino,ollama"], "--peers has 'ollama'; choose from openvino, llamacpp, vllm, transformers"),
         (["--shapes", "XL"], "--shapes has 'XL'; choose from S, M, L"),
         (["--model-dir", "nowhere"], "nowhere/config.json cannot be read"),
@@ -60,7 +61,7 @@ def test_a_bad_argument_is_refused_in_one_sentence(arguments: list[str], said: s
 
 
 def test_more_tokens_than_the_model_takes_are_refused(checkpoint: Path) -> None:
-    work = Work(models.of_directory(checkpoint), "bf16", (1,), prompt=200, new=57, repeats=1, threads=1)
+    work = Work(models.of_directory(checkpoint), "bf16", (1,), prompts=(16, 200), new=57, repeats=1, threads=1)
     with pytest.raises(UserError, match="--prompt 200 and --new 57 are more than the 256 tokens of tiny"):
         peers.check(work)
 
@@ -76,12 +77,12 @@ def test_lists_are_read_without_their_duplicates() -> None:
 
 
 def test_an_engine_without_the_weights_takes_part_as_skipped_with_its_reason(checkpoint: Path) -> None:
-    work = Work(models.of_directory(checkpoint), "int8", (1,), prompt=8, new=8, repeats=1, threads=1)
+    work = Work(models.of_directory(checkpoint), "int8", (1,), prompts=(8,), new=8, repeats=1, threads=1)
     (contestant,) = peers.prepare(PEERS["vllm"], work, Progress())
     assert contestant.skipped == PEERS["vllm"].lacks != ""
 
 
 def test_our_engine_runs_in_this_environment_on_the_checkpoint_itself(checkpoint: Path) -> None:
-    work = Work(models.of_directory(checkpoint), "int8", (1,), prompt=8, new=8, repeats=1, threads=1)
+    work = Work(models.of_directory(checkpoint), "int8", (1,), prompts=(8,), new=8, repeats=1, threads=1)
     (contestant,) = peers.prepare(ours("w8a8"), work, Progress())
     assert (contestant.setting, contestant.form, contestant.skipped) == ("w8a8", checkpoint, "")

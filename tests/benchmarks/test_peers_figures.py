@@ -34,7 +34,7 @@ M = Model(
     },
 )
 GB_PER_S = 20.0
-WORK = Work(M, "int8", (1, 8), prompt=128, new=128, repeats=2, threads=2)
+WORK = Work(M, "int8", (1, 8), prompts=(128,), new=128, repeats=2, threads=2)
 
 
 def measured(engine, setting: str, rates: dict[int, list[float]]) -> Contestant:
@@ -119,6 +119,15 @@ def test_the_roof_share_is_decoding_over_what_the_bandwidth_allows(outcome: Outc
     roof_rate = roof.tokens_per_s(8, M.step_bytes("int8", 8, 192), 20e9)
     assert row["roof_tokens_per_s"] == roof_rate == pytest.approx(8 * 20e9 / (134.5e6 + 8 * 192 * 23040), rel=0.01)
     assert row["roof_fraction"] == 450 / roof_rate
+
+
+def test_several_lengths_are_taken_in_turn_and_the_roof_counts_their_mean(outcome: Outcome) -> None:
+    work = Work(M, "int8", (1, 8), prompts=(16, 16, 976), new=128, repeats=2, threads=2)
+    assert work.lengths(4) == [16, 16, 976, 16] and work.max_length == 1104
+    row = make_rows(work, outcome)[3]
+    assert (row["concurrency"], row["engine"], row["prompt"]) == (8, "everbatch", [16, 16, 976])
+    roof_rate = roof.tokens_per_s(8, M.step_bytes("int8", 8, (6 * 16 + 2 * 976) / 8 + 64), 20e9)
+    assert row["roof_tokens_per_s"] == pytest.approx(roof_rate)
 
 
 def test_each_measurement_counts_against_the_bandwidth_of_its_moment() -> None:

@@ -19,7 +19,7 @@ from deploy.processes import read_stat
 from deploy.progress import Progress
 
 LOAD = Load("model", "bf16", "", threads=1, max_concurrency=2, max_length=16, kv_bytes_per_token=64)
-MEASURE = Measure(concurrency=2, prompt=4, new=3, seed=1, vocab_size=100)
+MEASURE = Measure(lengths=[4, 6], new=3, seed=1, vocab_size=100)
 ENGINE = "tests.benchmarks.echo_engine"
 
 
@@ -49,8 +49,8 @@ def test_both_plans_measure_the_same() -> None:
 
 def test_prompts_follow_the_seed_and_stay_in_the_vocabulary() -> None:
     prompts = MEASURE.prompts()
-    assert prompts == Measure(2, 4, 3, 1, 100).prompts() != Measure(2, 4, 3, 2, 100).prompts()
-    assert [len(prompt) for prompt in prompts] == [4, 4] and prompts[0] != prompts[1]
+    assert prompts == Measure([4, 6], 3, 1, 100).prompts() != Measure([4, 6], 3, 2, 100).prompts()
+    assert [len(prompt) for prompt in prompts] == [4, 6] and prompts[0] != prompts[1][:4]
     assert all(5 <= token < 100 for prompt in prompts for token in prompt)
 
 
@@ -107,13 +107,13 @@ def test_a_paused_runner_can_be_ended(runner: Runner) -> None:
 def test_an_error_of_the_engine_is_the_reason_why_it_is_skipped(runner: Runner) -> None:
     runner.load(LOAD)
     with pytest.raises(Skipped, match="RuntimeError: 13 tokens are unlucky"):
-        runner.measure(Measure(2, 4, 13, 1, 100))
+        runner.measure(Measure([4, 6], 13, 1, 100))
 
 
 def test_a_runner_that_dies_is_skipped_with_its_signal_and_last_words(runner: Runner) -> None:
     runner.load(LOAD)
     with pytest.raises(Skipped, match="ended by signal SIGSEGV; its last words: going down"):
-        runner.measure(Measure(2, 4, signal.SIGSEGV, 1, 100))
+        runner.measure(Measure([4, 6], signal.SIGSEGV, 1, 100))
 
 
 def test_a_command_that_fails_says_so_with_its_last_line() -> None:
