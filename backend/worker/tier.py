@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -67,7 +66,7 @@ class Choice(NamedTuple):
     """Which tier a model gets."""
 
     name: str
-    library: CDLL | None = None  # of the native tier
+    library: build.NativeLibrary | None = None  # of the native tier
 
 
 def choose_tier(
@@ -95,7 +94,7 @@ def choose_tier(
             except ValueError as error:  # EVERBATCH_ISA names what this machine does not have
                 raise ConfigError(str(error)) from None
     if reason is None:
-        log.info("kernels: %s", f"native, for {isa.best_isa()}" if library is not None else f"triton, on {device}")
+        log.info("kernels: %s", f"triton, on {device}" if library is None else f"native, for {_variant(library)}")
         return Choice(wanted, library)
     if section.kernels == wanted != "torch":
         raise ConfigError(f"model.kernels is {wanted}, which cannot be had: {reason}")
@@ -103,6 +102,13 @@ def choose_tier(
     if section.kernels != "torch":
         progress(f"loading the model, on torch operators because {reason}")
     return Choice("torch")
+
+
+def _variant(library: build.NativeLibrary) -> str:
+    best = isa.best_isa()
+    return (
+        library.isa if library.isa == best else f"{library.isa}; the compiler does not know {best}, a newer g++ would"
+    )
 
 
 def kv_dtype(kv_cache: KvCacheConfig, config: ModelConfig) -> str:

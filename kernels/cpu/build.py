@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import CDLL
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  # before the library: its libgomp.so.1 is then the one that the library binds to
 
-from kernels.cpu.isa import best_isa, compiler_flags
+from kernels.cpu.isa import chosen_isas, compiler_flags
 
 SOURCES = Path(__file__).parent / "native"
 CACHE_VARIABLE = "EVERBATCH_CACHE"
@@ -42,32 +42,41 @@ class NativeUnavailable(Exception):
     """The native kernels cannot be had; the message is one sentence that says what would help."""
 
 
+class NativeLibrary(CDLL):
+    """The native kernels, compiled for the variant `isa`."""
+
+    def __init__(self, path: Path, isa: str):
+        super().__init__(str(path))
+        self.isa = isa
+
+
 def load(
     isa: str | None = None,
     progress: Callable[[str], None] | None = None,
     sanitize: bool = False,
     *,
     sources: Path = SOURCES,
-) -> CDLL:
-    """The library of variant `isa` (None: isa.best_isa()), compiled first unless it is in the cache.
+) -> NativeLibrary:
+    """The library of variant `isa`, compiled first unless it is in the cache. None: the best that this machine can run and
+    its compiler knows, or EVERBATCH_ISA.
 
     progress: told one line before and one after a compilation.
     sanitize: built with AddressSanitizer; only in a process that was started with asan_environment().
     sources: the directory of the *.cpp and *.h; functions named everbatch_* are exported.
     Raises NativeUnavailable, and ValueError for a variant that this machine cannot run.
     """
-    recipe = _Recipe.of(isa or best_isa(), sanitize, sources)
+    recipe = _best_recipe((isa,) if isa else chosen_isas(), sanitize, sources)
     if sanitize and "libasan" not in Path("/proc/self/maps").read_text():
         raise NativeUnavailable(
             "AddressSanitizer must be there from the start: run this process with asan_environment()"
         )
     path = recipe.cached() or recipe.compile(progress)
     try:
-        return CDLL(str(path))
+        return NativeLibrary(path, recipe.isa)
     except OSError:
         path = recipe.compile(progress, instead_of=path)
     try:
-        return CDLL(str(path))
+        return NativeLibrary(path, recipe.isa)
     except OSError as error:
         raise NativeUnavailable(
             f"the compiled native kernels cannot be loaded ({error}); "
@@ -119,6 +128,11 @@ class _Recipe:
     @property
     def name(self) -> str:
         return f"{self.label}-{self.key}"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the compiler knows the flags."""
+        return not _run([*self.compiler, *self.flags, "-fsyntax-only", "-x", "c++", os.devnull]).returncode
 
     def cached(self) -> Path | None:
         """The library, if one of the caches (some may be read-only) holds a whole one."""
@@ -213,6 +227,17 @@ class _Recipe:
             f"no place for the compiled native kernels, {' nor '.join(map(str, directories))} can be written "
             f"({problem}): set {CACHE_VARIABLE} to a directory that can"
         )
+
+
+def _best_recipe(isas: Sequence[str], sanitize: bool, sources: Path) -> _Recipe:
+    """The first that is in the cache or whose instructions the compiler knows; if there is none, the first."""
+    first: _Recipe | None = None
+    for isa in isas:
+        recipe = _Recipe.of(isa, sanitize, sources)
+        if recipe.cached() or recipe.is_known:
+            return recipe
+        first = first or recipe
+    return first
 
 
 def _cache_directories() -> list[Path]:

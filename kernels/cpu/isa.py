@@ -52,15 +52,20 @@ def supported_isas(features: Set[str] | None = None) -> tuple[str, ...]:
     return tuple(name for name, needed in LADDER.items() if have >= set(needed))
 
 
-def best_isa() -> str:
-    """The variant to use: EVERBATCH_ISA where set, else the best of this machine.
+def chosen_isas() -> tuple[str, ...]:
+    """The variants to use, best first: EVERBATCH_ISA where set, else all that this machine can run.
 
     Raises ValueError if EVERBATCH_ISA names no variant that this machine can run.
     """
     forced = os.environ.get(ISA_VARIABLE)
     if forced:
         _check(forced, ISA_VARIABLE, cpu_features())
-    return forced or supported_isas()[0]
+    return (forced,) if forced else supported_isas()
+
+
+def best_isa() -> str:
+    """The first of `chosen_isas`."""
+    return chosen_isas()[0]
 
 
 def compiler_flags(isa: str, features: Set[str] | None = None) -> list[str]:

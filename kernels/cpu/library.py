@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from kernels.cpu import build
 from kernels.cpu.structs import BatchStruct, KVLayout, LinearStruct, ModelStruct, ScreenStruct
@@ -26,7 +26,9 @@ _FUNCTIONS = {
 }
 
 
-def load_kernels(isa: str | None = None, progress: Callable[[str], None] | None = None, sanitize: bool = False) -> CDLL:
+def load_kernels(
+    isa: str | None = None, progress: Callable[[str], None] | None = None, sanitize: bool = False
+) -> build.NativeLibrary:
     """See build.load. The functions of native/step.cpp and parts.cpp can be called from Python then."""
     library = build.load(isa, progress, sanitize)
     for name, (result, arguments) in _FUNCTIONS.items():

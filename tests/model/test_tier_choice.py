@@ -15,7 +15,8 @@ from backend.models.config import read_model_config
 from backend.worker import tier
 from backend.worker.group import InProcessWorkerGroup
 from kernels.cpu.build import CACHE_VARIABLE
-from kernels.cpu.isa import ISA_VARIABLE, best_isa
+from kernels.cpu.isa import ISA_VARIABLE, best_isa, supported_isas
+from kernels.cpu.library import load_kernels
 
 CUDA = "the device is cuda, and they are for CPUs"
 HEAD_DIM = 8  # of the checkpoint
@@ -49,6 +50,13 @@ def sentence(error: pytest.ExceptionInfo) -> str:
 def test_a_cpu_gets_the_native_kernels(checkpoint, native_kernels, lines, kernels, dtype):
     assert load(checkpoint("llama2"), {}, kernels=kernels, dtype=dtype).kernels == "native"
     assert lines() == [f"kernels: native, for {best_isa()}"]
+
+
+@pytest.mark.skipif("avx2" not in supported_isas()[1:], reason="needs a machine with more than AVX2")
+def test_a_compiler_that_knows_less_than_the_machine_is_named(checkpoint, lines, monkeypatch):
+    monkeypatch.setattr(tier, "load_kernels", lambda progress: load_kernels("avx2", progress))
+    assert load(checkpoint("llama2"), {}).kernels == "native"
+    assert lines() == [f"kernels: native, for avx2; the compiler does not know {best_isa()}, a newer g++ would"]
 
 
 def test_the_torch_tier_is_had_for_the_asking(checkpoint, lines):

@@ -141,6 +141,28 @@ def test_a_missing_compiler_is_named_with_its_remedy(sources: Path, monkeypatch:
         load(sources=sources)
 
 
+def test_a_compiler_that_does_not_know_an_instruction_set_gets_the_next_one(
+    sources: Path, tmp_path: Path, monkeypatch
+) -> None:
+    old = tmp_path / "old-g++"
+    refused = "|".join(f"-m{flag}" for flag in ("avx512bf16", "amx-tile", "avx2"))
+    old.write_text(
+        f'#!/bin/sh\nfor a; do case "$a" in {refused}) echo "error: unrecognized $a"; exit 1;; esac; done\nexec {COMPILER} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    lines: list[str] = []
+    library = load(progress=lines.append, sources=sources)
+    assert library.isa == "generic" and library.everbatch_macros() == MACROS["generic"]
+    assert lines[0] == "compiling the native kernels for generic (once, some seconds)"
+    assert load(progress=lines.append, sources=sources).isa == "generic" and len(lines) == 2
+    if best_isa() != "generic":
+        with pytest.raises(
+            NativeUnavailable, match=f"cannot compile the native kernels for {best_isa()}: error: unrecognized"
+        ):
+            load(best_isa(), sources=sources)
+
+
 def test_a_source_that_does_not_compile_gives_the_first_error_and_the_log(sources: Path) -> None:
     (sources / "broken.cpp").write_text("int ok;\nint broken = missing_name;\n")
     with pytest.raises(NativeUnavailable, match=r"broken\.cpp:2.*error.*missing_name") as caught:

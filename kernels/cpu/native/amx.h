@@ -41,6 +41,7 @@ void store(void* p, size_t stride) {
     Tiles& t = tiles();
     for (int r = 0; r < t.config.rows[T]; r++) memcpy((char*)p + r * stride, t.data[T][r], t.config.row_bytes[T]);
 }
+inline void release() {}
 template <int C, int A, int B>
 void dot_bf16() {
     Tiles& t = tiles();
@@ -75,6 +76,7 @@ inline void load_config(Config& c) {
     asm volatile("" : "+m"(c) : : "memory");  // gcc 12's _tile_loadconfig declares 8 bytes of its operand as read
     _tile_loadconfig(&c);
 }
+inline void release() { _tile_release(); }
 // gcc's tile intrinsics paste the number into the assembly, so it must be a literal.
 template <int T>
 ALWAYS_INLINE void zero() {
@@ -103,9 +105,6 @@ ALWAYS_INLINE void dot_int8() {
 // `depth` = bytes of a row of activations. Loading a configuration is slow and clears the tiles, so it is done on change only.
 inline thread_local int configured = 0;
 
-// To be called when other code (torch's) may have used the tiles of this thread.
-inline void forget() { configured = 0; }
-
 inline void configure(int rows, int depth) {
     if (configured == rows * 256 + depth) return;
     configured = rows * 256 + depth;
@@ -123,9 +122,16 @@ inline void configure(int rows, int depth) {
 #endif
 
 namespace everbatch {
-inline void begin_thread() {
+
+// To be held by a thread while it calls products. Other code (torch's) may have used its tiles before; those that are left in use would be
+// saved whenever the kernel switches threads.
+struct TilesOfThread {
 #if defined(EVERBATCH_AMX)
-    amx::forget();
+    TilesOfThread() { amx::configured = 0; }
+    ~TilesOfThread() { amx::release(); }
+#else
+    TilesOfThread() {}
 #endif
-}
+};
+
 }  // namespace everbatch

@@ -50,7 +50,7 @@ void everbatch_linear(const Linear* l, const float* x, int64_t rows, int32_t ele
     OperandBuffer operand;
     operand.shape(*l, rows, size_t(element_bytes));
     run_team(threads, [&](Team& team) {
-        begin_thread();
+        const TilesOfThread tiles;
         std::vector<float> row(size_t(l->depth()));
         team.for_each(rows, [&](int64_t r) {
             memcpy(row.data(), x + r * l->k, size_t(l->k) * sizeof(float));

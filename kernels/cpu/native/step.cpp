@@ -114,7 +114,7 @@ public:
 
     void run() {
         run_team(b_.threads, [&](Team& team) {
-            begin_thread();
+            const TilesOfThread tiles;
             embed(team);
             for (int64_t l = 0; l < m_.num_layers; l++) layer(team, l);
             if (!sampled_.empty()) head(team);
