@@ -317,7 +317,7 @@ private:
             least[r] = std::max(least[r], reduce_max(lowest));
             at_most_[r * panels + column / PANEL] = reduce_max(highest);
         });
-        if (team.id == 0) {
+        team.for_each(1, [&](int64_t) {
             std::vector<char> is_wanted(static_cast<size_t>(panels));
             for (int64_t r = 0; r < n; r++) {
                 float bound = least_[r];
@@ -326,8 +326,7 @@ private:
             }
             for (int64_t p = 0; p < panels; p++)
                 if (is_wanted[p]) wanted_.push_back(p);
-        }
-        team.wait();
+        });
     }
 
     const everbatch_model& m_;

@@ -1,8 +1,12 @@
-// The threads of one parallel region (torch's OpenMP pool), how they share work, and how they wait for each other.
+// The threads of one parallel region (torch's OpenMP pool), and how they share its work.
 //
-// Work: each thread has a share of neighbouring items, which it takes one by one, so that weights stream from memory; who is done
-// takes from the others' shares, so that a thread whose core is taken away for a moment does not hold up all. Waiting: spin briefly, then sleep; OpenMP's own barrier spins with the PAUSE
-// instruction, which a hypervisor takes for idling (75 us a barrier were seen; there are some 200 of them in a step).
+// Work comes in phases. In each, a thread has a share of neighbouring items, which it takes one by one, so that weights stream from
+// memory; who is done takes from the others' shares. A phase is over when its items are done, not when all threads have come: one whose
+// core is taken away for a while, or that has not woken up yet, holds up nobody unless it has an item in hand, and passes the phases that
+// it missed. (There are some 200 phases in a step. With barriers, another busy process made steps six times as long.)
+//
+// Waiting: spin briefly, then sleep. OpenMP's own barrier spins with the PAUSE instruction, which a hypervisor takes for idling (75 us a
+// barrier were seen).
 #pragma once
 #include <linux/futex.h>
 #include <omp.h>
@@ -17,49 +21,50 @@
 
 namespace everbatch {
 
-class Barrier {
-public:
-    explicit Barrier(int size) : size_(size) {}
-
-    void wait() {
-        const uint32_t round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            round_.fetch_add(1);
-            if (asleep_.load()) syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-            return;
-        }
-        for (int i = 0; i < SPINS; i++)
-            if (round_.load(std::memory_order_acquire) != round) return;
-        asleep_.fetch_add(1);
-        while (round_.load() == round) syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0);
-        asleep_.fetch_sub(1);
-    }
-
-private:
-    static constexpr int SPINS = 100000;  // some 50 us
-    const int size_;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> asleep_{0};
-};
-
 class Team {
 public:
-    // What the threads of a team share.
+    // What the threads of a team share: the phase that is open, and what of its work is taken and done.
     class Shared {
     public:
-        explicit Shared(int size) : barrier(size), next_(size_t(3 * size)) {}
+        explicit Shared(int size) : next_(static_cast<size_t>(size)) {}
 
-        Barrier barrier;
+        // Take an item of the share of `thread`, which has `count` of them: its number, or -1 when none is left or the phase is over.
+        int64_t take(uint32_t phase, int thread, int64_t count) {
+            std::atomic<uint64_t>& next = next_[size_t(thread)].value;
+            uint64_t at = next.load(std::memory_order_relaxed);
+            while (at >> 32 == phase && int64_t(uint32_t(at)) < count)
+                if (next.compare_exchange_weak(at, at + 1, std::memory_order_relaxed)) return int64_t(uint32_t(at));
+            return -1;
+        }
 
-        std::atomic<int64_t>& next(int phase, int thread) { return next_[size_t(phase) + 3 * size_t(thread)].value; }
+        // Book `done` items; the last ones of `count` open the next phase. Returns when that is open.
+        void finish(uint32_t phase, int64_t done, int64_t count) {
+            if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == count) {
+                done_.store(0, std::memory_order_relaxed);
+                for (Counter& next : next_) next.value.store(uint64_t(phase + 1) << 32, std::memory_order_relaxed);
+                phase_.store(phase + 1);
+                if (asleep_.load()) syscall(SYS_futex, &phase_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+                return;
+            }
+            for (int i = 0; i < SPINS; i++)
+                if (is_over(phase)) return;
+            asleep_.fetch_add(1);
+            while (!is_over(phase)) syscall(SYS_futex, &phase_, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0);
+            asleep_.fetch_sub(1);
+        }
 
     private:
+        static constexpr int SPINS = 100000;  // some 50 us
         struct alignas(64) Counter {
-            std::atomic<int64_t> value{0};
+            std::atomic<uint64_t> value{0};  // upper half: the phase; lower half: items taken
         };
-        std::vector<Counter> next_;
+
+        bool is_over(uint32_t phase) const { return phase_.load() != phase; }  // the phases to come are over only after this one
+
+        std::vector<Counter> next_;  // of each thread's share
+        alignas(64) std::atomic<int64_t> done_{0};
+        alignas(64) std::atomic<uint32_t> phase_{0};
+        alignas(64) std::atomic<int> asleep_{0};
     };
 
     Team(Shared& shared, int id, int size) : id(id), size(size), shared_(shared) {}
@@ -70,30 +75,25 @@ public:
     std::pair<int64_t, int64_t> share(int64_t count, int thread) const { return {count * thread / size, count * (thread + 1) / size}; }
 
     // f(item) for every item of 0 .. count-1, each on one thread: its own share in order, then what others have left. Returns when
-    // all are done.
+    // all are done, whoever did them.
     template <class F>
     void for_each(int64_t count, F f) {
-        const int phase = phase_;
-        phase_ = (phase_ + 1) % 3;
-        shared_.next(phase_, id).store(0, std::memory_order_relaxed);  // the coming one's: its last users are a barrier behind
+        if (count == 0) return;
+        int64_t done = 0;
         for (int i = 0; i < size; i++) {
             const int thread = (id + i) % size;
             const auto [first, end] = share(count, thread);
-            for (int64_t at; (at = first + shared_.next(phase, thread).fetch_add(1, std::memory_order_relaxed)) < end;) f(at);
+            for (int64_t at; (at = shared_.take(phase_, thread, end - first)) >= 0; done++) f(first + at);
         }
-        wait();
-    }
-
-    void wait() {
-        if (size > 1) shared_.barrier.wait();
+        shared_.finish(phase_++, done, count);
     }
 
 private:
     Shared& shared_;
-    int phase_ = 0;
+    uint32_t phase_ = 0;  // that this thread comes to next; others may be ahead
 };
 
-// body(team) on every one of `threads` threads; each must make the same calls of the team.
+// body(team) on every one of `threads` threads; each must make the same calls of the team, in which all that changes is changed.
 template <class F>
 void run_team(int threads, F body) {
     threads = std::max(1, std::min(threads, omp_get_thread_limit()));
