@@ -3,6 +3,7 @@
     ./everbatch bench peers                                    the shapes M and L of random weights, bf16
     ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
     ./everbatch bench peers --prompt 16,16,16,1000             short prompts and long ones together
+    ./everbatch bench peers --busy 1                           beside another process that wants a core
 
 Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
 repeat each is measured in turn while the others are stopped. Decode tokens/s: tokens that come after every request has its first
@@ -52,6 +53,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Measurements of each engine at each concurrency.", min=1)] = 5,
     peers: Annotated[str, typer.Option(help="From " + ", ".join(PEERS) + ".")] = ",".join(PEERS),
     threads: Annotated[int | None, typer.Option(help="Of every engine; all cores without it.", min=1)] = None,
+    busy: Annotated[int, typer.Option(help="Other processes that keep a core busy all the while.", min=0)] = 0,
     our_int8: Annotated[Literal["w8a8", "int8"], typer.Option(help="Our model.quantization with int8.")] = "w8a8",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write one JSON object a row to this file.")] = None,
 ) -> None:
@@ -67,7 +69,7 @@ def main(
             rows: list[Row] = []
             for shape in chosen or [None]:
                 model = models.of_shape(shape, progress) if shape else models.of_directory(model_dir)
-                work = Work(model, weights, concurrencies, prompts, new, repeats, threads or num_cores())
+                work = Work(model, weights, concurrencies, prompts, new, repeats, threads or num_cores(), busy)
                 check(work)
                 rows += compare(work, [ours(our_int8), *(PEERS[name] for name in names)], progress)
                 if json_file is not None:
@@ -87,14 +89,14 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     rows = make_rows(work, outcome)
     title = (
         f"{work.model.name} {work.weights}: {', '.join(map(str, work.prompts))} prompt + {work.new} new tokens, best of {work.repeats}, "
-        f"{work.threads} threads, {'alternating' if outcome.alternated else 'one engine after the other'}, "
+        f"{work.threads} threads, {f'{work.busy} busy neighbours, ' if work.busy else ''}{'alternating' if outcome.alternated else 'one engine after the other'}, "
         f"{read_bandwidth(outcome.bandwidths)} read"
     )
     console.print(make_table(rows, title))
     for reason in reasons(rows):
         console.print(reason, soft_wrap=True, highlight=False)
     RESULTS.mkdir(exist_ok=True)
-    name = f"peers-{work.model.name}-{work.weights}{'-mixed' if len(work.prompts) > 1 else ''}"
+    name = f"peers-{work.model.name}-{work.weights}{'-mixed' if len(work.prompts) > 1 else ''}{'-busy' if work.busy else ''}"
     document = {"cpu": cpu_name(), "cores": num_cores(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(rows, RESULTS / f"{name}.png", title)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import plan
+from benchmarks.cpu import commands, plan
 from benchmarks.cpu.engines import EngineSpec
 from benchmarks.cpu.environments import BENCH
 from benchmarks.cpu.errors import Skipped
@@ -26,7 +28,10 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured. `prompts`: tokens of a request's prompt; requests take several lengths in turn. `new`: tokens of its output."""
+    """What is measured. `prompts`: tokens of a request's prompt; requests take several lengths in turn. `new`: tokens of its output.
+
+    `busy`: other processes that keep a core busy all the while.
+    """
 
     model: Model
     weights: str
@@ -35,6 +40,7 @@ class Work:
     new: int
     repeats: int
     threads: int
+    busy: int = 0
     seed: int = 0
 
     @property
@@ -143,6 +149,9 @@ class _Session:
         progress.step("measuring the read bandwidth, here and around each measurement")
         self._meter = Meter(work.threads)
         stack.callback(self._meter.close)
+        for _ in range(work.busy):
+            neighbour = commands.start([sys.executable, "-c", "while True: pass"], {}, stdin=subprocess.DEVNULL)
+            stack.callback(commands.end, neighbour)
 
     def do(self, step: Step) -> None:
         contestant = self._contestants[step.contestant]

@@ -64,6 +64,7 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
         "new": work.new,
         "repeats": len(best.samples.get(concurrency, [])),
         "threads": work.threads,
+        "busy": work.busy,
         "alternated": outcome.alternated,
         "load_s": best.load_s,
         "peak_rss_gib": best.peak_rss_gib.get(concurrency),
