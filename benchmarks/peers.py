@@ -7,7 +7,8 @@
 
 Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
 repeat each is measured in turn while the others are stopped. Decode tokens/s: tokens that come after every request has its first
-one, over that time. Prefill tokens/s: all prompt tokens over the time until then. Prompts are random and new in each repeat,
+one, over that time. Prefill tokens/s: all prompt tokens over the time until then (in which requests with shorter prompts may have
+begun to generate). Output tokens/s: all generated tokens over the whole time. Prompts are random and new in each repeat,
 decoding is greedy, no end token ends it, no prefix is reused. Ratios compare the best of the repeats on both sides.
 """
 

@@ -59,13 +59,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """Rates of one measurement, in tokens a second over all requests.
+    """Rates of one measurement, in tokens a second over all requests. `output`: all that were generated, over the whole time.
 
     `bandwidth`: bytes a second that this machine could read then, the mean of a reading right before and one right after.
     """
 
     decode: float
     prefill: float
+    output: float
     bandwidth: float
 
 
@@ -214,7 +215,8 @@ class _Session:
         contestant.peak_rss_gib[step.concurrency] = answer["peak_rss_gib"]
         decode = answer["decode_tokens"] / answer["decode_s"]
         prefill = sum(lengths) / answer["prefill_s"]
-        contestant.samples.setdefault(step.concurrency, []).append(Sample(decode, prefill, bandwidth))
+        output = step.concurrency * new / (answer["prefill_s"] + answer["decode_s"])
+        contestant.samples.setdefault(step.concurrency, []).append(Sample(decode, prefill, output, bandwidth))
 
     @staticmethod
     def _measure(runner: Runner, measure: Measure) -> dict[str, Any]:

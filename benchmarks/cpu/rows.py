@@ -1,7 +1,7 @@
 """From samples to rows: one for each engine and concurrency, with its ratio to the best peer and its share of the roof.
 
-`decode_tokens_per_s` and `prefill_tokens_per_s` are the best of the repeats, as are the ratios made of them; each has a `median_`
-beside it. An engine that was measured in several settings counts, at each concurrency, with the one that decodes fastest;
+`decode_tokens_per_s`, `prefill_tokens_per_s` and `output_tokens_per_s` (generated tokens over the whole time) are the best of the
+repeats, as are the ratios made of them; each has a `median_` beside it. An engine that was measured in several settings counts, at each concurrency, with the one that decodes fastest;
 `settings` has them all. `roof_fraction` is the median over the repeats of the share that each reached of the roof at that moment;
 `bandwidth_gb_per_s` and `roof_tokens_per_s` are medians too. Figures that there are none of are null, and `skipped` says why.
 """
@@ -21,6 +21,7 @@ RATIOS = {
     "ratio_to_best_peer": "decode_tokens_per_s",
     "median_ratio_to_best_peer": "median_decode_tokens_per_s",
     "prefill_ratio_to_best_peer": "prefill_tokens_per_s",
+    "output_ratio_to_best_peer": "output_tokens_per_s",
 }
 
 
@@ -50,7 +51,7 @@ def _row(work: Work, outcome: Outcome, settings: list[Contestant], concurrency: 
     measured = [contestant for contestant in settings if contestant.samples.get(concurrency)]
     figures = {contestant.setting: summarise(contestant.samples[concurrency]) for contestant in measured}
     best = max(measured, key=lambda contestant: figures[contestant.setting]["decode_tokens_per_s"], default=settings[0])
-    own = figures.get(best.setting, dict.fromkeys(summarise([Sample(1.0, 1.0, 1.0)])))
+    own = figures.get(best.setting, dict.fromkeys(summarise([Sample(1.0, 1.0, 1.0, 1.0)])))
     return {
         "engine": best.engine.name,
         "model": work.model.name,
@@ -89,10 +90,11 @@ def _roof(work: Work, concurrency: int, samples: Sequence[Sample]) -> dict[str, 
 
 
 def summarise(samples: Sequence[Sample]) -> dict[str, float]:
-    """Best and median of both rates."""
+    """Best and median of each rate."""
     columns: dict[str, Callable[[Sample], float]] = {
         "decode_tokens_per_s": lambda sample: sample.decode,
         "prefill_tokens_per_s": lambda sample: sample.prefill,
+        "output_tokens_per_s": lambda sample: sample.output,
     }
     return {
         f"{prefix}{name}": choose(map(column, samples))

@@ -19,6 +19,8 @@ COLUMNS = (
     ("of\nroof", "roof_fraction", "{:.2f}"),
     ("prefill\ntok/s", "prefill_tokens_per_s", "{:,.0f}"),
     ("\nratio", "prefill_ratio_to_best_peer", "{:.2f}"),
+    ("output\ntok/s", "output_tokens_per_s", "{:,.0f}"),
+    ("\nratio", "output_ratio_to_best_peer", "{:.2f}"),
     ("load\ns", "load_s", "{:.1f}"),
     ("RSS\nGiB", "peak_rss_gib", "{:.2f}"),
 )

@@ -39,7 +39,9 @@ WORK = Work(M, "int8", (1, 8), prompts=(128,), new=128, repeats=2, threads=2)
 
 def measured(engine, setting: str, rates: dict[int, list[float]]) -> Contestant:
     contestant = Contestant(engine, setting, load_s=1.0, versions={"package": "1.0"})
-    contestant.samples = {at: [Sample(rate, 10 * rate, GB_PER_S * 1e9) for rate in some] for at, some in rates.items()}
+    contestant.samples = {
+        at: [Sample(rate, 10 * rate, rate / 2, GB_PER_S * 1e9) for rate in some] for at, some in rates.items()
+    }
     contestant.peak_rss_gib = dict.fromkeys(rates, 0.5)
     return contestant
 
@@ -66,6 +68,11 @@ def test_rows_have_the_best_the_median_and_the_ratios_of_both(outcome: Outcome) 
     assert row["ratio_to_best_peer"] == 120 / 80
     assert row["median_ratio_to_best_peer"] == 105 / 75
     assert (row["prefill_tokens_per_s"], row["prefill_ratio_to_best_peer"]) == (1200.0, 1.5)
+    assert (row["output_tokens_per_s"], row["median_output_tokens_per_s"], row["output_ratio_to_best_peer"]) == (
+        60,
+        52.5,
+        1.5,
+    )
 
 
 def test_an_engine_in_two_settings_counts_with_the_better_at_each_concurrency(outcome: Outcome) -> None:
@@ -90,6 +97,7 @@ def test_without_a_measured_peer_there_is_no_ratio() -> None:
         "median_decode_tokens_per_s": 9.0,
         "prefill_tokens_per_s": 5.0,
         "median_prefill_tokens_per_s": 5.0,
+        "output_tokens_per_s": 5.0,
     }
     rows = [{"engine": "everbatch", **rates}, {"engine": "vllm", **dict.fromkeys(rates)}]
     add_ratios(rows)
@@ -132,7 +140,9 @@ def test_several_lengths_are_taken_in_turn_and_the_roof_counts_their_mean(outcom
 
 def test_each_measurement_counts_against_the_bandwidth_of_its_moment() -> None:
     contestant = measured(ours("w8a8"), "w8a8", {8: []})
-    contestant.samples = {8: [Sample(100.0, 1.0, 20e9), Sample(300.0, 1.0, 60e9), Sample(220.0, 1.0, 40e9)]}
+    contestant.samples = {
+        8: [Sample(100.0, 1.0, 1.0, 20e9), Sample(300.0, 1.0, 1.0, 60e9), Sample(220.0, 1.0, 1.0, 40e9)]
+    }
     row = rows_by_engine(Outcome([contestant], alternated=True), 8)["everbatch"]
     assert row["bandwidth_gb_per_s"] == 40.0
     assert row["roof_fraction"] == pytest.approx(100 / roof.tokens_per_s(8, M.step_bytes("int8", 8, 192), 20e9))
@@ -165,7 +175,7 @@ def test_the_table_has_a_line_for_each_row_and_the_reasons_follow(outcome: Outco
     console.print(make_table(rows, "M int8"))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["1", "everbatch", "120.0", "105.0", "1.50", "1.40"] in [line[:6] for line in lines]
-    assert ["8", "vllm", *"-" * 9] in lines
+    assert ["8", "vllm", *"-" * 11] in lines
     assert reasons(rows) == [f"vllm is skipped: {PEERS['vllm'].lacks}"]
 
 
