@@ -42,20 +42,24 @@ void store(void* p, size_t stride) {
     for (int r = 0; r < t.config.rows[T]; r++) memcpy((char*)p + r * stride, t.data[T][r], t.config.row_bytes[T]);
 }
 inline void release() {}
+// As Intel's manual defines TDPBF16PS: even and odd columns of a row are summed by themselves from zero, fused; denormals are zero.
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 template <int C, int A, int B>
 void dot_bf16() {
     Tiles& t = tiles();
     for (int r = 0; r < t.config.rows[C]; r++)
-        for (int k = 0; k < t.config.row_bytes[A] / 4; k++)
-            for (int n = 0; n < t.config.row_bytes[C] / 4; n++) {
-                float c;
+        for (int n = 0; n < t.config.row_bytes[C] / 4; n++) {
+            float c, sums[2] = {};
+            for (int k = 0; k < t.config.row_bytes[A] / 4; k++) {
                 bf16 a[2], b[2];
-                memcpy(&c, &t.data[C][r][4 * n], 4);
                 memcpy(a, &t.data[A][r][4 * k], 4);
                 memcpy(b, &t.data[B][k][4 * n], 4);
-                c += to_float(a[0]) * to_float(b[0]) + to_float(a[1]) * to_float(b[1]);
-                memcpy(&t.data[C][r][4 * n], &c, 4);
+                for (int i : {0, 1}) sums[i] = flushed(std::fma(flushed(to_float(a[i])), flushed(to_float(b[i])), sums[i]));
             }
+            memcpy(&c, &t.data[C][r][4 * n], 4);
+            c = flushed(flushed(c) + flushed(sums[0] + sums[1]));
+            memcpy(&t.data[C][r][4 * n], &c, 4);
+        }
 }
 template <int C, int A, int B>
 void dot_int8() {
@@ -128,7 +132,7 @@ namespace everbatch {
 struct TilesOfThread {
 #if defined(EVERBATCH_AMX)
     TilesOfThread() { amx::configured = 0; }
-    ~TilesOfThread() { amx::release(); }
+    ~TilesOfThread() { amx::release(), amx::configured = 0; }
 #else
     TilesOfThread() {}
 #endif
