@@ -11,12 +11,11 @@ import pytest
 from kernels.cpu.build import SOURCES
 from tests.native.test_build import COMPILER
 
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: install g++")
 PROGRAM = Path(__file__).with_name("team.cpp")
 PHASES = 20_000
-UNSHUFFLED = [
-    "setarch",
-    "--addr-no-randomize",
-]  # ThreadSanitizer of gcc 12 does not find its way in all address layouts
+# ThreadSanitizer of gcc 12 does not find its way in all address layouts.
+UNSHUFFLED = ["setarch", "--addr-no-randomize"]
 
 
 @pytest.fixture(scope="module", params=["plain", "thread"])
