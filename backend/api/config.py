@@ -19,6 +19,7 @@ Quantization = Literal["none", "int8", "w8a8"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 Batching = Literal["fused", "separate"]
+Sharing = Literal["namespace", "all", "none"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
 
@@ -46,6 +47,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     watermark: float = 0.01  # share of the pool that a new admission leaves untouched
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
+    sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
     dtype: KvDType = "auto"  # `int8`, `int4` (slow on a CPU); auto = as the checkpoint says, else the model's own
 
 
@@ -72,6 +74,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_words: int = 128  # stop words or bad words of one request
     max_word_tokens: int = 64  # tokens of one of them
     max_word_bytes: int = 4096  # UTF-8 bytes of all stop strings of one request together; likewise of its bad words
+    max_bias_bytes: int = 65_536  # UTF-8 bytes of all embedding_bias_words of one request together
     max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
     max_top_log_probs: int = 20  # alternatives of each position that a request may ask for
     max_extra_bytes: int = 16_777_216  # of what a request brings besides tokens, to a model that takes it
@@ -84,6 +87,7 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Idle sessions kept as token ids. Their KV stays cached until the pool needs it."""
 
     max_sessions: int = 20_000  # beyond it the least recently used idle session is erased
+    max_bytes: int = 268_435_456  # memory of all idle sessions; beyond it likewise
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
@@ -96,6 +100,9 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
+    text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
+    text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
+    watchdog_timeout_s: float = 60.0  # an engine whose step takes longer, or that says nothing, is killed and started again
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
 
 
@@ -207,6 +214,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.max_words": (0, 65536),
     "limits.max_word_tokens": (1, 65536),
     "limits.max_word_bytes": (1, 1 << 20),
+    "limits.max_bias_bytes": (0, 1 << 24),
     "limits.max_logit_bias": (0, 1 << 20),
     "limits.max_top_log_probs": (0, 1000),
     "limits.max_extra_bytes": (0, 1 << 28),
@@ -214,10 +222,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.default_timeout_s": (0.001, MAX_SECONDS),
     "limits.max_timeout_s": (0.001, MAX_SECONDS),
     "sessions.max_sessions": (1, math.inf),
+    "sessions.max_bytes": (0, math.inf),
     "sessions.idle_ttl_s": (0.001, MAX_SECONDS),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),
+    "triton.text_threads": (1, 64),
+    "triton.text_timeout_s": (0.01, MAX_SECONDS),
+    "triton.watchdog_timeout_s": (1.0, MAX_SECONDS),
     "triton.attach_timeout_s": (0.1, MAX_SECONDS),
 }
 

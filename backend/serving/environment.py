@@ -3,6 +3,7 @@ share, numpy.
 
     EVERBATCH_CONFIG           effective engine configuration, JSON; unset = defaults
     EVERBATCH_RUN_DIR          holds the engine's socket; unset = a 0700 directory keyed by user and server process
+    EVERBATCH_RUN_DIR/health/  one file for each model, by which the launcher knows what Triton does not tell it
     EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; running requests may use most of it while it drains
 
 The launcher sets them. In a plain tritonserver none is set and everything still meets: stubs are children of the
@@ -11,6 +12,7 @@ server.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +29,10 @@ from backend.api import ConfigError, EngineConfig, load_config
 DEFAULT_EXIT_TIMEOUT_S = 30.0
 DRAIN_SHARE = 0.6  # of the exit timeout: the rest is for finalize() and the server's own end
 OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns the engine
+
+# ready: requests are served; unavailable: they are refused, the engine is being started again; draining: the server is
+# about to stop; given_up: the engine died too often and is not started again, only a new server helps
+Health = Literal["ready", "unavailable", "draining", "given_up"]
 
 NUMPY_MISMATCH = (
     "numpy {version} does not fit this tritonserver: its Python backend was built before numpy 2, and the first "
@@ -56,11 +63,12 @@ def check_numpy(round_trip_works: Callable[[], bool]) -> None:
 
 
 class RunDirectory:
-    """Where the models of one server meet: `engine.sock`, and `owner.pid` of the model that starts the engine."""
+    """Where the models of one server meet: `engine.sock`, `owner.pid` of the model that starts the engine, and `health/`."""
 
     def __init__(self, path: Path):
         self._path = path
         self._owner = path / "owner.pid"
+        self._health = path / "health"
 
     @classmethod
     def of_this_server(cls) -> RunDirectory:
@@ -85,6 +93,13 @@ class RunDirectory:
 
     def disclaim(self) -> None:
         self._owner.unlink(missing_ok=True)
+
+    def report_health(self, model: str, state: Health) -> None:
+        """Leave a sign of life of this stub: {"state", "pid", "at_ns"}, the time by CLOCK_MONOTONIC. Replaced as a whole."""
+        self._health.mkdir(mode=0o700, exist_ok=True)
+        fresh = self._health / f".{model}.new"
+        fresh.write_text(json.dumps({"state": state, "pid": os.getpid(), "at_ns": time.monotonic_ns()}))
+        fresh.replace(self._health / model)
 
     def has_owner(self) -> bool:
         """Whether a living process has claimed the engine."""
