@@ -17,13 +17,17 @@ Who writes what:
     num_inflight_tokens, num_inflight_samples      Scheduler.commit adds a step's, engine.update takes them off
     slot                           KVCacheManager.commit
     num_writable_cells, kv_due_at  KVCacheManager; they only say when it need not be asked
+    token_ids, request             `end_turn` packs them while a session is idle, `begin_turn` unpacks them
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
 """
 
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import MutableSequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
@@ -61,6 +65,16 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 }
 
 
+class SessionKey(NamedTuple):
+    """Names a session: numbers are chosen by clients, so each client namespace has its own."""
+
+    namespace: str
+    id: SessionId
+
+
+_NO_REQUEST = Request([], 0)  # of a session between turns
+
+
 class IllegalTransition(RuntimeError):
     """An event that the table does not allow; the sequence is unchanged."""
 
@@ -69,7 +83,7 @@ class IllegalTransition(RuntimeError):
 class Sequence:
     """See the module's text for what the counters mean and who writes them. What each step reads stands first."""
 
-    token_ids: list[int]
+    token_ids: MutableSequence[int]  # a list; of a session between turns an array of 4 bytes a token
     num_prompt_tokens: int
     num_computed_tokens: int
     num_inflight_tokens: int  # run by steps whose outcome is not known yet
@@ -87,8 +101,9 @@ class Sequence:
     last_token_ns: int
 
     seq_id: SequenceId
-    session_id: SessionId | None
+    session_key: SessionKey | None
     namespace: str
+    is_anonymous: bool  # its client named no namespace
     status: Status
     arrival: int  # order of acceptance: the scheduling priority, smaller runs first
     arrival_ns: int
@@ -112,8 +127,9 @@ class Sequence:
 
     def __init__(self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int):
         self.seq_id = seq_id
-        self.session_id = request.session.id if request.session else None
+        self.session_key = SessionKey(request.cache_salt, request.session.id) if request.session else None
         self.namespace = request.namespace
+        self.is_anonymous = not request.cache_salt
         self.token_ids = []
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
@@ -138,7 +154,7 @@ class Sequence:
         self.arrival = arrival
         self.arrival_ns = arrival_ns
         self.num_history_tokens = len(self.token_ids)
-        self.token_ids.extend(new_ids)
+        self.token_ids = [*self.token_ids, *new_ids]
         self.num_prompt_tokens = len(self.token_ids)
         self.max_output_tokens = request.max_tokens
         if request.sampling_config.seed is not None:
@@ -214,9 +230,15 @@ class Sequence:
         self.status = target
 
     def end_turn(self) -> None:
-        """What this turn sampled becomes history; the random stream goes on from here."""
+        """What this turn sampled becomes history; the random stream goes on from here.
+
+        Idle sessions are many: only what a return needs is kept of the turn, which is neither its request nor its log-probs.
+        """
         self.num_sampled_before = self.num_sampled_tokens
         self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = array("i", self.token_ids)
+        self.request = _NO_REQUEST
+        self.log_probs, self.top_log_probs = [], []
 
     def undo_turn(self) -> None:
         """As if the turn had not been asked: prompt and output leave the log, the random stream is where it was before."""

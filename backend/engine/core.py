@@ -25,7 +25,7 @@ from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
-from backend.core.sequence import Event, Sequence, Status
+from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import SampledToken, StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, StepRecord, check_samples
@@ -68,7 +68,7 @@ class EngineCore:
         self._in_flight: Flight | None = None
         self._latest: StepRecord | None = None
         self._live: dict[RequestId, Sequence] = {}
-        self._deadlines: list[tuple[int, RequestId]] = []  # heap; entries of finished requests are skipped
+        self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
         self._outbox: list[Response] = []
         self._num_completed = 0
         self._started_ns = self.clock.monotonic_ns()
@@ -104,7 +104,7 @@ class EngineCore:
             self._outbox.append(publish.error_response(request_id, request.client_id, error))
             return
         self._live[request_id] = seq
-        heapq.heappush(self._deadlines, (seq.deadline_ns, request_id))
+        self._note_deadline(seq)
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
 
@@ -117,9 +117,13 @@ class EngineCore:
         if seq is not None:
             self._finish(seq, FinishReason.CANCELLED, keep_output_tokens)
 
-    def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool) -> None:
-        """Interrupt the running turn of a session; `end` erases the session as well. Answered under `request_id`."""
-        seq = self.sessions.get(session_id)
+    def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool, namespace: str = "") -> None:
+        """Interrupt the running turn of a session; `end` erases the session as well. Answered under `request_id`.
+
+        `namespace`: the client's; sessions of others are not known to it.
+        """
+        key = SessionKey(namespace, session_id)
+        seq = self.sessions.get(key)
         try:
             if seq is None:
                 raise SessionError(
@@ -133,7 +137,7 @@ class EngineCore:
             self._outbox.append(publish.error_response(request_id, None, error))
             return
         if seq.status is Status.IDLE:
-            self.sessions.erase(session_id)
+            self.sessions.erase(key)
         else:
             seq.erase_when_finished = end
             self._finish(seq, FinishReason.CANCELLED)
@@ -171,6 +175,14 @@ class EngineCore:
             if seq is not None and seq.deadline_ns == deadline_ns:
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
+
+    def _note_deadline(self, seq: Sequence) -> None:
+        """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [(live.deadline_ns, request_id) for request_id, live in self._live.items()]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (seq.deadline_ns, seq.request_id))
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
@@ -279,7 +291,7 @@ class EngineCore:
         self._settle(seq, keep_output_tokens)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
-        if seq.session_id is not None:
+        if seq.session_key is not None:
             error = SessionError(SessionStatus.FAIL, error.message, error.code)
         self._leave(seq)
         self._count_end("ERROR")
@@ -297,17 +309,17 @@ class EngineCore:
         self.kv.release(seq, keep=seq.status is Status.IDLE)
 
     def _stays(self, seq: Sequence) -> bool:
-        return seq.session_id is not None and not (seq.request.session.end or seq.erase_when_finished)
+        return seq.session_key is not None and not (seq.request.session.end or seq.erase_when_finished)
 
     def _settle(self, seq: Sequence, keep_output_tokens: int | None = None, undo: bool = False) -> None:
         """A session between turns: cut its log where asked, note its use. One that ended leaves the table.
 
         A turn that failed, or ended before its first admission, is undone: the client may send it again.
         """
-        if seq.session_id is None:
+        if seq.session_key is None:
             return
         if seq.status is Status.RETIRED:
-            self.sessions.erase(seq.session_id)
+            self.sessions.erase(seq.session_key)
             return
         if undo or not seq.first_scheduled_ns:
             self.kv.truncate(seq, seq.num_history_tokens)
@@ -317,7 +329,7 @@ class EngineCore:
             self.kv.truncate(seq, keep)
             seq.truncate(keep)
         seq.end_turn()
-        self.sessions.touch(seq.session_id, self.clock.monotonic_ns())
+        self.sessions.touch(seq.session_key, self.clock.monotonic_ns())
 
     def _fail_rejected(self, plan: StepPlan) -> None:
         for seq in plan.rejected:

@@ -11,8 +11,8 @@ import itertools
 from backend.api.config import LimitsConfig
 from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
-from backend.api.request import Request, RequestId, SessionId
-from backend.core.sequence import Event, Sequence
+from backend.api.request import Request, RequestId
+from backend.core.sequence import Event, Sequence, SessionKey
 from backend.core.step import ModelInfo, SequenceId
 from backend.engine.sessions import SessionTable
 from backend.kvcache.manager import KVCacheManager
@@ -31,7 +31,7 @@ class Intake:
         self._limits = RequestLimits(model.vocab_size, model.max_seq_len, limits, model.takes_extra_inputs)
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
-        self.sessions_this_poll: set[SessionId] = set()  # cleared by the engine before each poll of the inbox
+        self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
         """Return the sequence, queued. Raises EverbatchError subclasses and changes nothing."""
@@ -49,23 +49,23 @@ class Intake:
         return seq
 
     def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int]:
-        session = request.session
-        if session.id in self.sessions_this_poll:
+        session, key = request.session, SessionKey(request.cache_salt, request.session.id)
+        if key in self.sessions_this_poll:
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
         known = self._sessions.check_turn(request)
         keep, new_ids = _kept_history(known, request)
         max_output = self._check_room(request, keep, len(new_ids))
-        self.sessions_this_poll.add(session.id)
+        self.sessions_this_poll.add(key)
         if known is None:
             seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
-            self._sessions.put(session.id, seq, now_ns)
+            self._sessions.put(key, seq, now_ns)
             return seq, max_output
         if keep < known.num_tokens:
             self._kv.truncate(known, keep)
             known.truncate(keep)
         known.begin_turn(request_id, request, new_ids, next(self._next_arrival), now_ns)
         known.apply(Event.RETURN)
-        self._sessions.touch(session.id, now_ns)
+        self._sessions.touch(key, now_ns)
         return known, max_output
 
     def _check_queue(self, request: Request) -> None:

@@ -9,6 +9,10 @@ Life of a sequence's blocks, with the calls that move it:
     release(keep=True)    the same, for a session between turns
     release(keep=False)   the table is gone; blocks known to the trie stay cached, the rest is free
 
+Who may find whose KV (`KvCacheConfig.sharing`): a namespace's requests find all that the namespace has, per token. Requests
+without one find each other's whole blocks, so that nobody can tell a stranger's prompt token by token, and are told only of
+what is their own. A session always finds its own KV, per token.
+
 A returning sequence finds out only at `plan.admit` how much of its KV survived (`survivors`): handles whose unique id has
 changed are lost. The tokens never are; what is missing is simply computed again.
 """
@@ -66,8 +70,9 @@ class KVCacheManager:
         max_chunk_tokens: int = 1 << 30,
     ):
         self.block_size = config.block_size
-        self.enable_block_reuse = config.enable_block_reuse
-        self.enable_partial_reuse = config.enable_partial_reuse
+        self.enable_block_reuse = config.enable_block_reuse and config.sharing != "none"
+        self._enable_partial_reuse = config.enable_partial_reuse
+        self._sharing = config.sharing
         self.watermark_blocks = int(config.watermark * num_blocks)
         self.trie = PrefixTrie(config.block_size)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
@@ -102,6 +107,15 @@ class KVCacheManager:
         """Blocks that a running sequence may still ask for until its KV holds `max_cells` positions."""
         record = self.records[seq.seq_id]
         return max(0, self.blocks_needed(max_cells) - (len(record.handles) - record.num_dropped))
+
+    def trusts(self, seq: Sequence) -> bool:
+        """Whether the sequence may know how much of its prompt others have computed."""
+        return self._sharing == "all" or not seq.is_anonymous
+
+    def match(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], BlockHandle | None, int]:
+        """KV that the trie knows of the sequence's first `limit` tokens: (whole blocks, a block whose head is right, its tokens)."""
+        partial = self._enable_partial_reuse and self.trusts(seq)
+        return self.trie.match(seq.namespace, seq.token_ids, limit, partial)
 
     def plan(self) -> KVPlan:
         """Start a plan on the state as it is. Dropping it changes nothing."""
@@ -292,7 +306,9 @@ class KVCacheManager:
             record.handles.extend(new)
         if grant.admitted:
             seq.slot = self.slots.acquire(seq.seq_id)
-            seq.num_reused_blocks += len(grant.kept)
+            num_foreign = len(grant.kept) - min(len(grant.kept), self.blocks_for(grant.own))  # it is told of as new
+            seq.num_reused_blocks += len(grant.kept) - num_foreign
+            seq.num_new_blocks += num_foreign
             self._reused_blocks_total += len(grant.kept)
             self._missed_blocks_total += len(new)
         seq.num_new_blocks += len(new)

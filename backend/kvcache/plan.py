@@ -38,6 +38,7 @@ class Grant:
     admitted: bool  # gets a slot; its table is `kept` + new blocks. Otherwise its table is extended.
     num_new: int
     computed: int = 0  # admitted: tokens whose KV was found
+    own: int = 0  # admitted: those of them that the client may know of, because the KV is its own
     kept: list[BlockHandle] = field(default_factory=list)  # admitted: blocks found, in table order
     copy_from: BlockHandle | None = None  # content that the first new block starts with (copy on write, partial match)
     replaces: int | None = None  # extended: table index that the copy takes over
@@ -55,6 +56,7 @@ class _Found:
     kept: list[BlockHandle]
     partial: BlockHandle | None
     computed: int
+    own: int  # how many of the computed tokens the client may know of
 
 
 class KVPlan:
@@ -114,7 +116,7 @@ class KVPlan:
         for handle in (*found.kept, *([found.partial] if found.partial else [])):
             self._lock(handle)
         self.free_slots -= 1
-        self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.kept, found.partial)
+        self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial)
         return Admission.NOW
 
     def pause(self, seq: Sequence) -> None:
@@ -141,21 +143,20 @@ class KVPlan:
         kept, computed = manager.survivors(seq, limit)
         partial = None
         if manager.enable_block_reuse:
-            matched, matched_partial, partial_tokens = manager.trie.match(seq.namespace, seq.token_ids, limit)
-            if not manager.enable_partial_reuse:
-                matched_partial, partial_tokens = None, 0
+            matched, matched_partial, partial_tokens = manager.match(seq, limit)
             matched_tokens = len(matched) * manager.block_size + partial_tokens
             if matched_tokens > computed:
-                return _Found(manager.inside_window(matched), matched_partial, matched_tokens)
+                own = matched_tokens if manager.trusts(seq) else computed
+                return _Found(manager.inside_window(matched), matched_partial, matched_tokens, own)
         if computed % manager.block_size and self._must_not_write(kept[-1].block_id):
             partial = kept.pop()
-        return _Found(kept, partial, computed)
+        return _Found(kept, partial, computed, computed)
 
     def _without_partial(self, found: _Found) -> _Found:
         computed = len(found.kept) * self._manager.block_size
         if not self._manager.window_is_whole(found.kept, computed):
-            return _Found([], None, 0)
-        return _Found(found.kept, None, computed)
+            return _Found([], None, 0, 0)
+        return _Found(found.kept, None, computed, min(computed, found.own))
 
     def _lock(self, handle: BlockHandle) -> None:
         if handle is DROPPED:

@@ -4,10 +4,15 @@ A node stands for one full block: its key in the parent's `children` is the tupl
 compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. Each namespace (cache
 salt, later adapter) has a root of its own. A node is valid as long as its block keeps its content: the BlockManager's
 `on_evict` calls `forget`, which cuts the node and everything below it off.
+
+A lookup costs the same however many continuations a prefix has: the next whole block is one look into a dictionary, and the
+block that shares the longest head with the rest of the prompt stands next to it in the order of the keys (of all strings, the
+two neighbours in lexicographic order have the longest prefixes in common with the one between them).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
 from backend.core.step import BlockId
@@ -17,7 +22,7 @@ Key = tuple[int, ...]
 
 
 class TrieNode:
-    __slots__ = ("children", "handle", "key", "namespace", "parent")
+    __slots__ = ("children", "handle", "key", "namespace", "ordered_keys", "parent")
 
     def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle | None, namespace: str = ""):
         self.parent = parent  # None when cut off, and for roots
@@ -25,6 +30,15 @@ class TrieNode:
         self.handle = handle  # None for roots
         self.namespace = namespace  # of roots
         self.children: dict[Key, TrieNode] = {}
+        self.ordered_keys: list[Key] = []  # of the children, ascending
+
+    def add(self, child: TrieNode) -> None:
+        self.children[child.key] = child
+        insort(self.ordered_keys, child.key)
+
+    def remove(self, child: TrieNode) -> None:
+        del self.children[child.key]
+        del self.ordered_keys[bisect_left(self.ordered_keys, child.key)]
 
 
 class PrefixTrie:
@@ -47,9 +61,9 @@ class PrefixTrie:
         return node.handle is None or self._nodes.get(node.handle.block_id) is node
 
     def match(
-        self, namespace: str, token_ids: Seq[int], max_tokens: int
+        self, namespace: str, token_ids: Seq[int], max_tokens: int, partial: bool = True
     ) -> tuple[list[BlockHandle], BlockHandle | None, int]:
-        """Find the longest known prefix of token_ids[:max_tokens].
+        """Find the longest known prefix of token_ids[:max_tokens], in whole blocks and, if `partial`, the head of one more.
 
         Returns (full blocks in order, the block that continues them in part or None, tokens of it that match).
         """
@@ -65,9 +79,10 @@ class PrefixTrie:
                 break
             handles.append(child.handle)
             node, start = child, start + size
-        tail = tuple(token_ids[start : min(start + size, max_tokens)])
-        partial, matched = self._best_partial(node, tail)
-        return handles, partial, matched
+        if not partial:
+            return handles, None, 0
+        head_of, matched = _longest_head(node, tuple(token_ids[start : min(start + size, max_tokens)]))
+        return handles, head_of, matched
 
     def insert(
         self,
@@ -94,7 +109,7 @@ class PrefixTrie:
                     self._drop_empty_root(node)
                     return None, index
                 child = TrieNode(node, key, handles[index])
-                node.children[key] = child
+                node.add(child)
                 self._nodes[handles[index].block_id] = child
             node = child
         return node, max(depth, num_blocks)
@@ -105,7 +120,7 @@ class PrefixTrie:
         if node is None:
             return
         if node.parent is not None:
-            del node.parent.children[node.key]
+            node.parent.remove(node)
             self._drop_empty_root(node.parent)
         stack = [node]
         while stack:
@@ -113,7 +128,7 @@ class PrefixTrie:
             del self._nodes[cut.handle.block_id]
             cut.parent = None
             stack.extend(cut.children.values())
-            cut.children = {}
+            cut.children, cut.ordered_keys = {}, []
 
     def check_integrity(self) -> None:
         for block_id, node in self._nodes.items():
@@ -121,7 +136,9 @@ class PrefixTrie:
                 f"trie: block {block_id} is cut off but kept"
             )
             assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
+            assert node.ordered_keys == sorted(node.children), f"trie: the keys below block {block_id} are out of order"
         for namespace, root in self._roots.items():
+            assert root.ordered_keys == sorted(root.children), f"trie: the keys of namespace {namespace!r} are out of order"
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
 
     def _drop_empty_root(self, node: TrieNode) -> None:
@@ -129,14 +146,18 @@ class PrefixTrie:
         if node.handle is None and not node.children:
             self._roots.pop(node.namespace, None)
 
-    @staticmethod
-    def _best_partial(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
-        best: TrieNode | None = None
-        length = 0
-        for key, child in node.children.items():
-            if not tail or key[0] != tail[0]:
-                continue
-            common = next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), len(tail))
-            if common > length:
-                best, length = child, common
-        return (best.handle if best else None), length
+
+def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
+    """The child block that has the most leading tokens in common with `tail`, and how many; (None, 0) when none has any."""
+    position = bisect_left(node.ordered_keys, tail)
+    best, length = None, 0
+    for key in node.ordered_keys[max(0, position - 1) : position + 1]:
+        common = _num_common(key, tail)
+        if common > length:
+            best, length = node.children[key].handle, common
+    return best, length
+
+
+def _num_common(key: Key, tail: Key) -> int:
+    """How many leading tokens are equal; `tail` may be the shorter one."""
+    return next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), len(tail))

@@ -125,22 +125,11 @@ class Scheduler:
             self.waiting.remove(seq)
             self.running.append(seq)
             seq.apply(Event.ADMIT)
-            self._note_admission(plan, seq, known[seq.seq_id], now_ns)
+            _note_admission(plan, seq, known[seq.seq_id], now_ns)
         rows = _take_rows(plan, changes.changes)
         # Changes that no row has told: the sequence is new to its slot, or has new blocks but no tokens in this step.
         new_rows = [_new_row(plan.kv.grants[seq_id].seq, self._kv) for seq_id in changes.changes]
         return StepInput(step_id, rows, new_rows, changes.copies, self._kv.blocks.num_backed)
-
-    @staticmethod
-    def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> None:
-        """Book what an admission found: KV reused, or KV lost since the sequence last ran (`known` tokens then)."""
-        if not seq.first_scheduled_ns:
-            seq.first_scheduled_ns = now_ns
-            seq.num_cached_tokens = seq.num_computed_tokens
-            plan.num_cached_tokens += seq.num_computed_tokens
-        if seq.num_computed_tokens < min(known, seq.num_tokens - 1):
-            seq.num_evictions += 1
-            plan.num_evicted += 1
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         context, generation = [], []
@@ -177,6 +166,23 @@ class Scheduler:
         if grant is not None and grant.admitted:
             return seq.num_tokens - grant.computed
         return seq.num_uncomputed_tokens
+
+
+def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> None:
+    """Book what an admission found: KV reused, or KV lost since the sequence last ran (`known` tokens then).
+
+    KV that others have computed helps the sequence, and its client is told that the tokens were run for it.
+    """
+    own = plan.kv.grants[seq.seq_id].own
+    seq.num_context_tokens += seq.num_computed_tokens - own
+    seq.num_recomputed_tokens += max(0, min(seq.num_computed_tokens, seq.max_computed_tokens) - own)
+    if not seq.first_scheduled_ns:
+        seq.first_scheduled_ns = now_ns
+        seq.num_cached_tokens = own
+        plan.num_cached_tokens += seq.num_computed_tokens
+    if seq.num_computed_tokens < min(known, seq.num_tokens - 1):
+        seq.num_evictions += 1
+        plan.num_evicted += 1
 
 
 def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[Row]:

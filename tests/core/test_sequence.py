@@ -100,7 +100,7 @@ def test_an_undone_turn_leaves_no_trace(seed: int | None) -> None:
     seq.token_ids.append(6)
     seq.undo_turn()
     seq.end_turn()
-    assert (seq.token_ids, seq.seed, seq.num_sampled_before) == before
+    assert (list(seq.token_ids), seq.seed, seq.num_sampled_before) == before
 
 
 @given(st.integers(0, 12), st.integers(0, 12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backend.api import EngineConfig, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig, SchedulerConfig, SessionsConfig
 from backend.core.clock import ManualClock
+from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
@@ -22,15 +23,21 @@ class Driver:
         policy: str = "guaranteed_no_evict",
         max_num_tokens: int = 64,
         max_sessions: int = 100,
+        max_session_bytes: int = 1 << 28,
         reuse: bool = True,
+        sharing: str = "namespace",
         **worker: object,
     ):
         config = EngineConfig(
             kv_cache=KvCacheConfig(
-                block_size=block_size, max_tokens=pool_tokens, enable_block_reuse=reuse, watermark=0.0
+                block_size=block_size,
+                max_tokens=pool_tokens,
+                enable_block_reuse=reuse,
+                sharing=sharing,
+                watermark=0.0,
             ),
             scheduler=SchedulerConfig(max_batch_size=slots, max_num_tokens=max_num_tokens, policy=policy),
-            sessions=SessionsConfig(max_sessions=max_sessions, idle_ttl_s=100.0),
+            sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
         )
         self.clock = ManualClock()
         self.workers = HashWorkerGroup(vocab_size=VOCAB, **worker)
@@ -64,12 +71,19 @@ class Driver:
             self.step()
         raise AssertionError("the engine does not come to an end")
 
-    def stop(self, session: int, end: bool = False) -> int:
+    def stop(self, session: int, end: bool = False, namespace: str = "") -> int:
         request_id = self._next_id
         self._next_id += 1
-        self.core.stop_session(request_id, session, end)
+        self.core.stop_session(request_id, session, end, namespace)
         self._collect(self.core.take_responses())
         return request_id
+
+    def session(self, session_id: int, namespace: str = "") -> Sequence | None:
+        return self.core.sessions.get(SessionKey(namespace, session_id))
+
+    def log(self, session_id: int) -> list[int]:
+        """The token ids of a session."""
+        return list(self.session(session_id).token_ids)
 
     def tokens(self, request_id: int) -> list[int]:
         return [t for response in self.responses[request_id] for t in response.result.output_token_ids[0]]

@@ -52,10 +52,10 @@ def test_the_least_recently_used_session_is_evicted_and_comes_back_unchanged():
         converse(driver, name, turns[name][:1])
     driver.turn(1, [5], 0)  # touch 1: now 2 is the least recently used
     driver.run()
-    lost = lambda name: driver.core.kv.num_evicted_blocks(driver.core.sessions.get(name))  # noqa: E731
+    lost = lambda name: driver.core.kv.num_evicted_blocks(driver.session(name))  # noqa: E731
     converse(driver, 4, turns[4][:1])
     assert lost(2) > 0 and lost(1) == lost(3) == 0
-    assert driver.core.sessions.get(2).token_ids[:8] == turns[2][0], "the token ids are kept"
+    assert driver.log(2)[:8] == turns[2][0], "the token ids are kept"
     request = driver.turn(2, turns[2][1], 4)
     driver.run()
     assert driver.tokens(request) == expected_replies(turns[2])[1]
@@ -116,7 +116,7 @@ def test_a_whole_conversation_keeps_the_common_prefix():
     other = driver.turn(1, [1, 2, 3, 99], 4, full_history=True)
     driver.run()
     assert driver.tokens(other) == answer([1, 2, 3, 99], 4, counter=8)
-    assert driver.core.sessions.get(1).num_tokens == 8
+    assert driver.session(1).num_tokens == 8
 
 
 @pytest.mark.feature("004-30")
@@ -162,7 +162,7 @@ def test_start_replaces_and_end_erases():
     assert driver.tokens(replaced) == answer([5], 3)
     driver.turn(1, [6], 1, end=True)
     driver.run()
-    assert 1 not in driver.core.sessions
+    assert driver.session(1) is None
     assert driver.core.kv.stats().used_num_blocks == 0
 
 
@@ -199,14 +199,14 @@ def test_cancel_can_cut_the_session_behind_the_tokens_that_were_wanted():
     kept = answer([1, 2], 6)[:2]
     again = driver.turn(1, [3], 3)
     driver.run()
-    assert driver.core.sessions.get(1).token_ids == [1, 2, *kept, 3, *driver.tokens(again)]
+    assert driver.log(1) == [1, 2, *kept, 3, *driver.tokens(again)]
 
 
 def test_sessions_are_bounded_in_number_and_age():
     driver = Driver(max_sessions=3)
     for session in range(1, 6):
         converse(driver, session, [[session]])
-    assert [s in driver.core.sessions for s in range(1, 6)] == [False, False, True, True, True]
+    assert [driver.session(s) is not None for s in range(1, 6)] == [False, False, True, True, True]
     driver.clock.advance(101)
     driver.core.expire()
     assert len(driver.core.sessions) == 0

@@ -43,7 +43,7 @@ class Cache:
         vocab_size: int = VOCAB,
         **config: object,
     ):
-        config = KvCacheConfig(block_size=block_size, watermark=watermark, **config)
+        config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.blocks.num_backed)

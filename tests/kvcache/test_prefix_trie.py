@@ -155,3 +155,54 @@ def _common(left, right):
         if a != b:
             return
         yield a
+
+
+class Counted(int):
+    """A token id that counts how often one is compared."""
+
+    comparisons = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return int.__eq__(self, other)
+
+    def __lt__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int.__lt__(self, other)
+
+
+@pytest.mark.parametrize("fan_out", [1, 100, 10_000])
+def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out):
+    trie = PrefixTrie(4)
+    for index in range(fan_out):
+        trie.insert("", None, 0, [5, index, 0, 0], [BlockHandle(index, 1)], 1)
+    Counted.comparisons = 0
+    tokens = [Counted(token) for token in (5, fan_out // 2, 0, 9, 9)]
+    assert found(trie, tokens) == ([], fan_out // 2, 3)
+    assert Counted.comparisons <= 4 * (fan_out.bit_length() + 4)
+    trie.check_integrity()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), max_size=12, unique_by=tuple),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.data(),
+)
+def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(keys, tail, data):
+    trie = PrefixTrie(4)
+    for index, key in enumerate(keys):
+        trie.insert("", None, 0, key, [BlockHandle(index, 1)], 1)
+    gone = data.draw(st.sets(st.integers(0, max(0, len(keys) - 1))))
+    for index in gone:
+        trie.forget(index)
+    trie.check_integrity()
+
+    def common(key: list[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(key, tail)) if a != b), len(tail))
+
+    left = [key for index, key in enumerate(keys) if index not in gone and key != tail]
+    if tail not in [key for index, key in enumerate(keys) if index not in gone]:
+        _, block, matched = found(trie, tail)
+        assert matched == max(map(common, left), default=0)
+        assert (block is None) == (matched == 0) and (block is None or common(keys[block]) == matched)

@@ -35,7 +35,9 @@ class Runner:
         window: int | None = None,
         **scheduler: object,
     ):
-        kv_cache = KvCacheConfig(block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse)
+        kv_cache = KvCacheConfig(
+            block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse, sharing="all"
+        )
         scheduler = {"max_batch_size": slots, "max_num_tokens": 64, **scheduler}
         self.workers = HashWorkerGroup(VOCAB, window=window)
         self.core = EngineCore(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
-from tests.simulation.model import Model, Turn, reference_output
+from tests.simulation.model import Key, Model, Turn, key_of, reference_output
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 
 
@@ -25,7 +25,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Stop:
     request_id: int
-    session_id: int
+    session: Key
     end: bool
 
 
@@ -102,7 +102,7 @@ class Generator:
         if kind is Cancel:
             return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)))
         if kind is Stop:
-            return Stop(self._take_id(), rng.choice([*self._model.sessions, 99]), rng.random() < 0.4)
+            return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
             return Advance(rng.choice((0.5, 3.0, 30.0)))
         if kind is Resize:
@@ -120,8 +120,9 @@ class Generator:
         rng = self._rng
         is_duplicate = self._model.live and rng.random() < 0.03
         request_id = rng.choice(list(self._model.live)) if is_duplicate else self._take_id()
-        session = self._session() if rng.random() < self._share_sessions else None
-        prompt, max_tokens = self._fit(self._prompt(session), rng.choice(self._lengths))
+        salt = rng.choice(self._salts)
+        session = self._session(salt) if rng.random() < self._share_sessions else None
+        prompt, max_tokens = self._fit(self._prompt(salt, session), rng.choice(self._lengths))
         request = Request(
             input_token_ids=prompt,
             max_tokens=max_tokens,
@@ -131,43 +132,47 @@ class Generator:
                 presence_penalty=rng.choice((None, 1.0)),
                 min_tokens=rng.choice((None, None, None, 2, 4)),
             ),
-            output_config=OutputConfig(rng.random() < 0.3, exclude_input_from_output=rng.random() < 0.5),
+            output_config=OutputConfig(
+                rng.random() < 0.3,
+                exclude_input_from_output=rng.random() < 0.5,
+                return_perf_metrics=rng.random() < 0.3,
+            ),
             timeout_s=rng.choice((None, None, None, 1.0, 5.0)),
-            cache_salt=rng.choice(self._salts),
+            cache_salt=salt,
             return_all_generated_tokens=rng.random() < 0.1,
             session=session,
         )
         return Enqueue(request_id, self._with_ends(request_id, request))
 
-    def _session(self) -> SessionConfig:
+    def _session(self, salt: str) -> SessionConfig:
         rng = self._rng
-        known = list(self._model.sessions)
+        known = [number for namespace, number in self._model.sessions if namespace == salt]
         start = not known or rng.random() < self._restarts
         session_id = rng.randint(1, 5) if start or rng.random() < 0.05 else rng.choice(known)
         return SessionConfig(
             session_id,
             start=start,
             end=rng.random() < 0.1,
-            step=self._rewind(session_id) if rng.random() < self._rewinds else None,
+            step=self._rewind((salt, session_id)) if rng.random() < self._rewinds else None,
             session_len=rng.randint(3, 30) if rng.random() < 0.2 else None,
             full_history=rng.random() < self._rewinds / 2,
         )
 
-    def _rewind(self, session_id: int) -> int:
+    def _rewind(self, key: Key) -> int:
         """A number of tokens to keep: mostly near the end, sometimes beyond it."""
-        session = self._model.sessions.get(session_id)
+        session = self._model.sessions.get(key)
         length = len(session.log) if session else 5
         return max(0, length + self._rng.choice((-self._rng.randint(0, 4), -self._rng.randint(0, 25), 2)))
 
-    def _prompt(self, session: SessionConfig | None) -> list[int]:
+    def _prompt(self, salt: str, session: SessionConfig | None) -> list[int]:
         """Mostly what others have said as well: a common prefix, a running request's text, a session's own log."""
         rng = self._rng
         prompt = self._ids(rng.randint(1, 5))
         if rng.random() < 0.01:
             return rng.choice(([], [VOCAB]))
         if session is not None and not session.start:
-            if session.full_history and session.id in self._model.sessions:
-                log = self._model.sessions[session.id].log
+            if session.full_history and (salt, session.id) in self._model.sessions:
+                log = self._model.sessions[salt, session.id].log
                 prompt = log[: rng.randint(0, len(log))] + prompt
             return prompt[-MAX_SEQ_LEN + 1 :]
         source = rng.random() + 0.5 * self._is_crowd
@@ -209,7 +214,7 @@ class Generator:
     def _preview(self, request: Request) -> list[int]:
         history, new_ids = self._model.split(request)
         session = (
-            self._model.sessions.get(request.session.id) if request.session and not request.session.start else None
+            self._model.sessions.get(key_of(request)) if request.session and not request.session.start else None
         )
         seed, counter = request.sampling_config.seed, 0
         if seed is None:

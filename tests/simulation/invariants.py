@@ -83,7 +83,7 @@ def _check_tables(simulation: Simulation) -> None:
 
 def _check_sessions(simulation: Simulation) -> None:
     actual = {
-        key: seq.token_ids for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE
+        key: list(seq.token_ids) for key, seq in simulation.core.sessions._sessions.items() if seq.status is Status.IDLE
     }
     expected = {key: session.log for key, session in simulation.model.sessions.items() if session.turn is None}
     assert actual == expected, f"sessions remember {actual}, expected {expected}"

@@ -10,9 +10,17 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from backend.api import FinishReason, Request
+from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
 from tests.fakes.hash_worker import cell_of, next_token, seed_of
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
+
+
+Key = tuple[str, int]  # of a session: the namespace of its client, and its number there
+
+
+def key_of(request: Request) -> Key:
+    return request.cache_salt, request.session.id
 
 
 @dataclass
@@ -80,8 +88,8 @@ class Model:
         self.capacity = setup.num_blocks
         self.watermark = int(setup.config.kv_cache.watermark * setup.num_blocks)
         self.live: dict[int, Turn] = {}
-        self.sessions: OrderedDict[int, Session] = OrderedDict()  # least recently used first
-        self.polled: set[int] = set()
+        self.sessions: OrderedDict[Key, Session] = OrderedDict()  # least recently used first
+        self.polled: set[Key] = set()
 
     def exceeds_pool(self, max_cells: int) -> bool:
         return -(-max_cells // self.block_size) > self.capacity - self.watermark
@@ -94,8 +102,8 @@ class Model:
             return "field"
         session = request.session
         if session is not None:
-            known = self.sessions.get(session.id)
-            if session.id in self.polled:
+            known = self.sessions.get(key_of(request))
+            if key_of(request) in self.polled:
                 return "session 2"
             if known is not None and known.turn is not None:
                 return "session 3"
@@ -114,7 +122,7 @@ class Model:
         history, new_ids = self.split(request)
         seed, counter, namespace, before = request.sampling_config.seed or 0, 0, request.cache_salt, (0, 0)
         if session is not None and not session.start:
-            known = self.sessions[session.id]
+            known = self.sessions[key_of(request)]
             namespace, before = known.namespace, (known.seed, known.counter)
             if request.sampling_config.seed is None:
                 seed, counter = before
@@ -124,11 +132,12 @@ class Model:
         turn.tokens, turn.reason = reference_output(turn, self._setup.window)
         self.live[request_id] = turn
         if session is not None:
-            self.polled.add(session.id)
+            key = key_of(request)
+            self.polled.add(key)
             if session.start:
-                self.sessions[session.id] = Session([], seed, 0, namespace)
-            self.sessions[session.id].turn = turn
-            self._touch(session.id, now_ns)
+                self.sessions[key] = Session([], seed, 0, namespace)
+            self.sessions[key].turn = turn
+            self._touch(key, now_ns)
         return turn
 
     def finish(
@@ -139,10 +148,11 @@ class Model:
         request = turn.request
         if request.session is None:
             return
-        session = self.sessions[request.session.id]
+        key = key_of(request)
+        session = self.sessions[key]
         session.turn = None
         if request.session.end or erase:
-            del self.sessions[request.session.id]
+            del self.sessions[key]
             return
         outputs = turn.seen[:keep] if keep is not None else turn.seen
         may_vanish = not turn.seen and turn.reason_seen in (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
@@ -150,21 +160,26 @@ class Model:
             session.log, (session.seed, session.counter) = turn.history, turn.before
         else:
             session.log, session.seed, session.counter = turn.prompt + outputs, turn.seed, turn.counter + len(outputs)
-        self._touch(request.session.id, now_ns)
+        self._touch(key, now_ns)
 
     def expire_sessions(self, now_ns: int) -> None:
         limit_ns = now_ns - int(self._setup.config.sessions.idle_ttl_s * 1e9)
-        for session_id, session in list(self.sessions.items()):
+        for key, session in list(self.sessions.items()):
             if session.turn is None and session.last_used_ns <= limit_ns:
-                del self.sessions[session_id]
+                del self.sessions[key]
 
-    def _touch(self, session_id: int, now_ns: int) -> None:
-        self.sessions.move_to_end(session_id)
-        self.sessions[session_id].last_used_ns = now_ns
-        excess = len(self.sessions) - self._setup.config.sessions.max_sessions
-        idle = [key for key, session in self.sessions.items() if session.turn is None and key != session_id]
-        for key in idle[: max(0, excess)]:
-            del self.sessions[key]
+    def _touch(self, used: Key, now_ns: int) -> None:
+        self.sessions.move_to_end(used)
+        self.sessions[used].last_used_ns = now_ns
+        for key in [key for key, session in self.sessions.items() if session.turn is None and key != used]:
+            if self._holds_too_much():
+                del self.sessions[key]
+
+    def _holds_too_much(self) -> bool:
+        bounds = self._setup.config.sessions
+        idle = [session for session in self.sessions.values() if session.turn is None]
+        num_bytes = sum(BYTES_PER_SESSION + BYTES_PER_TOKEN * len(session.log) for session in idle)
+        return len(self.sessions) > bounds.max_sessions or num_bytes > bounds.max_bytes
 
     def _limit(self, request: Request) -> int:
         asked = request.session.session_len if request.session else None
@@ -175,7 +190,7 @@ class Model:
         session, prompt = request.session, request.input_token_ids
         if session is None or session.start:
             return [], prompt
-        log = self.sessions[session.id].log
+        log = self.sessions[key_of(request)].log
         if session.full_history:
             keep = 0
             while keep < min(len(log), len(prompt) - 1) and log[keep] == prompt[keep]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from backend.api.response import FinishReason
-from backend.core.sequence import Sequence, Status
+from backend.core.sequence import Sequence, SessionKey, Status
 from backend.core.step import SlotId
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
@@ -308,7 +308,7 @@ def slot_given_out_twice(set_attribute: SetAttribute) -> None:
 
 
 def busy_session_takes_a_second_turn(set_attribute: SetAttribute) -> None:
-    set_attribute(SessionTable, "check_turn", lambda self, request: self._sessions.get(request.session.id))
+    set_attribute(SessionTable, "check_turn", lambda self, request: self._sessions.get(SessionKey(request.cache_salt, request.session.id)))
 
 
 def retired_session_comes_back(set_attribute: SetAttribute) -> None:
@@ -316,7 +316,7 @@ def retired_session_comes_back(set_attribute: SetAttribute) -> None:
     set_attribute(
         EngineCore,
         "_stays",
-        lambda self, seq: seq.session_id is not None and (original(self, seq) or seq.num_pauses > 0),
+        lambda self, seq: seq.session_key is not None and (original(self, seq) or seq.num_pauses > 0),
     )
 
 

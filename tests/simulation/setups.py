@@ -7,6 +7,7 @@ from random import Random
 
 from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig
+from backend.engine.sessions import BYTES_PER_SESSION
 
 VOCAB = 997
 MAX_SEQ_LEN = 48
@@ -33,13 +34,16 @@ def random_setup(rng: Random) -> Setup:
         watermark=rng.choice((0.0, 0.0, 0.1, 0.25)),
         enable_block_reuse=twins or rng.random() < 0.8,
         enable_partial_reuse=rng.random() < 0.7,
+        sharing=rng.choice(("all", "all", "namespace", "none")),
     )
     config = EngineConfig(
         kv_cache=kv_cache,
         scheduler=_random_scheduler(rng),
         limits=LimitsConfig(max_queue_size=rng.choice((3, 64, 64)), default_timeout_s=1000.0),
         sessions=SessionsConfig(
-            max_sessions=100 if twins else rng.choice((2, 3, 100)), idle_ttl_s=rng.choice((20.0, 1000.0))
+            max_sessions=100 if twins else rng.choice((2, 3, 100)),
+            max_bytes=rng.choice((1 << 28, 1 << 28, 3 * BYTES_PER_SESSION)),
+            idle_ttl_s=rng.choice((20.0, 1000.0)),
         ),
     )
     return Setup(config, num_blocks, window, looks_ahead=rng.random() < 0.5, twins=twins)

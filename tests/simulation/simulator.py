@@ -15,12 +15,13 @@ from random import Random
 
 import msgspec
 
-from backend.api import FinishReason, Request, Response, SessionConfig
+from backend.api import FinishReason, PerfMetrics, Request, Response, SessionConfig
 from backend.core.clock import ManualClock
+from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Resize, Step, Stop
 from tests.simulation.invariants import check_flights, check_invariants
-from tests.simulation.model import Model, Turn
+from tests.simulation.model import Model, Turn, key_of
 from tests.simulation.setups import random_setup
 from tests.simulation.workers import CheckedWorkers
 
@@ -95,8 +96,9 @@ class Simulation:
         self.workers.fail_next = None
         self._step_to_the_end()
         self.apply(Poll())
-        for number, session_id in enumerate(list(self.model.sessions)):
-            self.apply(Enqueue(PROBE_ID + number, Request([1], 2, session=SessionConfig(session_id))))
+        for number, (salt, session_id) in enumerate(list(self.model.sessions)):
+            probe = Request([1], 2, session=SessionConfig(session_id), cache_salt=salt)
+            self.apply(Enqueue(PROBE_ID + number, probe))
         self._step_to_the_end()
         stats = self.core.stats()
         kv, counters = stats.latest.kv_cache, stats.counters
@@ -104,8 +106,8 @@ class Simulation:
         assert kv.free_num_blocks + kv.cached_num_blocks == kv.max_num_blocks == self.model.capacity, kv
         assert sum(counters.requests_finished_total.values()) == self._num_finished == counters.requests_accepted_total
         assert counters.requests_rejected_total == self._num_rejected
-        for session_id in list(self.model.sessions):
-            self.apply(Stop(PROBE_ID, session_id, True))
+        for key in list(self.model.sessions):
+            self.apply(Stop(PROBE_ID, key, True))
         assert not self.core.kv.records, f"tables of sequences that are gone: {list(self.core.kv.records)}"
 
     def _step_to_the_end(self) -> None:
@@ -145,9 +147,10 @@ class Simulation:
             self._finish(responses[0], FinishReason.CANCELLED, keep)
 
     def _stop(self, event: Stop) -> None:
-        session = self.model.sessions.get(event.session_id)
+        session = self.model.sessions.get(event.session)
+        namespace, session_id = event.session
         running = next((key for key, turn in self.model.live.items() if session and turn is session.turn), None)
-        self.core.stop_session(event.request_id, event.session_id, event.end)
+        self.core.stop_session(event.request_id, session_id, event.end, namespace)
         *others, answer = self._take(self.core.take_responses())
         assert answer.request_id == event.request_id and answer.is_final, answer
         if session is None or (running is None and not event.end):
@@ -157,7 +160,7 @@ class Simulation:
             return
         assert not answer.has_error() and len(others) == (running is not None), (others, answer)
         if running is None:
-            del self.model.sessions[event.session_id]
+            del self.model.sessions[event.session]
         else:
             self._finish(others[0], FinishReason.CANCELLED, None, erase=event.end)
 
@@ -219,12 +222,24 @@ class Simulation:
         turn.seen = tokens if request.return_all_generated_tokens and request.streaming else turn.seen + tokens
         assert turn.seen == turn.tokens[: len(turn.seen)], f"{turn.tokens} was expected, {turn.seen} came: {response}"
         assert result.num_prompt_tokens == len(turn.prompt), response
+        if result.perf_metrics is not None and turn.was_stepped:
+            self._check_metrics(turn, result.perf_metrics)
         return turn
 
+    def _check_metrics(self, turn: Turn, metrics: PerfMetrics) -> None:
+        """A client without a namespace is told nothing of what others have computed."""
+        assert metrics.num_cached_tokens < len(turn.prompt), metrics
+        is_stranger = not turn.request.cache_salt and self.setup.config.kv_cache.sharing != "all"
+        if is_stranger and not turn.history:
+            assert not metrics.num_cached_tokens, f"a request was told of KV that is not its own: {metrics}"
+        if turn.seen:
+            num_had = metrics.num_cached_tokens + metrics.num_context_tokens
+            assert num_had >= len(turn.prompt), f"tokens of the prompt were neither found nor run: {metrics}"
+
     def _settle(self, response: Response, keep: int | None, erase: bool) -> None:
-        session = self.model.live[response.request_id].request.session
-        seq = self.core.sessions.get(session.id) if session else None
-        log = seq.token_ids if seq is not None else None
+        request = self.model.live[response.request_id].request
+        seq = self.core.sessions.get(SessionKey(*key_of(request))) if request.session else None
+        log = list(seq.token_ids) if seq is not None else None
         self._num_finished += 1
         self.model.finish(response.request_id, log, response.has_error(), keep, erase, self.clock.monotonic_ns())
 
