@@ -12,6 +12,8 @@ the machine. A figure is the median over blocks of 32 steps, in each of which ev
                host touches comes from memory again, as it does in earnest
     loop       the loop's thread with delivery: inbox, routing, encoding, sending to a client in another process (cold)
     process    all threads of the engine process (cold)
+
+A second table: admissions beside 100 and 10,000 cached conversations under one template (benchmarks/admission.py).
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from backend.engine.ipc import Command, Hello
 from backend.engine.loop import EngineLoop
 from backend.engine.process import calm_garbage_collector
 from backend.engine.server import EngineServer
+from benchmarks.admission import admission_table, measure_admission
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS = 128
@@ -281,9 +284,14 @@ def main(
     counts = [int(count) for count in rows.split(",")]
     figures = [measure(count, queued, blocks) for count in track(counts, "rows", console=console)]
     show(figures)
+    cases = [(count, namespace) for count in (100, 10_000) for namespace in ("", "team")]
+    admissions = [
+        measure_admission(NullDevice(0, 1, is_cold=False), *case) for case in track(cases, "admissions", console=console)
+    ]
+    console.print(admission_table(admissions))
     RESULTS.mkdir(exist_ok=True)
     name = "scheduling.json" if not queued else f"scheduling-{queued}-queued.json"
-    (RESULTS / name).write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+    (RESULTS / name).write_text(json.dumps([asdict(f) for f in [*figures, *admissions]], indent=1) + "\n")
     console.print(f"written: benchmarks/results/{name}")
 
 
