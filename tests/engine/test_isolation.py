@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from backend.api import OutputConfig, PerfMetrics, Request, SessionConfig
 from tests.engine.driver import Driver, answer
+from tests.fakes.prober import Observe, recover, secret_of, victims_prompt
 
 BLOCK = 32
-TEMPLATE = list(range(100, 140))  # what everybody's prompt begins with: a block and a quarter
-DIGITS = 8
-Observe = Callable[[list[int]], tuple[int, ...]]
-
-
-def secret_of(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10) for _ in range(DIGITS)]
 
 
 def counters(metrics: PerfMetrics) -> tuple[int, ...]:
@@ -38,28 +30,12 @@ def prober(driver: Driver, namespace: str) -> Observe:
     return observe
 
 
-def recover(observe: Observe, filler: int) -> list[int]:
-    """Guess digit by digit: of ten prompts that differ in one digit, the one that is answered otherwise holds it.
-
-    Returns the digits up to the first that no observation tells.
-    """
-    known: list[int] = []
-    for _ in range(DIGITS):
-        observe([*TEMPLATE, *known, 99, filler + 99])  # from now on the prober's own probes find the same of each other
-        seen = [observe([*TEMPLATE, *known, digit, filler + digit]) for digit in range(10)]
-        odd = [digit for digit in range(10) if seen.count(seen[digit]) == 1]
-        if len(odd) != 1:
-            return known
-        known += odd
-    return known
-
-
 def attack(seed: int, victim: str, attacker: str, **config: object) -> list[int]:
-    """A victim has sent TEMPLATE, a secret and some more; what another client recovers of the secret."""
+    """What another client recovers of a victim's secret."""
     driver = Driver(pool_tokens=4096, block_size=BLOCK, slots=2, **config)
-    driver.ask([*TEMPLATE, *secret_of(seed), *range(500, 540)], 4, cache_salt=victim)
+    driver.ask(victims_prompt(secret_of(seed)), 4, cache_salt=victim)
     driver.run()
-    return recover(prober(driver, attacker), 900)
+    return recover(prober(driver, attacker))
 
 
 @pytest.mark.parametrize("seed", range(10))
