@@ -19,6 +19,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from backend.api import EngineConfig, Request, SessionConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 
@@ -41,10 +42,10 @@ class Trace:
 def run() -> Trace:
     section, scheduler = ModelConfigSection(num_threads=1), SchedulerConfig(max_batch_size=2, max_num_tokens=64)
     kv = KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=NUM_BLOCKS * BLOCK_SIZE, enable_block_reuse=False)
-    core = EngineCore(EngineConfig(section, kv, scheduler), InProcessWorkerGroup(section, scheduler))
+    core = EngineCore(EngineConfig(section, kv, scheduler), InProcessWorkerGroup(section, scheduler, kv))
     trace = Trace([], [])
     for index, (session, num_tokens, start) in enumerate(TURNS):
-        known = 0 if start else core.sessions.get(session).num_tokens
+        known = 0 if start else core.sessions.get(SessionKey("", session)).num_tokens
         core.begin_poll()
         prompt = [(17 * index + 3 * i) % core.model.vocab_size for i in range(num_tokens)]
         core.enqueue(index, Request(prompt, OUTPUT_TOKENS, session=SessionConfig(session, start=start)))
@@ -52,7 +53,7 @@ def run() -> Trace:
         while core.has_work:
             core.step()
             trace.columns.append(_look(core))
-        seq = core.sessions.get(session)
+        seq = core.sessions.get(SessionKey("", session))
         trace.notes.append((first, _note(known, num_tokens, seq.num_recomputed_tokens), session))
     return trace
 
@@ -60,11 +61,11 @@ def run() -> Trace:
 def _look(core: EngineCore) -> dict[int, tuple[int, bool]]:
     owners = {}
     for session in NAMES:
-        seq = core.sessions.get(session)
-        record = core.kv.records.get(seq.seq_id) if seq else None
-        for handle in record.handles if record else ():
-            if core.kv.blocks.blocks[handle.block_id].handle == handle:
-                owners[handle.block_id] = (session, record.locked)
+        seq = core.sessions.get(SessionKey("", session))
+        table = core.kv.state.tables.get(seq.seq_id) if seq else None
+        for handle in table.handles if table else ():
+            if core.kv.state.blocks.is_current(handle):
+                owners[handle.block_id] = (session, table.is_locked)
     return owners
 
 

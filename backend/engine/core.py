@@ -57,7 +57,7 @@ class EngineCore:
             self.model.sliding_window,
             config.scheduler.max_num_tokens,
         )
-        workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.blocks.num_backed)
+        workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
@@ -380,7 +380,7 @@ class EngineCore:
             num_active_requests=len(self._live),
             num_queued_requests=len(waiting) - waiting.num_paused,
             num_paused_requests=waiting.num_paused,
-            max_num_active_requests=self.kv.slots.num_slots,
+            max_num_active_requests=self.kv.num_slots,
             num_sessions=len(self.sessions),
             kv_cache=self.kv.stats(),
         )

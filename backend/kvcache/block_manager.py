@@ -73,6 +73,18 @@ class BlockManager:
         """Blocks that a pending shrink takes out of service as soon as they are released."""
         return self.num_blocks - self.capacity
 
+    def ref_count(self, block_id: BlockId) -> int:
+        """How many running sequences hold the block."""
+        return self.blocks[block_id].ref_count
+
+    def is_shareable(self, block_id: BlockId) -> bool:
+        """Whether other tables may come to name the block, so that it must not be written to."""
+        return self.blocks[block_id].is_shareable
+
+    def is_current(self, handle: BlockHandle) -> bool:
+        """Whether the block still holds what the handle was made for."""
+        return self.blocks[handle.block_id].unique_id == handle.unique_id
+
     def allocate(self) -> Block:
         """Return a block with ref_count 1 and a fresh unique id; may grow the pool or evict. Raises OutOfBlocks."""
         if not self._free:
@@ -120,7 +132,7 @@ class BlockManager:
         """Return how many handles from the front still name the content they were made for. Dropped entries pass."""
         survived = 0
         for handle in handles:
-            if handle is not DROPPED and self.blocks[handle.block_id].unique_id != handle.unique_id:
+            if handle is not DROPPED and not self.is_current(handle):
                 break
             survived += 1
         return survived

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
-
-if TYPE_CHECKING:
-    from backend.kvcache.manager import KVCacheManager
+from backend.kvcache.state import CacheState
 
 
 class Admission(enum.Enum):
@@ -60,12 +57,13 @@ class _Found:
 
 
 class KVPlan:
-    def __init__(self, manager: KVCacheManager):
-        self._manager = manager
+    def __init__(self, state: CacheState):
+        self._state = state
+        self._geometry = state.geometry
         self._delta: dict[BlockId, int] = {}
-        self.available = manager.blocks.num_available
-        self._owed = manager.blocks.num_owed
-        self.free_slots = manager.slots.num_free
+        self.available = state.blocks.num_available
+        self._owed = state.blocks.num_owed
+        self.free_slots = state.slots.num_free
         self.grants: dict[SequenceId, Grant] = {}  # in the order they were made
         self.pauses: list[Sequence] = []
 
@@ -74,13 +72,13 @@ class KVPlan:
 
         False, and nothing planned, when they are not to be had.
         """
-        manager = self._manager
-        handles = manager.records[seq.seq_id].handles
-        num_new = max(0, manager.blocks_for(num_cells) - len(handles))
+        geometry = self._geometry
+        handles = self._state.tables[seq.seq_id].handles
+        num_new = max(0, geometry.blocks_for(num_cells) - len(handles))
         first_cell = seq.num_computed_tokens + seq.num_inflight_tokens
-        index = first_cell // manager.block_size
+        index = first_cell // geometry.block_size
         source = None
-        if first_cell % manager.block_size and self._ref_count(handles[index].block_id) > 1:
+        if first_cell % geometry.block_size and self._ref_count(handles[index].block_id) > 1:
             # Seen before its first step only. Later its new table would travel with tokens that lack the one in flight.
             assert not seq.num_inflight_samples, f"{seq!r} generates into a block that others read"
             source = handles[index]
@@ -99,8 +97,8 @@ class KVPlan:
 
         It is admitted only if blocks for KV positions [0, needed_cells) could be had with `headroom` blocks left over.
         """
-        manager = self._manager
-        if manager.blocks_needed(needed_cells) > manager.usable_blocks:
+        geometry = self._geometry
+        if geometry.blocks_needed(needed_cells) > self._state.usable_blocks:
             return Admission.NEVER
         if self.free_slots == 0:
             return Admission.LATER
@@ -109,9 +107,8 @@ class KVPlan:
             found = self._without_partial(found)  # a copy needs its source kept meanwhile, one block more
             if not self._fits(found, needed_cells, headroom):
                 return Admission.LATER
-        num_new = max(
-            0, manager.blocks_for(manager.cells_at_admission(seq.num_tokens, found.computed)) - len(found.kept)
-        )
+        num_cells = geometry.cells_at_admission(seq.num_tokens, found.computed)
+        num_new = max(0, geometry.blocks_for(num_cells) - len(found.kept))
         self.available -= num_new
         for handle in (*found.kept, *([found.partial] if found.partial else [])):
             self._lock(handle)
@@ -122,11 +119,10 @@ class KVPlan:
     def pause(self, seq: Sequence) -> None:
         """Plan to take a running sequence off the batch; what only it held becomes evictable at once."""
         assert seq.seq_id not in self.grants, f"{seq!r} is paused after it was granted blocks"
-        for handle in self._manager.records[seq.seq_id].handles:
-            if handle is not DROPPED:
-                self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
-                if self._ref_count(handle.block_id) == 0:
-                    self._gain_block()
+        for handle in self._state.tables[seq.seq_id].held():
+            self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
+            if self._ref_count(handle.block_id) == 0:
+                self._gain_block()
         self.free_slots += 1
         self.pauses.append(seq)
 
@@ -138,23 +134,22 @@ class KVPlan:
 
     def _find(self, seq: Sequence) -> _Found:
         """The longer of what survived of the sequence's own blocks and what the trie knows. One token is always left to run."""
-        manager = self._manager
+        state, geometry = self._state, self._geometry
         limit = seq.num_tokens - 1
-        kept, computed = manager.survivors(seq, limit)
+        kept, computed = state.survivors(seq, limit)
+        matched, matched_partial, partial_tokens = state.match(seq, limit)
+        matched_tokens = len(matched) * geometry.block_size + partial_tokens
+        if matched_tokens > computed:
+            own = matched_tokens if state.trusts(seq) else computed
+            return _Found(geometry.inside_window(matched), matched_partial, matched_tokens, own)
         partial = None
-        if manager.enable_block_reuse:
-            matched, matched_partial, partial_tokens = manager.match(seq, limit)
-            matched_tokens = len(matched) * manager.block_size + partial_tokens
-            if matched_tokens > computed:
-                own = matched_tokens if manager.trusts(seq) else computed
-                return _Found(manager.inside_window(matched), matched_partial, matched_tokens, own)
-        if computed % manager.block_size and self._must_not_write(kept[-1].block_id):
+        if computed % geometry.block_size and self._must_not_write(kept[-1].block_id):
             partial = kept.pop()
         return _Found(kept, partial, computed, computed)
 
     def _without_partial(self, found: _Found) -> _Found:
-        computed = len(found.kept) * self._manager.block_size
-        if not self._manager.window_is_whole(found.kept, computed):
+        computed = len(found.kept) * self._geometry.block_size
+        if not self._geometry.window_is_whole(found.kept, computed):
             return _Found([], None, 0, 0)
         return _Found(found.kept, None, computed, min(computed, found.own))
 
@@ -166,10 +161,10 @@ class KVPlan:
         self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) + 1
 
     def _must_not_write(self, block_id: BlockId) -> bool:
-        return self._ref_count(block_id) > 0 or self._manager.blocks.blocks[block_id].is_shareable
+        return self._ref_count(block_id) > 0 or self._state.blocks.is_shareable(block_id)
 
     def _fits(self, found: _Found, needed_cells: int, headroom: int) -> bool:
-        new = max(0, self._manager.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))
+        new = max(0, self._geometry.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))
         pinned = self._num_idle(found.kept) + (
             1 if found.partial and self._ref_count(found.partial.block_id) == 0 else 0
         )
@@ -179,4 +174,4 @@ class KVPlan:
         return sum(1 for handle in handles if handle is not DROPPED and self._ref_count(handle.block_id) == 0)
 
     def _ref_count(self, block_id: BlockId) -> int:
-        return self._manager.blocks.blocks[block_id].ref_count + self._delta.get(block_id, 0)
+        return self._state.blocks.ref_count(block_id) + self._delta.get(block_id, 0)

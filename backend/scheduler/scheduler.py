@@ -129,7 +129,7 @@ class Scheduler:
         rows = _take_rows(plan, changes.changes)
         # Changes that no row has told: the sequence is new to its slot, or has new blocks but no tokens in this step.
         new_rows = [_new_row(plan.kv.grants[seq_id].seq, self._kv) for seq_id in changes.changes]
-        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.blocks.num_backed)
+        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks)
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         context, generation = [], []

@@ -78,7 +78,7 @@ def test_a_pool_that_shrinks_under_running_sequences_neither_crashes_nor_changes
     driver.run()
     assert [driver.tokens(request) for request in requests] == [answer([i] * 12, 8) for i in range(4)]
     assert driver.core.counters.pauses_total > 0
-    assert driver.core.kv.blocks.num_blocks == 5
+    assert driver.core.kv.state.blocks.num_blocks == 5
 
 
 def test_a_request_id_may_be_used_again_after_its_final_response(driver: Driver) -> None:
@@ -94,7 +94,7 @@ def test_namespaces_of_which_nothing_is_cached_are_not_remembered() -> None:
     for number in range(50):
         driver.ask([1] * 9, 1, cache_salt=str(number))
         driver.run()
-    assert len(driver.core.kv.trie._roots) <= driver.core.kv.blocks.num_blocks
+    assert len(driver.core.kv.state.trie._roots) <= driver.core.kv.state.blocks.num_blocks
 
 
 def test_answers_for_other_rows_than_those_that_ran_are_a_failed_step() -> None:

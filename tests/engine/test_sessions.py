@@ -210,7 +210,7 @@ def test_sessions_are_bounded_in_number_and_age():
     driver.clock.advance(101)
     driver.core.expire()
     assert len(driver.core.sessions) == 0
-    assert not driver.core.kv.records
+    assert not driver.core.kv.state.tables
     driver.core.check_integrity()
 
 

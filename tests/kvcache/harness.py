@@ -46,7 +46,7 @@ class Cache:
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
-        self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.blocks.num_backed)
+        self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.num_backed_blocks)
         self.copies: list[tuple[int, int]] = []  # of the last step
         self._step_id = 0
 
@@ -118,12 +118,12 @@ class Cache:
         return self.kv.block_ids(seq)
 
     def ref_counts(self, seq: Sequence) -> list[int]:
-        return [self.kv.blocks.blocks[block_id].ref_count for block_id in self.blocks(seq) if block_id >= 0]
+        return [self.kv.state.blocks.blocks[block_id].ref_count for block_id in self.blocks(seq) if block_id >= 0]
 
     def assert_content(self, seq: Sequence) -> None:
         """Each cell that counts as computed holds the chain of its tokens, wherever the table says it lies."""
         size, before = self.kv.block_size, 0
-        handles = self.kv.records[seq.seq_id].handles
+        handles = self.kv.state.tables[seq.seq_id].handles
         for position, token_id in enumerate(seq.token_ids[: seq.num_computed_tokens]):
             before = cell_of(before, token_id, position, seed_of(seq.namespace))
             handle = handles[position // size]
@@ -133,7 +133,7 @@ class Cache:
 
     def scramble_free_blocks(self) -> None:
         """What holds nothing may be overwritten at any time: do it now, so that whoever reads it is found out."""
-        for block in self.kv.blocks.blocks:
+        for block in self.kv.state.blocks.blocks:
             if not block.unique_id:
                 self.workers.cells[block.block_id] = [-1 - i for i in range(self.kv.block_size)]
 
@@ -141,7 +141,7 @@ class Cache:
         self.copies = copies
         self._step_id += 1
         new_rows = [self._new_row(seq) for seq in new]
-        return self.workers.execute(StepInput(self._step_id, rows, new_rows, copies, self.kv.blocks.num_backed))
+        return self.workers.execute(StepInput(self._step_id, rows, new_rows, copies, self.kv.num_backed_blocks))
 
     def _new_row(self, seq: Sequence) -> NewRow:
         sampling = seq.request.sampling_config

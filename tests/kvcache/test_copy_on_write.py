@@ -18,7 +18,7 @@ def forked(num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1
 @pytest.mark.feature("003-27")
 def test_a_fork_shares_the_table_and_allocates_nothing():
     cache, parent, (child,) = forked(2, [1, 2, 3, 4, 5, 6])
-    assert cache.kv.blocks.num_available == 0
+    assert cache.kv.state.blocks.num_available == 0
     assert cache.blocks(child) == cache.blocks(parent)
     assert cache.ref_counts(parent) == [2, 2]
     assert child.num_computed_tokens == 6 and child.slot != parent.slot

@@ -22,13 +22,13 @@ PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 def state_of(kv: KVCacheManager, sequences: list[Sequence]) -> object:
     """All that a plan could spoil, the order of use included."""
     return (
-        [(block.ref_count, block.unique_id) for block in kv.blocks.blocks],
-        list(kv.blocks._cached),
-        list(kv.blocks._free),
-        sorted(kv.trie._nodes),
+        [(block.ref_count, block.unique_id) for block in kv.state.blocks.blocks],
+        list(kv.state.blocks._cached),
+        list(kv.state.blocks._free),
+        sorted(kv.state.trie._nodes),
         kv.stats(),
-        {seq_id: (list(record.handles), record.locked, record.depth) for seq_id, record in kv.records.items()},
-        kv.slots.num_free,
+        {seq_id: (list(record.handles), record.is_locked, record.depth) for seq_id, record in kv.state.tables.items()},
+        kv.state.slots.num_free,
         [(seq.slot, seq.status, seq.num_computed_tokens, list(seq.token_ids)) for seq in sequences],
     )
 
@@ -83,7 +83,7 @@ class Manager(RuleBasedStateMachine):
                 self.cache.pause(seq)
             self.everything_adds_up()
 
-    @precondition(lambda self: self._those(Status.RUNNING) and self.kv.slots.num_free)
+    @precondition(lambda self: self._those(Status.RUNNING) and self.kv.state.slots.num_free)
     @rule(index=INDEX)
     def fork(self, index):
         running = self._those(Status.RUNNING)
@@ -176,10 +176,10 @@ class Manager(RuleBasedStateMachine):
         for seq in self.live:
             self.kv.release(seq, keep=False)
         self.kv.check_integrity()
-        assert not self.kv.records and self.kv.slots.num_free == 4
+        assert not self.kv.state.tables and self.kv.state.slots.num_free == 4
         self.kv.lose_everything()
         self.kv.check_integrity()
-        assert len(self.kv.trie) == 0
+        assert len(self.kv.state.trie) == 0
         assert self.kv.stats().free_num_blocks == self.kv.stats().max_num_blocks == self.target
 
 

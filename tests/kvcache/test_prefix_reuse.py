@@ -101,7 +101,7 @@ def test_eviction_shortens_a_prefix_from_its_tail():
     for evicted in range(1, 4):
         intruder = cache.start(make_sequence(10 + evicted, [100 * evicted] * 4 * evicted))
         assert cache.blocks(intruder) == list(reversed(table))[:evicted]
-        known, _, _ = cache.kv.trie.match("", list(range(16)), 16)
+        known, _, _ = cache.kv.state.trie.match("", list(range(16)), 16)
         assert [handle.block_id for handle in known] == table[: 4 - evicted]
         cache.release(intruder)
 

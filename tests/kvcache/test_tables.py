@@ -117,7 +117,7 @@ def test_releasing_a_sequence_returns_all_its_blocks_and_forgets_its_table(cache
     seq = cache.start(make_sequence(1, [1, 2, 3, 4, 5]))
     cache.release(seq)  # nothing was computed: nothing is worth keeping
     assert cache.kv.stats().free_num_blocks == 8
-    assert seq.slot is None and cache.kv.slots.num_free == 4
+    assert seq.slot is None and cache.kv.state.slots.num_free == 4
     with pytest.raises(KeyError):
         cache.blocks(seq)
     cache.kv.release(seq, keep=False)  # for a second time: nothing happens
@@ -133,7 +133,7 @@ def test_tables_are_kept_and_erased_by_sequence_id(cache):
     same_id = make_sequence(7, [1, 2, 3, 4, 5])
     assert cache.blocks(same_id) == table
     cache.kv.release(same_id, keep=False)
-    assert 7 not in cache.kv.records
+    assert 7 not in cache.kv.state.tables
     assert cache.kv.num_evicted_blocks(same_id) == 0
 
 
@@ -163,7 +163,7 @@ def test_a_running_sequence_cannot_be_cut(cache):
 def test_integrity_names_the_block_whose_references_do_not_add_up():
     cache = Cache()
     seq = cache.start(make_sequence(1, [1]))
-    cache.kv.blocks.lock(cache.blocks(seq)[0])
+    cache.kv.state.blocks.lock(cache.blocks(seq)[0])
     with pytest.raises(AssertionError, match=f"block {cache.blocks(seq)[0]}: ref_count 2 != 1 tables"):
         cache.kv.check_integrity([seq])
 

@@ -105,7 +105,7 @@ def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_wri
     shared = cache.blocks(first)[3]
     intruder = cache.start(make_sequence(3, [9] * 28))
     cache.release(intruder)
-    assert not cache.kv.trie.holds(shared) and cache.kv.num_evicted_blocks(second) == 0
+    assert not cache.kv.state.trie.holds(shared) and cache.kv.num_evicted_blocks(second) == 0
     cache.kv.truncate(first, 15)
     first.truncate(15)
     first.token_ids += [77]

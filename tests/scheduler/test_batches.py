@@ -159,7 +159,7 @@ def test_a_slot_is_free_the_moment_its_sequence_ends() -> None:
     runner.ask(0, [1], 3)
     runner.ask(1, [2], 3)
     runner.step(3)
-    assert runner.responses[0][-1].is_final and runner.core.kv.slots.num_free == 1
+    assert runner.responses[0][-1].is_final and runner.core.kv.state.slots.num_free == 1
     runner.step()
     assert runner.seen[3].running == [1], "the next request runs in the very next iteration"
 
@@ -225,13 +225,13 @@ def test_cancelling_takes_a_sequence_out_of_every_queue_and_frees_its_blocks(sta
     for request_id in range(3):
         runner.ask(request_id, [request_id], 9)
     victim = _run_until(runner, state)
-    held = runner.core.kv.blocks.num_active
-    own = len(runner.core.kv.records[victim.seq_id].handles) if state is Status.RUNNING else 0
+    held = runner.core.kv.state.blocks.num_active
+    own = len(runner.core.kv.state.tables[victim.seq_id].handles) if state is Status.RUNNING else 0
     runner.core.cancel(victim.request_id)
     (response,) = runner.core.take_responses()
     assert response.result.finish_reasons[0].name == "CANCELLED"
-    assert runner.core.kv.blocks.num_active == held - own
-    assert victim.seq_id not in runner.core.kv.records and victim.status is Status.RETIRED
+    assert runner.core.kv.state.blocks.num_active == held - own
+    assert victim.seq_id not in runner.core.kv.state.tables and victim.status is Status.RETIRED
     runner.core.check_integrity()
     runner.run()
     del runner.prompts[victim.request_id]
@@ -278,10 +278,10 @@ def _describe(plan) -> tuple:
 
 def _snapshot(runner: Runner) -> tuple:
     kv, scheduler = runner.core.kv, runner.core.scheduler
-    blocks = [(block.ref_count, block.unique_id, block.is_shareable) for block in kv.blocks.blocks]
-    records = {key: (list(record.handles), record.locked, record.depth) for key, record in kv.records.items()}
+    blocks = [(block.ref_count, block.unique_id, block.is_shareable) for block in kv.state.blocks.blocks]
+    records = {key: (list(record.handles), record.is_locked, record.depth) for key, record in kv.state.tables.items()}
     sequences = [repr(seq) for seq in (*scheduler.running, *scheduler.waiting)]
-    return blocks, records, sequences, list(kv.blocks._cached), kv.slots.num_free, len(kv.trie)
+    return blocks, records, sequences, list(kv.state.blocks._cached), kv.state.slots.num_free, len(kv.state.trie)
 
 
 def test_a_plan_does_not_survive_an_illegal_transition() -> None:

@@ -65,20 +65,20 @@ def _check_tables(simulation: Simulation) -> None:
     waiting = {seq.seq_id: seq for seq in core.scheduler.waiting}
     idle = {seq.seq_id: seq for seq in core.sessions._sessions.values() if seq.status is Status.IDLE}
     known = {**running, **waiting, **idle}
-    assert set(core.kv.records) <= set(known), "a table of a sequence that is gone"
+    assert set(core.kv.state.tables) <= set(known), "a table of a sequence that is gone"
     namespaces: dict[BlockHandle, str] = {}
     owners: Counter[BlockHandle] = Counter()
-    for seq_id, record in core.kv.records.items():
-        assert record.locked == (seq_id in running), f"{known[seq_id]!r}: locked {record.locked}"
+    for seq_id, record in core.kv.state.tables.items():
+        assert record.is_locked == (seq_id in running), f"{known[seq_id]!r}: locked {record.is_locked}"
         for handle in record.handles:
-            if handle is not DROPPED and core.kv.blocks.verify([handle]):
+            if handle is not DROPPED and core.kv.state.blocks.verify([handle]):
                 owners[handle] += 1
                 namespace = namespaces.setdefault(handle, known[seq_id].namespace)
                 assert namespace == known[seq_id].namespace, f"{handle} is seen by two namespaces"
     for seq in running.values():
         block, offset = divmod(seq.num_computed_tokens, core.kv.block_size)
         if offset:
-            assert owners[core.kv.records[seq.seq_id].handles[block]] == 1, f"{seq!r} writes next to a block of others"
+            assert owners[core.kv.state.tables[seq.seq_id].handles[block]] == 1, f"{seq!r} writes next to a block of others"
 
 
 def _check_sessions(simulation: Simulation) -> None:
@@ -89,7 +89,7 @@ def _check_sessions(simulation: Simulation) -> None:
     assert actual == expected, f"sessions remember {actual}, expected {expected}"
     for seq in simulation.core.sessions._sessions.values():
         if seq.status is Status.IDLE and seq.num_computed_tokens:
-            record = simulation.core.kv.records.get(seq.seq_id)
+            record = simulation.core.kv.state.tables.get(seq.seq_id)
             covered = len(record.handles) * simulation.model.block_size if record else 0
             assert covered >= seq.num_computed_tokens, (
                 f"the table of idle {seq!r} covers {covered} tokens: its KV cannot be found"
@@ -99,14 +99,14 @@ def _check_sessions(simulation: Simulation) -> None:
 def _check_eviction_order(simulation: Simulation) -> None:
     """Eviction shortens a table from its tail. Seen where blocks are not shared: others would touch the shared ones."""
     kv = simulation.core.kv
-    for record in kv.records.values() if not kv.enable_block_reuse else ():
+    for record in kv.state.tables.values() if not kv.state.enable_block_reuse else ():
         handles = [handle for handle in record.handles if handle is not DROPPED]
-        survived = [kv.blocks.verify([handle]) == 1 for handle in handles]
+        survived = [kv.state.blocks.verify([handle]) == 1 for handle in handles]
         assert survived == sorted(survived, reverse=True), f"a table has lost its head before its tail: {survived}"
 
 
 def _scramble_free_blocks(simulation: Simulation) -> None:
     """What is free may be overwritten at any time; do it now, so that whoever reads it is found out at once."""
-    for block in simulation.core.kv.blocks.blocks:
+    for block in simulation.core.kv.state.blocks.blocks:
         if not block.unique_id:
             simulation.workers.scramble(block.block_id)

@@ -19,10 +19,12 @@ from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.sessions import SessionTable
 from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager, KVCommit
 from backend.kvcache.plan import KVPlan
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.slots import SlotManager
+from backend.kvcache.tables import BlockTable
 from backend.scheduler import scheduler
 from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
@@ -43,8 +45,8 @@ def trie_compares_a_hash_only(set_attribute: SetAttribute) -> None:
         blocks = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
         return [token for block in blocks for token in sorted(block)]  # a hash that does not know the order
 
-    def match(self: PrefixTrie, namespace: str, token_ids: list[int], max_tokens: int):
-        return original_match(self, namespace, hashed(token_ids, self._block_size), max_tokens)
+    def match(self: PrefixTrie, namespace: str, token_ids: list[int], *rest: object):
+        return original_match(self, namespace, hashed(token_ids, self._block_size), *rest)
 
     def insert(self: PrefixTrie, namespace: str, node, depth: int, token_ids: list[int], handles, num_blocks: int):
         return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, num_blocks)
@@ -110,7 +112,7 @@ def not_released_when_timed_out(set_attribute: SetAttribute) -> None:
 
 
 def one_block_short_at_a_block_edge(set_attribute: SetAttribute) -> None:
-    set_attribute(KVCacheManager, "blocks_for", lambda self, num_cells: -(-(num_cells - 1) // self.block_size))
+    set_attribute(Geometry, "blocks_for", lambda self, num_cells: -(-(num_cells - 1) // self.block_size))
 
 
 def last_cell_not_extended(set_attribute: SetAttribute) -> None:
@@ -172,18 +174,17 @@ def deadlines_ignored(set_attribute: SetAttribute) -> None:
 
 
 def unlocked_head_first(set_attribute: SetAttribute) -> None:
-    def unlock(self: KVCacheManager, record, keep: bool) -> None:
-        for handle in record.handles:
-            if handle.block_id >= 0:
-                self.blocks.release(handle.block_id, keep or self.trie.holds(handle.block_id))
-        record.locked = False
+    def unlock(self: KVCacheManager, table: BlockTable, keep: bool) -> None:
+        for handle in table.held():
+            self.state.blocks.release(handle.block_id, keep or self.state.trie.holds(handle.block_id))
+        table.is_locked = False
 
     set_attribute(KVCacheManager, "_unlock", unlock)
 
 
 def window_drops_a_block_too_early(set_attribute: SetAttribute) -> None:
-    original = KVCacheManager._num_outside_window
-    set_attribute(KVCacheManager, "_num_outside_window", lambda self, position: original(self, position + 1))
+    original = Geometry.num_outside_window
+    set_attribute(Geometry, "num_outside_window", lambda self, position: original(self, position + 1))
 
 
 def keep_flag_lost(set_attribute: SetAttribute) -> None:
@@ -214,7 +215,7 @@ def failed_turn_is_remembered(set_attribute: SetAttribute) -> None:
 
 
 def prefix_outside_the_window_is_locked(set_attribute: SetAttribute) -> None:
-    set_attribute(KVCacheManager, "inside_window", lambda self, handles: handles)
+    set_attribute(Geometry, "inside_window", lambda self, handles: handles)
 
 
 def published_tokens_forgotten(set_attribute: SetAttribute) -> None:
@@ -274,7 +275,7 @@ def pending_shrink_not_reckoned_with(set_attribute: SetAttribute) -> None:
 
 def nothing_left_to_run(set_attribute: SetAttribute) -> None:
     match = PrefixTrie.match
-    set_attribute(PrefixTrie, "match", lambda self, space, ids, max_tokens: match(self, space, ids, max_tokens + 1))
+    set_attribute(PrefixTrie, "match", lambda self, space, ids, limit, *rest: match(self, space, ids, limit + 1, *rest))
 
 
 def one_token_over_the_budget(set_attribute: SetAttribute) -> None:
@@ -293,7 +294,7 @@ def context_starves_beside_generation(set_attribute: SetAttribute) -> None:
 
 def a_block_too_many_is_taken_for_writable(set_attribute: SetAttribute) -> None:
     def writable(self: KVCacheManager, seq: Sequence) -> int:
-        return (len(self.records[seq.seq_id].handles) + 1) * self.block_size
+        return (len(self.state.tables[seq.seq_id].handles) + 1) * self.block_size
 
     set_attribute(KVCacheManager, "_num_writable_cells", writable)
 

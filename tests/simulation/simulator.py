@@ -102,13 +102,13 @@ class Simulation:
         self._step_to_the_end()
         stats = self.core.stats()
         kv, counters = stats.latest.kv_cache, stats.counters
-        assert kv.used_num_blocks == 0 and self.core.kv.slots.num_free == self.setup.config.scheduler.max_batch_size, kv
+        assert kv.used_num_blocks == 0 and self.core.kv.state.slots.num_free == self.setup.config.scheduler.max_batch_size, kv
         assert kv.free_num_blocks + kv.cached_num_blocks == kv.max_num_blocks == self.model.capacity, kv
         assert sum(counters.requests_finished_total.values()) == self._num_finished == counters.requests_accepted_total
         assert counters.requests_rejected_total == self._num_rejected
         for key in list(self.model.sessions):
             self.apply(Stop(PROBE_ID, key, True))
-        assert not self.core.kv.records, f"tables of sequences that are gone: {list(self.core.kv.records)}"
+        assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
         live = self.model.live.values()
