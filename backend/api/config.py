@@ -44,7 +44,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: int | None = None  # cap as a number of whole sequences of max_seq_len tokens
     free_memory_fraction: float | None = None  # of what is free after the weights; unset = 0.9 on CUDA, 0.25 on a CPU
     chunk_blocks: int = -1  # blocks obtained at a time: -1 all at once, 1 on demand, k in chunks, 0 = sqrt(num_blocks)
-    watermark: float = 0.01  # share of the pool that a new admission leaves untouched
+    watermark: float = 0.01  # share of the pool that an admission beside others leaves free
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
     sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
@@ -246,6 +246,12 @@ def check_config(config: EngineConfig) -> None:
     if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
         raise ConfigError(
             f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64"
+        )
+    num_slots, rows = config.kv_cache.num_slots, config.scheduler.max_batch_size
+    if num_slots is not None and num_slots < rows:
+        raise ConfigError(
+            f"kv_cache.num_slots is {num_slots}, less than scheduler.max_batch_size {rows}: every running sequence needs "
+            f"the KV of a slot; raise the former or lower the latter"
         )
     if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
         raise ConfigError(

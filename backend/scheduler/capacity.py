@@ -24,6 +24,11 @@ def max_cells(seq: Sequence) -> int:
     return seq.num_prompt_tokens + max(0, seq.max_output_tokens - 1)
 
 
+def watermark(kv: KVCacheManager, running: list[Sequence], admitted: list[Sequence]) -> int:
+    """Blocks that an admission beside others leaves free. A sequence that is alone needs none: there is nobody to make room for."""
+    return kv.watermark_blocks if running or admitted else 0
+
+
 class CapacityScheduler(Protocol):
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
         """Plan the admission of the first sequence in line, beside those that run and those admitted in this plan."""
@@ -36,7 +41,7 @@ class GuaranteedNoEvict:
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
         promised = sum(self._growth(plan, other) for other in (*running, *admitted)) if plan.free_slots else 0
-        return plan.admit(seq, max_cells(seq), promised)
+        return plan.admit(seq, max_cells(seq), promised + watermark(self._kv, running, admitted))
 
     def _growth(self, plan: KVPlan, seq: Sequence) -> int:
         """Blocks promised to a sequence that it does not hold yet, not even by this plan."""
@@ -55,8 +60,7 @@ class MaxUtilization:
         needed = min(seq.num_tokens + self._kv.block_size, max_cells(seq))
         if self._kv.blocks_needed(max_cells(seq)) > self._kv.usable_blocks:
             return Admission.NEVER
-        headroom = self._kv.watermark_blocks if running or admitted else 0
-        return plan.admit(seq, max(needed, seq.num_tokens), headroom)
+        return plan.admit(seq, max(needed, seq.num_tokens), watermark(self._kv, running, admitted))
 
 
 def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[SequenceId, int]) -> list[Sequence]:

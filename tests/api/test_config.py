@@ -44,6 +44,7 @@ def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path, text: str) -
         ("kv_cache.max_tokens=lots", "kv_cache.max_tokens"),
         ("scheduler.policy=fastest", "scheduler.policy"),
         ("kv_cache.block_size=24", "kv_cache.block_size is 24, a power of two"),
+        ("kv_cache.num_slots=63", "kv_cache.num_slots is 63, less than scheduler.max_batch_size 64"),
         ("scheduler.max_num_tokens=3", "scheduler.max_num_tokens is 3, less than scheduler.max_batch_size 64"),
         ("kv_cache.max_tokens", "write it as section.key=value"),
         ("max_tokens=3", "write it as section.key=value"),

@@ -32,6 +32,19 @@ def test_alone_a_sequence_may_use_all_but_the_watermark(max_tokens: int, fits: b
         assert "need 9 KV blocks, the pool has 8 of 2 tokens" in runner.responses[0][0].error_msg
 
 
+@pytest.mark.feature("003-17", "003-20")
+@pytest.mark.parametrize("max_tokens, joins", [(3, True), (4, False)])
+def test_guaranteed_no_evict_leaves_the_watermark_too(max_tokens: int, joins: bool) -> None:
+    """Of 10 blocks of 2 tokens the first is promised 5; 2 are the watermark: 3 are left, 6 cells."""
+    runner = Runner(num_blocks=10, block_size=2, watermark=0.2)
+    runner.ask(0, [1] * 5, 6)
+    runner.ask(1, [2] * 4, max_tokens)
+    runner.step()
+    assert runner.seen[0].running == ([0, 1] if joins else [0])
+    runner.run()
+    runner.assert_answers()
+
+
 @pytest.mark.feature("001-26")
 @pytest.mark.parametrize("max_tokens, joins", [(4, True), (5, False)])
 def test_guaranteed_no_evict_keeps_what_the_running_ones_may_still_ask_for(max_tokens: int, joins: bool) -> None:
