@@ -1,6 +1,6 @@
 """EngineCore: owns every Sequence, and runs the persistent batch one step at a time.
 
-    schedule -> execute -> sample -> update -> publish          (execute and sample are the WorkerGroup's)
+    expire -> schedule -> submit -> collect -> update -> publish
 
     one step at a time      schedule 1, submit 1, collect 1, update 1      schedule 2, submit 2, collect 2, update 2
     looking ahead           schedule 1, submit 1      schedule 2, submit 2, collect 1, update 1      schedule 3, submit 3, ...
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-
-import msgspec
+from collections import deque
 
 from backend.api.config import EngineConfig
 from backend.api.errors import EverbatchError, InvalidRequest, SessionError, SessionStatus
@@ -28,10 +27,11 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import SampledToken, StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
-from backend.engine.flight import Flight, StepRecord, check_samples
+from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.pool import num_pool_blocks
 from backend.engine.sessions import SessionTable
+from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler, StepPlan
 
@@ -61,21 +61,27 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
-        self.counters = EngineCounters()
-        self.iteration = 0  # steps that have landed; the number of the one that is landing
+        self.statistics = Statistics(self.clock)
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
-        self._in_flight: Flight | None = None
-        self._latest: StepRecord | None = None
+        self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
         self._outbox: list[Response] = []
-        self._num_completed = 0
-        self._started_ns = self.clock.monotonic_ns()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Totals since the engine was made."""
+        return self.statistics.counters
+
+    @property
+    def iteration(self) -> int:
+        """Steps that have landed."""
+        return self.statistics.iteration
 
     @property
     def num_live(self) -> int:
@@ -147,11 +153,19 @@ class EngineCore:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
         self._expire(started_ns)
-        landing = launched = self._launch(started_ns)
-        if self._looks_ahead:
-            landing, self._in_flight = self._in_flight, launched
-        if landing is not None:
-            self._land(landing)
+        flight = self._schedule(started_ns)
+        try:
+            if flight is not None:
+                self._submit(flight)
+            landed = self._collect(flight)
+        except WorkersLost:
+            raise
+        except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
+            self._lose_steps(error)
+        else:
+            if landed is not None:
+                self._publish(self._update(*landed))
+                self.statistics.record(landed[0])
         return self.take_responses()
 
     def take_responses(self) -> list[Response]:
@@ -186,16 +200,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
-        latest = self.latest_iteration()
-        if not self.has_work:
-            latest = self._gauges(IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns))
-        totals = dict(self.counters.requests_finished_total)
-        counters = msgspec.structs.replace(self.counters, requests_finished_total=totals)
-        return EngineStats(latest, counters, (self.clock.monotonic_ns() - self._started_ns) / 1e9)
+        return self.statistics.snapshot(self._gauges(), self.has_work)
 
     def latest_iteration(self) -> IterationStats:
         """What the latest step did, with gauges of the present state."""
-        return self._gauges(IterationStats() if self._latest is None else self._latest.statistics(self.clock))
+        return self.statistics.latest_iteration(self._gauges())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
@@ -207,46 +216,43 @@ class EngineCore:
         for seq in self.scheduler.waiting:
             assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
 
-    def _launch(self, started_ns: int) -> Flight | None:
-        """Plan a step and submit it; None when there is nothing to run, or nothing before the step in flight has landed."""
+    def _schedule(self, started_ns: int) -> Flight | None:
+        """Plan a step and commit it. None when there is nothing to run, or nothing before the step in flight has landed."""
         plan = self.scheduler.schedule()
-        if plan.is_empty or (self._in_flight is not None and plan.must_wait):
+        if plan.is_empty or (self._in_flight and plan.must_wait):
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
         self._fail_rejected(plan)
         has_work = bool(step.rows or step.new_rows)
-        if has_work or self._in_flight is None:
+        if has_work or not self._in_flight:
             self._num_launched += 1
-        if not has_work:
-            if self._in_flight is None:
-                self._record(flight)
-            return None
-        try:
-            self.workers.submit(step)
-        except WorkersLost:
-            raise
-        except Exception as error:  # the workers' own failures are of any class; the engine must outlive them
-            self._lose_steps([flight] if self._in_flight is None else [self._in_flight, flight], error)
-            return None
-        return flight
+        if has_work:
+            return flight
+        if not self._in_flight:
+            self.statistics.record(flight)
+        return None
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a step and book what it did."""
-        try:
-            output = self.workers.collect()
-            check_samples(flight.step, output)
-        except WorkersLost:
-            raise
-        except Exception as error:
-            self._lose_steps([flight] if self._in_flight is None else [flight, self._in_flight], error)
-            return
-        self.iteration = flight.step.step_id
-        self._update(flight, output)
-        self._record(flight)
+    def _submit(self, flight: Flight) -> None:
+        """Hand a step to the workers. Raises whatever they do; then all that is in flight is lost."""
+        self._in_flight.append(flight)
+        self.workers.submit(flight.step)
 
-    def _update(self, flight: Flight, output: StepOutput) -> None:
+    def _collect(self, submitted: Flight | None) -> tuple[Flight, StepOutput] | None:
+        """Wait for the oldest step in flight; None when nothing is, or only the one that this iteration has submitted and that
+        looking ahead leaves running. Raises like `_submit`.
+        """
+        if len(self._in_flight) <= (self._looks_ahead and submitted is not None):
+            return None
+        output = self.workers.collect()
+        check_samples(self._in_flight[0].step, output)
+        return self._in_flight.popleft(), output
+
+    def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
+        """Book what a step did: counters, tokens, KV. Returns the sequences that have news, in row order, and whether they end."""
         plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
+        self.statistics.iteration = flight.step.step_id
+        news: list[tuple[Sequence, FinishReason]] = []
         samples = iter(output.sampled)
         for seq, sample in zip(plan.generation, samples):
             if dropped and seq.seq_id in dropped:
@@ -254,7 +260,9 @@ class EngineCore:
             update.advance_by_newest(seq)
             if seq.num_computed_tokens >= seq.kv_due_at:
                 self.kv.advance(seq)
-            self._append(seq, sample, now_ns)
+            update.append_token(seq, sample, now_ns)
+            self.counters.generated_tokens_total += 1
+            news.append((seq, update.finish_reason(seq)))
         rows = flight.step.rows[len(plan.generation) :]
         for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
             sample = next(samples) if row.samples else None
@@ -265,28 +273,25 @@ class EngineCore:
             self.counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
             if sample is not None:
-                self._append(seq, sample, now_ns)
-            elif not seq.num_uncomputed_tokens + seq.num_inflight_tokens:
-                self._judge(seq)  # asked for no output
+                update.append_token(seq, sample, now_ns)
+                self.counters.generated_tokens_total += 1
+            if sample is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens:  # or it asked for no output
+                news.append((seq, update.finish_reason(seq)))
+        return news
 
-    def _append(self, seq: Sequence, sample: SampledToken, now_ns: int) -> None:
-        self.counters.generated_tokens_total += 1
-        update.append_token(seq, sample, now_ns)
-        self._judge(seq)
-
-    def _judge(self, seq: Sequence) -> None:
-        """End a sequence, or tell what is new of it."""
-        reason = update.finish_reason(seq)
-        if reason is not FinishReason.NOT_FINISHED:
-            self._finish(seq, reason)
-        elif seq.request.streaming:
-            self._outbox.append(publish.result_response(seq, self.iteration))
+    def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
+        """Tell what is new of each sequence, and take out those that end."""
+        for seq, reason in news:
+            if reason is not FinishReason.NOT_FINISHED:
+                self._finish(seq, reason)
+            elif seq.request.streaming:
+                self._outbox.append(publish.result_response(seq, self.iteration))
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
         seq.finish_reason = reason
         self._leave(seq)
-        self._count_end(reason.name)
+        self.statistics.count_end(reason.name)
         self._outbox.append(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
 
@@ -294,7 +299,7 @@ class EngineCore:
         if seq.session_key is not None:
             error = SessionError(SessionStatus.FAIL, error.message, error.code)
         self._leave(seq)
-        self._count_end("ERROR")
+        self.statistics.count_end("ERROR")
         self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error))
         self._settle(seq, undo=True)
 
@@ -303,8 +308,8 @@ class EngineCore:
         self.scheduler.remove(seq)
         del self._live[seq.request_id]
         seq.num_inflight_tokens = seq.num_inflight_samples = 0
-        if self._in_flight is not None:
-            self._in_flight.dropped.add(seq.seq_id)
+        for flight in self._in_flight:
+            flight.dropped.add(seq.seq_id)
         seq.apply(Event.REST if self._stays(seq) else Event.RETIRE)
         self.kv.release(seq, keep=seq.status is Status.IDLE)
 
@@ -335,48 +340,22 @@ class EngineCore:
         for seq in plan.rejected:
             self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
 
-    def _lose_steps(self, flights: list[Flight], error: Exception) -> None:
+    def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""
+        flights = list(self._in_flight)
         log.error("step %d failed", flights[0].step.step_id, exc_info=error)
-        self._in_flight = None
+        self._in_flight.clear()
         for seq in {seq.seq_id: seq for flight in flights for seq in flight.sequences}.values():
             self._fail(seq, WorkerFailure(f"the model step failed ({type(error).__name__}); send the request again"))
         for seq in list(self.scheduler.running):  # had no tokens in these steps
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
         for flight in flights:
-            self._record(flight)
+            self.statistics.record(flight)
 
-    def _count_end(self, name: str) -> None:
-        self._num_completed += 1
-        totals = self.counters.requests_finished_total
-        totals[name] = totals.get(name, 0) + 1
-
-    def _record(self, flight: Flight) -> None:
-        """Close the books of a step. Its time begins where that of the step before it ended, if it was launched earlier."""
-        plan, counters = flight.plan, self.counters
-        before_ns = self._latest.ended_ns if self._latest is not None else 0
-        counters.steps_total += 1
-        counters.pauses_total += len(plan.paused)
-        counters.cached_tokens_total += plan.num_cached_tokens
-        counters.sequences_evicted_total += plan.num_evicted
-        self._latest = StepRecord(
-            flight.step.step_id,
-            max(flight.started_ns, before_ns),
-            self.clock.monotonic_ns(),
-            self._num_completed,
-            len(plan.generation),
-            len(plan.context),
-            sum(num_tokens for _, num_tokens in plan.context),
-        )
-        self._num_completed = 0
-        self.iteration = flight.step.step_id + 1
-
-    def _gauges(self, latest: IterationStats) -> IterationStats:
-        """`latest` with everything that can be read off the present state."""
+    def _gauges(self) -> Gauges:
         waiting = self.scheduler.waiting
-        return msgspec.structs.replace(
-            latest,
+        return Gauges(
             num_active_requests=len(self._live),
             num_queued_requests=len(waiting) - waiting.num_paused,
             num_paused_requests=waiting.num_paused,

@@ -14,9 +14,10 @@ import msgspec
 
 from backend.api.response import FinishReason
 from backend.core.sequence import Sequence, SessionKey, Status
-from backend.core.step import SlotId
+from backend.core.step import SlotId, StepOutput
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
+from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.geometry import Geometry
@@ -326,12 +327,12 @@ def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
 
 
 def rows_of_those_that_left_are_booked(set_attribute: SetAttribute) -> None:
-    def land(self: EngineCore, flight) -> None:
+    def update_all(self: EngineCore, flight: Flight, output: StepOutput):
         flight.dropped.clear()
-        original(self, flight)
+        return original(self, flight, output)
 
-    original = EngineCore._land
-    set_attribute(EngineCore, "_land", land)
+    original = EngineCore._update
+    set_attribute(EngineCore, "_update", update_all)
 
 
 def scheduled_beyond_its_end(set_attribute: SetAttribute) -> None:

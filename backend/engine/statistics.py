@@ -1,0 +1,74 @@
+"""Statistics: what the engine has done, and what its latest step did. It is told, and asked; it decides nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
+from backend.core.clock import Clock
+from backend.engine.flight import Flight, StepRecord
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """The present state of the engine, under the names of IterationStats."""
+
+    num_active_requests: int
+    num_queued_requests: int
+    num_paused_requests: int
+    max_num_active_requests: int
+    num_sessions: int
+    kv_cache: KvCacheStats
+
+
+class Statistics:
+    def __init__(self, clock: Clock):
+        self.counters = EngineCounters()
+        self.iteration = 0  # steps that have landed; the number of the one that is landing
+        self._clock = clock
+        self._started_ns = clock.monotonic_ns()
+        self._latest: StepRecord | None = None
+        self._num_completed = 0  # requests that have ended since the latest step was recorded
+
+    def count_end(self, reason: str) -> None:
+        """A request has ended, for whatever reason."""
+        self._num_completed += 1
+        totals = self.counters.requests_finished_total
+        totals[reason] = totals.get(reason, 0) + 1
+
+    def record(self, flight: Flight) -> None:
+        """Close the books of a step. Its time begins where that of the step before it ended, if it was launched earlier."""
+        plan, counters = flight.plan, self.counters
+        before_ns = self._latest.ended_ns if self._latest is not None else 0
+        counters.steps_total += 1
+        counters.pauses_total += len(plan.paused)
+        counters.cached_tokens_total += plan.num_cached_tokens
+        counters.sequences_evicted_total += plan.num_evicted
+        self._latest = StepRecord(
+            flight.step.step_id,
+            max(flight.started_ns, before_ns),
+            self._clock.monotonic_ns(),
+            self._num_completed,
+            len(plan.generation),
+            len(plan.context),
+            sum(num_tokens for _, num_tokens in plan.context),
+        )
+        self._num_completed = 0
+        self.iteration = flight.step.step_id + 1
+
+    def snapshot(self, gauges: Gauges, has_work: bool) -> EngineStats:
+        """Everything. What the latest step did is told only while there is work."""
+        latest = self.latest_iteration(gauges)
+        if not has_work:
+            latest = _with_gauges(IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns), gauges)
+        totals = dict(self.counters.requests_finished_total)
+        counters = msgspec.structs.replace(self.counters, requests_finished_total=totals)
+        return EngineStats(latest, counters, (self._clock.monotonic_ns() - self._started_ns) / 1e9)
+
+    def latest_iteration(self, gauges: Gauges) -> IterationStats:
+        """What the latest step did, with gauges of the present state."""
+        latest = IterationStats() if self._latest is None else self._latest.statistics(self._clock)
+        return _with_gauges(latest, gauges)
+
+
+def _with_gauges(latest: IterationStats, gauges: Gauges) -> IterationStats:
+    return msgspec.structs.replace(latest, **msgspec.structs.asdict(gauges))
