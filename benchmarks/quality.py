@@ -45,7 +45,7 @@ from backend.models.config import read_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import DEFAULT_MODEL, load_directory
-from benchmarks.cpu.errors import Skipped
+from benchmarks.peers.errors import Skipped
 from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from benchmarks.quality_quantized import document_of, measure_checkpoints, table_of
 from kernels.quantize import dequantize, quantize_activations, quantize_weight
@@ -162,7 +162,7 @@ def llamacpp_logits(directory: Path, rows: Tensor) -> Iterable[Tensor]:
             ("write_gguf", str(directory), model, "--type", "q8_0"),
             ("llamacpp_logits", model, ids, logits, *threads),
         ):
-            command = [str(LLAMACPP), "-m", f"benchmarks.cpu.{module}", *arguments]
+            command = [str(LLAMACPP), "-m", f"benchmarks.peers.{module}", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]

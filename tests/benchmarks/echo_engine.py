@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from benchmarks.cpu.protocol import Load, Stopwatch, Timing, serve
+from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
 
 class Echo:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import peers
-from benchmarks.cpu import environments, models
-from benchmarks.cpu.engines import PEERS, ours
-from benchmarks.cpu.measure import Work
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import environments, models
+from benchmarks.peers.engines import PEERS, ours
+from benchmarks.peers.measure import Work
 from deploy.errors import UserError
 from deploy.progress import Progress
 

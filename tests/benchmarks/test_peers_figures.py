@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import peers
-from benchmarks.cpu import models, roof
-from benchmarks.cpu.commands import CommandFailed
-from benchmarks.cpu.engines import GIB, PEERS, ours
-from benchmarks.cpu.measure import MEMORY_SHARE, Contestant, Outcome, Sample, Work, bytes_together, fit_together
-from benchmarks.cpu.models import Model
-from benchmarks.cpu.plot import plot
-from benchmarks.cpu.rows import add_ratios, make_rows
-from benchmarks.cpu.table import make_table, reasons
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import models, roof
+from benchmarks.peers.commands import CommandFailed
+from benchmarks.peers.engines import GIB, PEERS, ours
+from benchmarks.peers.measure import MEMORY_SHARE, Contestant, Outcome, Sample, Work, bytes_together, fit_together
+from benchmarks.peers.models import Model
+from benchmarks.peers.plot import plot
+from benchmarks.peers.rows import add_ratios, make_rows
+from benchmarks.peers.table import make_table, reasons
 
 M = Model(
     "M",

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu import commands, environments, llamacpp_source, plan
-from benchmarks.cpu.engines import PEERS
-from benchmarks.cpu.errors import Skipped
-from benchmarks.cpu.plan import Action
-from benchmarks.cpu.protocol import Load, Measure, Stopwatch
-from benchmarks.cpu.runners import Runner
+from benchmarks.peers import commands, environments, llamacpp_source, plan
+from benchmarks.peers.engines import PEERS
+from benchmarks.peers.errors import Skipped
+from benchmarks.peers.plan import Action
+from benchmarks.peers.protocol import Load, Measure, Stopwatch
+from benchmarks.peers.runners import Runner
 from deploy.processes import read_stat
 from deploy.progress import Progress
 

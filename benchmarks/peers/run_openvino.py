@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from benchmarks.cpu.protocol import Load, Stopwatch, Timing, serve
+from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
 # setting -> properties of the CPU plug-in: computing in bf16, or in f32 with activations quantised dynamically in groups of 32.
 # Which one is faster with int8 weights depends on model and concurrency.

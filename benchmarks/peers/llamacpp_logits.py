@@ -1,6 +1,6 @@
 """Logits of token rows by llama.cpp itself. Runs in llama.cpp's environment.
 
-python -m benchmarks.cpu.llamacpp_logits MODEL.gguf ROWS.npy LOGITS.npy --threads N
+python -m benchmarks.peers.llamacpp_logits MODEL.gguf ROWS.npy LOGITS.npy --threads N
 
 ROWS [rows, length] integers, each a text of its own -> LOGITS [rows, length, vocab] float32.
 """

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import commands
-from benchmarks.cpu.engines import EngineSpec
-from benchmarks.cpu.environments import BENCH
-from benchmarks.cpu.errors import Skipped
+from benchmarks.peers import commands
+from benchmarks.peers.engines import EngineSpec
+from benchmarks.peers.environments import BENCH
+from benchmarks.peers.errors import Skipped
 from deploy import ROOT
 from deploy.errors import UserError
 from deploy.progress import Progress
@@ -115,7 +115,7 @@ def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, progr
         command = [*export, "--task", "text-generation-with-past", "--weight-format", kind, str(unfinished)]
     else:
         kind = {"bf16": "bf16", "int8": "q8_0"}[weights]
-        writer = [str(python), "-m", "benchmarks.cpu.write_gguf", str(model.directory)]
+        writer = [str(python), "-m", "benchmarks.peers.write_gguf", str(model.directory)]
         command = [*writer, str(unfinished), "--type", kind]
     title = f"converting {model.name} for {engine.name}, {weights} (once)"
     log = BENCH / f"convert-{engine.name}.log"

@@ -1,6 +1,6 @@
 """Write a checkpoint of the Llama family as GGUF, without a vocabulary: token ids go in and out. Runs in llama.cpp's environment.
 
-    python -m benchmarks.cpu.write_gguf MODEL_DIR FILE --type bf16|q8_0
+    python -m benchmarks.peers.write_gguf MODEL_DIR FILE --type bf16|q8_0
 
 Tensor names, the permutation of Llama's query and key rows, and the factors of Llama 3's rope scaling are those of llama.cpp's
 own convert_hf_to_gguf.py.

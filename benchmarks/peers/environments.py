@@ -13,9 +13,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.cpu import commands, llamacpp_source
-from benchmarks.cpu.engines import EngineSpec
-from benchmarks.cpu.errors import Skipped
+from benchmarks.peers import commands, llamacpp_source
+from benchmarks.peers.engines import EngineSpec
+from benchmarks.peers.errors import Skipped
 from deploy import ROOT
 from deploy.environment import runs
 from deploy.packages import describe, explain

@@ -27,18 +27,18 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from benchmarks.cpu import environments, models
-from benchmarks.cpu.commands import CommandFailed
-from benchmarks.cpu.engines import PEERS, EngineSpec, ours
-from benchmarks.cpu.errors import Skipped
-from benchmarks.cpu.measure import Contestant, Work, measure
-from benchmarks.cpu.plot import plot
-from benchmarks.cpu.rows import Row, make_rows
-from benchmarks.cpu.table import make_table, reasons
+from benchmarks.peers import environments, models
+from benchmarks.peers.commands import CommandFailed
+from benchmarks.peers.engines import PEERS, EngineSpec, ours
+from benchmarks.peers.errors import Skipped
+from benchmarks.peers.measure import Contestant, Work, measure
+from benchmarks.peers.plot import plot
+from benchmarks.peers.rows import Row, make_rows
+from benchmarks.peers.table import make_table, reasons
 from deploy.errors import UserError
 from deploy.progress import Progress
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 console = Console() if sys.stdout.isatty() else Console(width=120)
 
 

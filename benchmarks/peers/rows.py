@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.cpu import roof
-from benchmarks.cpu.engines import OURS
-from benchmarks.cpu.measure import Contestant, Outcome, Sample, Work
+from benchmarks.peers import roof
+from benchmarks.peers.engines import OURS
+from benchmarks.peers.measure import Contestant, Outcome, Sample, Work
 
 Row = dict[str, Any]
 RATIOS = {

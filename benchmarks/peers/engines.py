@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.cpu import run_openvino
+from benchmarks.peers import run_openvino
 
 OURS = "everbatch"
 GIB = 2**30
@@ -29,7 +29,7 @@ class EngineSpec:
     @property
     def module(self) -> str:
         """The runner."""
-        return f"benchmarks.cpu.run_{self.name}"
+        return f"benchmarks.peers.run_{self.name}"
 
     def held_bytes(self, weight_bytes: int, kv_bytes: int) -> int:
         """Estimate; both arguments in bytes, the weights in the measured format."""

@@ -6,7 +6,7 @@ import ctypes
 import time
 from typing import Any
 
-from benchmarks.cpu.protocol import Load, Timing, serve
+from benchmarks.peers.protocol import Load, Timing, serve
 
 _MIN_BATCH_TOKENS = 2048
 _CELLS_MULTIPLE = 256  # of a context's size

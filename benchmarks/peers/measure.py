@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import commands, plan
-from benchmarks.cpu.engines import EngineSpec
-from benchmarks.cpu.environments import BENCH
-from benchmarks.cpu.errors import Skipped
-from benchmarks.cpu.models import Model
-from benchmarks.cpu.plan import Action, Step
-from benchmarks.cpu.protocol import Load, Measure
-from benchmarks.cpu.roof import Meter
-from benchmarks.cpu.runners import Runner
+from benchmarks.peers import commands, plan
+from benchmarks.peers.engines import EngineSpec
+from benchmarks.peers.environments import BENCH
+from benchmarks.peers.errors import Skipped
+from benchmarks.peers.models import Model
+from benchmarks.peers.plan import Action, Step
+from benchmarks.peers.protocol import Load, Measure
+from benchmarks.peers.roof import Meter
+from benchmarks.peers.runners import Runner
 from deploy.progress import Progress
 
 MEMORY_SHARE = 0.95  # of what is available that engines may take together

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import commands
-from benchmarks.cpu.errors import Skipped
-from benchmarks.cpu.protocol import Load, Measure
+from benchmarks.peers import commands
+from benchmarks.peers.errors import Skipped
+from benchmarks.peers.protocol import Load, Measure
 
 LOAD_TIMEOUT_S = 1200.0
 MEASURE_TIMEOUT_S = 1200.0

@@ -12,8 +12,8 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cpu import commands
-from benchmarks.cpu.errors import Skipped
+from benchmarks.peers import commands
+from benchmarks.peers.errors import Skipped
 from deploy.packages import describe
 from deploy.progress import Progress
 

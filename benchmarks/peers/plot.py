@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.engines import OURS
-from benchmarks.cpu.rows import Row
+from benchmarks.peers.engines import OURS
+from benchmarks.peers.rows import Row
 
 COLOURS = {
     OURS: "#2a7f62",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
-from benchmarks.cpu.protocol import Load, Stopwatch, Timing, serve
+from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
 
 class Vllm:

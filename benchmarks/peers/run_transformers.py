@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.cpu.protocol import Load, Timing, serve
+from benchmarks.peers.protocol import Load, Timing, serve
 
 
 class Transformers:

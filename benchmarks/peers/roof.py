@@ -3,7 +3,7 @@
 A shared machine's bandwidth changes from minute to minute, so it is read right before and after each measurement, by a process of
 its own whose threads sleep in between.
 
-    python -m benchmarks.cpu.roof --threads N        for every line it reads, prints the bandwidth in bytes a second
+    python -m benchmarks.peers.roof --threads N        for every line it reads, prints the bandwidth in bytes a second
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.cpu import commands
+from benchmarks.peers import commands
 
 BUFFER_BYTES = 512 * 2**20  # far more than any cache holds
 REPEATS = 3
@@ -29,7 +29,7 @@ class Meter:
     """Reads the bandwidth whenever it is asked."""
 
     def __init__(self, threads: int):
-        command = [sys.executable, "-m", "benchmarks.cpu.roof", "--threads", str(threads)]
+        command = [sys.executable, "-m", "benchmarks.peers.roof", "--threads", str(threads)]
         self._process = commands.start(command, {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.read()  # when it answers it has loaded, and its memory is there
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from benchmarks.cpu.engines import OURS
-from benchmarks.cpu.rows import Row
+from benchmarks.peers.engines import OURS
+from benchmarks.peers.rows import Row
 
 # heading, key of a row, format
 COLUMNS = (

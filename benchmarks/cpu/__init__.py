@@ -1,1 +1,0 @@
-"""The parts of `./everbatch bench peers`: environments, runners of the engines, the measured roof, table and plot."""
