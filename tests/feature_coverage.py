@@ -1,4 +1,4 @@
-"""Which rows of the feature list have tests: `python -m tests.feature_coverage` prints those missing, `--all` all.
+"""Which rows of docs/features.md have tests: `python -m tests.feature_coverage` prints those missing, `--all` all.
 
 Read from the marks in the syntax trees (`@pytest.mark.feature("004-15", ...)`, on functions, classes, parameters and in
 `pytestmark`), so nothing is imported or run.
