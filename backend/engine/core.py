@@ -117,7 +117,7 @@ class EngineCore:
         if seq is not None:
             self._finish(seq, FinishReason.CANCELLED, keep_output_tokens)
 
-    def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool) -> None:
+    def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool, namespace: str = "") -> None:
         """Interrupt the running turn of a session; `end` erases the session as well. Answered under `request_id`."""
         seq = self.sessions.get(session_id)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from backend.engine import outgoing
-from backend.engine.outgoing import ClientTooSlow, Outgoing
+from backend.engine.outgoing import Outgoing, ReaderTooSlow
 
 FRAME = bytes(range(256)) * 256
 
@@ -69,7 +69,7 @@ def test_a_client_that_never_reads_is_given_up(
 ) -> None:
     monkeypatch.setattr(outgoing, "MAX_BACKLOG", 3)
     sender, _ = ends
-    with pytest.raises(ClientTooSlow):
+    with pytest.raises(ReaderTooSlow):
         for frame in numbered(100):
             sender.send(frame)
 
