@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, Request
-from backend.engine.ipc import MAX_FRAME_BYTES, Hello, receive_frame
-from backend.engine.loop import EngineLoop
-from backend.engine.server import EngineServer
+from backend.engine.ipc import MAX_FRAME_BYTES, receive_frame
 from backend.executor import Executor
 from backend.executor.transport import wait_until
-from tests.executor.helpers import CONFIG, drain, make_core, tokens_of
+from tests.executor.helpers import drain, engine, tokens_of
 from tests.fakes.hash_worker import oracle
-
-
-@contextmanager
-def engine(socket_path: Path):
-    """An engine that listens, in this process: (core, loop)."""
-    core = make_core()
-    server: EngineServer | None = None
-    loop = EngineLoop(
-        core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01
-    )
-    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield core
-    finally:
-        loop.stop()
-        thread.join()
-        server.close()
 
 
 def streaming(prompt: list[int], max_tokens: int) -> Request:
