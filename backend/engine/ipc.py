@@ -99,6 +99,7 @@ class FrameTooLarge(InvalidRequest):
             f"shorten its prompt, words, bias or extra inputs"
         )
         self.num_bytes = num_bytes
+        self.limit = MAX_FRAME_BYTES
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,7 +25,6 @@ from backend.api.stats import EngineStats
 from backend.engine.heart import Heart
 from backend.engine.ipc import (
     CLIENT_SHIFT,
-    MAX_FRAME_BYTES,
     Cancel,
     ClientGone,
     Command,
@@ -216,7 +215,7 @@ def _refusal(error: InvalidRequest) -> str:
     if not isinstance(error, FrameTooLarge):
         return "the response holds a value that cannot be sent; ask for no log-probs"
     return (
-        f"the response has {error.num_bytes} bytes, the limit is {MAX_FRAME_BYTES}; let it stream, or ask for fewer tokens "
+        f"the response has {error.num_bytes} bytes, the limit is {error.limit}; let it stream, or ask for fewer tokens "
         f"or top_log_probs"
     )
 

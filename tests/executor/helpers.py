@@ -77,7 +77,9 @@ def drain(executor: Executor, ids: list[int]) -> dict[int, list[Response]]:
     """Collect responses until each of `ids` has had its final one."""
     got: dict[int, list[Response]] = {i: [] for i in ids}
     while not all(responses and responses[-1].is_final for responses in got.values()):
-        for response in executor.await_responses(timedelta(seconds=5)):
+        responses = executor.await_responses(timedelta(seconds=10))
+        assert responses, f"nothing came for 10 s; so far {got}"
+        for response in responses:
             got[response.request_id].append(response)
     return got
 

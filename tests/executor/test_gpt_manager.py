@@ -151,3 +151,10 @@ def test_leaving_the_context_finishes_what_is_active():
     assert sorted(client.finals) == [1, 2, 3]
     assert all(client.tokens[i] == oracle([i], 30, 1000) for i in (1, 2, 3))
     assert not manager.worker_thread.is_alive()
+
+
+def test_statistics_are_told_of_every_step_the_last_one_too():
+    told = []
+    client = Client([(1, streaming([1, 2], 5))])
+    client.run(return_stats=told.append)
+    assert [stats.counters.generated_tokens_total for stats in told] == [1, 2, 3, 4, 5]
