@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backend.api import EngineConfig, Request, Response, SessionConfig
+from backend.api import EngineConfig, EngineStats, ErrorCode, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig
 from backend.core.clock import ManualClock
 from backend.core.step import StepInput, StepOutput
@@ -143,3 +143,22 @@ def test_a_loop_that_sleeps_is_in_no_turn():
     loop.stop()
     thread.join()
     assert loop.present_turn is None
+
+
+def test_a_loop_that_is_stopped_answers_everybody_who_is_live():
+    loop = Loop(lambda response: None)
+    for request_id in (1, 2):
+        loop.loop.post(Submit(request_id, Request([1], 100)))
+    loop.loop.stop()
+    loop.loop.run()
+    assert [(r.request_id, r.error_code) for r in loop.responses] == [(i, ErrorCode.UNAVAILABLE) for i in (1, 2)]
+
+
+def test_statistics_are_published_once_in_a_period_however_many_steps_it_has():
+    core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
+    published: list[EngineStats] = []
+    loop = EngineLoop(core, lambda responses: None, published.append, stats_period_s=1000.0)
+    loop.post(Submit(1, Request([1], 20)))
+    loop.stop(drain=True)
+    loop.run()
+    assert len(published) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -145,6 +146,20 @@ def test_every_end_of_a_connection_is_told_exactly_once(peer, posted, small_fram
     peer.sock.shutdown(socket.SHUT_WR)
     assert posted.get(timeout=5) == ClientGone(1)
     assert peer.receive() is None and posted.empty()
+
+
+def test_a_command_under_the_id_of_another_client_is_dropped(peer, posted):
+    peer.sock.sendall(encode_frame(Cancel(2 << CLIENT_SHIFT | 7)))
+    peer.submit(8)
+    assert posted.get(timeout=5).request_id == MINE | 8
+
+
+def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("backend.engine.server._peer_uid", lambda sock: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(tmp_path / "s"))
+        assert stranger.recv(1) == b""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -150,3 +150,27 @@ def test_a_session_is_stopped_under_its_namespace(executor, transport):
 def test_nothing_that_is_not_watched_goes_stale(executor):
     """An engine in this process has no heart: silence means nothing."""
     assert executor._watch is None and executor.is_ready() and not executor.has_given_up
+
+
+def test_a_cancel_of_what_is_over_is_not_sent(executor, transport):
+    request_id = executor.submit(Request([1], 1), lambda response: None)
+    transport.answer(Response(request_id, result_or_none=ENDED))
+    num_sent = len(transport.sent)
+    executor.cancel_request(request_id)
+    assert len(transport.sent) == num_sent
+
+
+def test_a_response_after_the_final_one_reaches_nobody(executor, transport):
+    answers: list[Response] = []
+    request_id = executor.submit(Request([1], 1), answers.append)
+    for _ in range(2):
+        transport.answer(Response(request_id, result_or_none=ENDED))
+    assert len(answers) == 1
+
+
+def test_a_mailbox_is_closed_once_its_final_response_was_fetched(executor, transport):
+    request_id = executor.enqueue_request(Request([1], 1))
+    transport.answer(Response(request_id, result_or_none=ENDED))
+    assert [response.result for response in executor.await_responses(request_id)] == [ENDED]
+    (answer,) = executor.await_responses(request_id, 0.0)
+    assert answer.error_code is ErrorCode.NOT_FOUND

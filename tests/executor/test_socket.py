@@ -144,3 +144,10 @@ def test_an_engine_that_says_what_cannot_be_read_is_left_and_asked_again(tmp_pat
     path.unlink()
     with engine(path), client:
         assert wait_until(client.is_ready, 5)
+
+
+def test_a_client_that_was_shut_down_stays_away(tmp_path):
+    with engine(tmp_path / "s"):
+        client = Executor.attach(str(tmp_path / "s"), 5)
+        client.shutdown()
+        assert not client._transport._thread.is_alive() and not client.is_ready()
