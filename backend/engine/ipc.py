@@ -14,12 +14,18 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.config import EngineConfig
+from backend.api.errors import InvalidRequest
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
 from backend.core.step import ModelInfo
 
-MAX_FRAME_BYTES = 256 << 20
+# The largest request that the default limits let through takes about 22 MiB: 16 MiB of extra inputs, 5 bytes for each token of
+# a prompt (5 MiB for a context of a million), 0.3 MiB of words and bias. An answer takes the most when it is not streamed and
+# tells 20 alternatives of each position: 340 bytes a token, 43 MiB for 131,072 tokens.
+MAX_FRAME_BYTES = 64 << 20
+MAX_DROPPED_BYTES = 4 * MAX_FRAME_BYTES  # of a frame beyond the cap, before its sender is hung up on
+HEARTBEAT_S = 0.25
 CLIENT_SHIFT = 40  # request ids: client index << 40 | counter of that client
 _LENGTH = struct.Struct("<I")
 
@@ -38,6 +44,7 @@ class StopSession(Struct, frozen=True, tag="stop_session"):
     request_id: RequestId
     session_id: SessionId
     end: bool = False
+    namespace: str = ""
 
 
 Command = Submit | Cancel | StopSession
@@ -68,27 +75,108 @@ class Stats(Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-Message = Hello | Responses | Stats
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """Sent every HEARTBEAT_S, whatever the loop does. `turn_age_s`: for how long it has been in its present turn, 0 when idle."""
+
+    turn_age_s: float
+
+
+Message = Hello | Responses | Stats | Heartbeat
+
+
+class _Addressed(Struct):
+    """What can still be read of a command of which the rest cannot."""
+
+    request_id: RequestId
+
+
+class FrameTooLarge(InvalidRequest):
+    """A frame is beyond MAX_FRAME_BYTES. Nothing of it was sent; or all of it was read and dropped."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(
+            f"the request takes {num_bytes} bytes on its way to the engine, the limit is {MAX_FRAME_BYTES}; "
+            f"shorten its prompt, words, bias or extra inputs"
+        )
+        self.num_bytes = num_bytes
+        self.limit = MAX_FRAME_BYTES
+
 
 _encoder = msgspec.msgpack.Encoder()
-decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_command = msgspec.msgpack.Decoder(Command).decode
+_decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_addressed = msgspec.msgpack.Decoder(_Addressed).decode
+# msgspec's own error, and what passes through it: text that is not UTF-8, nesting without end.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Undecodable(Exception):
+    """A frame arrived whole and is none of the structs above. For logs: the text is the library's."""
 
 
 def encode_frame(value: Command | Message) -> bytes:
-    body = _encoder.encode(value)
+    """Raises InvalidRequest: FrameTooLarge beyond the cap, or for a value that msgpack does not have."""
+    try:
+        body = _encoder.encode(value)
+    except (ValueError, OverflowError, TypeError):
+        raise InvalidRequest(
+            "the request holds a value that cannot be sent to the engine; allowed are integers of 64 bits and text "
+            "without lone surrogates"
+        ) from None
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(len(body))
     return _LENGTH.pack(len(body)) + body
 
 
+def decode_command(frame: bytes) -> Command:
+    """Raises Undecodable."""
+    try:
+        return _decode_command(frame)
+    except _UNREADABLE as error:
+        raise Undecodable(str(error)) from None
+
+
+def decode_message(frame: bytes) -> Message:
+    """Raises Undecodable."""
+    try:
+        return _decode_message(frame)
+    except _UNREADABLE as error:
+        raise Undecodable(str(error)) from None
+
+
+def request_id_of(frame: bytes) -> RequestId | None:
+    """The request id of a command that cannot be decoded as a whole, None when that cannot be read either."""
+    try:
+        return _decode_addressed(frame).request_id
+    except _UNREADABLE:
+        return None
+
+
 def receive_frame(connection: socket.socket) -> bytes | None:
-    """Return the next frame's body, None at the end of the stream. Raises ConnectionError for a frame beyond the cap."""
+    """Return the next frame's body, None at the end of the stream.
+
+    Raises FrameTooLarge for a frame beyond the cap, which is dropped: the next call returns the next frame. Raises
+    ConnectionError when even that is not worth while.
+    """
     head = _receive_exactly(connection, _LENGTH.size)
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
+    if length <= MAX_FRAME_BYTES:
+        return _receive_exactly(connection, length)
+    if length > MAX_DROPPED_BYTES:
         raise ConnectionError(f"a frame of {length} bytes was announced, the limit is {MAX_FRAME_BYTES}")
-    return _receive_exactly(connection, length)
+    _drop(connection, length)
+    raise FrameTooLarge(length)
+
+
+def _drop(connection: socket.socket, length: int) -> None:
+    """Read so many bytes and forget them. Raises ConnectionError when the stream ends before."""
+    while length:
+        chunk = connection.recv(min(1 << 20, length))
+        if not chunk:
+            raise ConnectionError("the stream ended within a frame")
+        length -= len(chunk)
 
 
 def _receive_exactly(connection: socket.socket, length: int) -> bytes | None:

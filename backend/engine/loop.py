@@ -36,6 +36,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
         self._stopping = False
         self._drain = False
+        self._num_turns = 0
+        self.present_turn: int | None = None  # the number of the turn that runs, None while the loop sleeps; for any thread
 
     def post(self, command: Command | ClientGone) -> None:
         """Hand a command over; it is applied before the next step."""
@@ -51,6 +53,7 @@ class EngineLoop:
         """Serve until `stop`. Whatever ends it, every live request has been answered then."""
         try:
             while True:
+                self._begin_turn()
                 self._poll()
                 if self._stopping and not (self._drain and self._core.has_work):
                     break
@@ -61,17 +64,30 @@ class EngineLoop:
         finally:
             self._core.fail_all(EngineUnavailable("the engine is shutting down; send the request again later"))
             self._deliver(self._core.take_responses())
+            self.present_turn = None
+
+    def _begin_turn(self) -> None:
+        self._num_turns += 1
+        self.present_turn = self._num_turns
 
     def _poll(self) -> None:
         self._core.begin_poll()
         if not (self._core.has_work or self._stopping):
             try:
-                self._apply(self._inbox.get(timeout=MAX_IDLE_S))
+                self._apply(self._sleep())
             except queue.Empty:
                 self._core.expire()
                 return
         while not self._inbox.empty():
             self._apply(self._inbox.get())
+
+    def _sleep(self) -> Command | ClientGone | None:
+        """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S."""
+        self.present_turn = None
+        try:
+            return self._inbox.get(timeout=MAX_IDLE_S)
+        finally:
+            self._begin_turn()
 
     def _apply(self, command: Command | ClientGone | None) -> None:
         match command:
@@ -79,8 +95,8 @@ class EngineLoop:
                 self._core.enqueue(request_id, request)
             case Cancel(request_id, keep_output_tokens):
                 self._core.cancel(request_id, keep_output_tokens)
-            case StopSession(request_id, session_id, end):
-                self._core.stop_session(request_id, session_id, end)
+            case StopSession(request_id, session_id, end, namespace):
+                self._core.stop_session(request_id, session_id, end, namespace)
             case ClientGone(client_index):
                 for request_id in self._core.live_ids():
                     if request_id >> CLIENT_SHIFT == client_index:

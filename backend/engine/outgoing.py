@@ -1,4 +1,4 @@
-"""Outgoing: frames on their way to one client, sent without ever waiting for it."""
+"""Outgoing: frames on their way through one socket, sent without ever waiting for the other side."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import threading
 from collections import deque
 
 MAX_BACKLOG = 20_000  # frames that the socket did not take; a reader that lags this far behind is gone
+MAX_BACKLOG_BYTES = 256 << 20
 
 
-class ClientTooSlow(Exception):
-    """A client leaves its responses unread."""
+class ReaderTooSlow(Exception):
+    """The other side leaves what is sent to it unread."""
 
 
 class Outgoing:
-    """Sends a frame at once while the socket takes it, and leaves it to a thread when it does not.
+    """Sends a frame at once while the socket takes it, and leaves it to a thread when it does not. Both sides send with it.
 
     To wake a thread for every step would cost more than the sending does, on the cores that the model computes on.
     """
@@ -22,6 +23,7 @@ class Outgoing:
     def __init__(self, sock: socket.socket, name: str):
         self._sock = sock
         self._backlog: deque[memoryview] = deque()  # the first one is being sent by the thread
+        self._num_bytes = 0  # of the backlog
         self._lock = threading.Lock()
         self._to_do = threading.Semaphore(0)  # frames of the backlog, and one more for the end
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
@@ -29,15 +31,21 @@ class Outgoing:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, frame: bytes) -> None:
-        """Never blocks. Raises OSError when the client is gone, ClientTooSlow when the backlog is full."""
+    def send(self, frame: bytes, droppable: bool = False) -> None:
+        """Never blocks. `droppable`: not worth waiting in the backlog, for a newer one will say more.
+
+        Raises OSError when the other side is gone, ReaderTooSlow when the backlog is full.
+        """
         with self._lock:
-            sent = 0 if self._backlog else self._try_to_send(frame)
-            if sent == len(frame):
+            if droppable and self._backlog:
                 return
-            if len(self._backlog) >= MAX_BACKLOG:
-                raise ClientTooSlow
+            sent = 0 if self._backlog else self._try_to_send(frame)
+            if sent == len(frame) or (droppable and not sent):
+                return
+            if len(self._backlog) >= MAX_BACKLOG or self._num_bytes >= MAX_BACKLOG_BYTES:
+                raise ReaderTooSlow
             self._backlog.append(memoryview(frame)[sent:])
+            self._num_bytes += len(frame) - sent
         self._to_do.release()
 
     def finish(self) -> None:
@@ -55,7 +63,7 @@ class Outgoing:
             while self._to_do.acquire() and self._backlog:
                 self._sock.sendall(self._backlog[0])
                 with self._lock:
-                    self._backlog.popleft()
+                    self._num_bytes -= len(self._backlog.popleft())
         except OSError:
             pass  # the reader sees the same end and cleans up
         finally:

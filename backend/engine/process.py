@@ -66,7 +66,10 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         stats_period_s=config.triton.stats_period_ms / 1000,
     )
     server = EngineServer(
-        socket_path, loop.post, lambda index: Hello(index, core.model, str(workers.model_path), config)
+        socket_path,
+        loop.post,
+        lambda index: Hello(index, core.model, str(workers.model_path), config),
+        present_turn=lambda: loop.present_turn,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     kv = core.kv.stats()

@@ -2,7 +2,8 @@
 
 Each connection has a reader thread, which decodes commands into the loop's inbox, and a bounded backlog with a writer thread of
 its own, so the engine's thread never waits for a socket. A client that does not read its responses is cut off; the requests of
-a client that is gone are cancelled.
+a client that is gone are cancelled. A command that cannot be read fails alone, as does a response that is too large to be sent:
+only a stream whose frames cannot be told apart any more is ended. A thread tells all clients that the engine lives (Heart).
 """
 
 from __future__ import annotations
@@ -17,29 +18,36 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from backend.api.errors import ErrorCode, InvalidRequest
+from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
+from backend.engine.heart import Heart
 from backend.engine.ipc import (
     CLIENT_SHIFT,
+    Cancel,
     ClientGone,
     Command,
+    FrameTooLarge,
+    Heartbeat,
     Hello,
     Message,
     Responses,
     Stats,
+    Undecodable,
     decode_command,
     encode_frame,
     receive_frame,
+    request_id_of,
 )
-from backend.engine.outgoing import ClientTooSlow, Outgoing, hang_up
+from backend.engine.outgoing import Outgoing, ReaderTooSlow, hang_up
 
 log = logging.getLogger("everbatch.engine")
+UNREADABLE = "a value of the request is of the wrong type or out of its range; token ids and counts are integers of 64 bits"
 
 
 class Connection:
-    """One client. Its first message must be a Hello; the later ones are sent by the loop's thread."""
+    """One client. Its first message must be a Hello; afterwards any thread may send."""
 
     def __init__(
         self,
@@ -59,14 +67,27 @@ class Connection:
         threading.Thread(target=self._read, name=f"engine-reader-{self.index}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Never blocks; a client that does not read is cut off."""
+        """Never blocks; a client that does not read is cut off. Raises InvalidRequest for what makes no frame."""
+        frame = encode_frame(message)
         try:
-            self._outgoing.send(encode_frame(message))
-        except ClientTooSlow:
+            self._outgoing.send(frame, droppable=isinstance(message, Heartbeat))
+        except ReaderTooSlow:
             log.error("client %d does not read its responses; it is cut off", self.index)
             hang_up(self._sock)
         except OSError:
             pass  # the reader sees the same end and cleans up
+
+    def deliver(self, responses: list[Response]) -> None:
+        """Send responses in one message, in several when it would be too large. One that is itself too large becomes an error."""
+        try:
+            self.send(Responses(responses))
+        except InvalidRequest as error:
+            if len(responses) == 1:
+                self._fail(responses[0].request_id, _refusal(error))
+                return
+            half = len(responses) // 2
+            self.deliver(responses[:half])
+            self.deliver(responses[half:])
 
     def finish(self) -> None:
         """End after what is queued."""
@@ -74,14 +95,40 @@ class Connection:
 
     def _read(self) -> None:
         try:
-            while (frame := receive_frame(self._sock)) is not None:
-                self._accept(decode_command(frame))
-        except (OSError, msgspec.DecodeError) as error:
+            while self._read_one():
+                pass
+        except OSError as error:
             log.warning("client %d: %s", self.index, type(error).__name__)
         finally:
             self._on_closed(self.index)
             self._post(ClientGone(self.index))
             self._outgoing.finish()
+
+    def _read_one(self) -> bool:
+        """Take in one command, whatever it is worth; False at the end of the stream."""
+        try:
+            frame = receive_frame(self._sock)
+        except FrameTooLarge as error:
+            log.warning("client %d: a frame of %d bytes was dropped", self.index, error.num_bytes)
+            return True
+        if frame is None:
+            return False
+        try:
+            command = decode_command(frame)
+        except Undecodable as error:
+            log.warning("client %d: a command of %d bytes cannot be read: %s", self.index, len(frame), error)
+            request_id = request_id_of(frame)
+            if request_id is not None and request_id >> CLIENT_SHIFT == self.index:
+                self._fail(request_id, UNREADABLE)
+        else:
+            self._accept(command)
+        return True
+
+    def _fail(self, request_id: RequestId, message: str) -> None:
+        """Answer a request with an error from here; should the engine know it, it ends there too."""
+        error = Response(request_id, error_or_none=message, error_code=ErrorCode.INVALID_ARGUMENT)
+        self._post(Cancel(request_id))
+        self.send(Responses([error]))
 
     def _accept(self, command: Command) -> None:
         if command.request_id >> CLIENT_SHIFT != self.index:
@@ -91,8 +138,14 @@ class Connection:
 
 
 class EngineServer:
-    def __init__(self, socket_path: str, post: Callable[[Command | ClientGone], None], hello: Callable[[int], Hello]):
-        """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced)."""
+    def __init__(
+        self,
+        socket_path: str,
+        post: Callable[[Command | ClientGone], None],
+        hello: Callable[[int], Hello],
+        present_turn: Callable[[], int | None] = lambda: None,
+    ):
+        """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced). `present_turn`: see Heart."""
         self._post = post
         self._hello = hello
         self._connections: dict[int, Connection] = {}
@@ -104,7 +157,9 @@ class EngineServer:
         self._listener.bind(socket_path)
         os.chmod(socket_path, 0o600)
         self._listener.listen()
+        self._heart = Heart(present_turn, self._broadcast)
         threading.Thread(target=self._accept, name="engine-accept", daemon=True).start()
+        self._heart.start()
 
     def deliver(self, responses: list[Response]) -> None:
         """Route the responses of one step: one message per client."""
@@ -114,18 +169,24 @@ class EngineServer:
         for index, batch in by_client.items():
             connection = self._connections.get(index)
             if connection is not None:
-                connection.send(Responses(batch))
+                connection.deliver(batch)
 
     def publish_stats(self, stats: EngineStats) -> None:
-        for connection in list(self._connections.values()):
-            connection.send(Stats(stats))
+        self._broadcast(Stats(stats))
 
     def close(self) -> None:
         """Stop listening; connections end once what is queued for them has been sent."""
+        self._heart.stop()
         hang_up(self._listener)
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.finish()
+
+    def _broadcast(self, message: Message) -> None:
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.send(message)
 
     def _accept(self) -> None:
         while True:
@@ -147,6 +208,16 @@ class EngineServer:
     def _forget(self, index: int) -> None:
         with self._lock:
             self._connections.pop(index, None)
+
+
+def _refusal(error: InvalidRequest) -> str:
+    """What a client is told whose response cannot be sent."""
+    if not isinstance(error, FrameTooLarge):
+        return "the response holds a value that cannot be sent; ask for no log-probs"
+    return (
+        f"the response has {error.num_bytes} bytes, the limit is {error.limit}; let it stream, or ask for fewer tokens "
+        f"or top_log_probs"
+    )
 
 
 def _peer_uid(sock: socket.socket) -> int:

@@ -3,6 +3,8 @@
 An Executor talks to one engine through a Transport. It keeps, for each live request, who is to be told: a mailbox
 (`enqueue_request` + `await_responses`) or a callback (`submit`). If the engine is lost, each live request is answered with
 an UNAVAILABLE error, so that there is exactly one final response per accepted request, whatever happens.
+
+An engine process that gives no sign of life (watch.py) is not ready: new requests are refused at once, those in flight wait.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backend.api.config import EngineConfig
-from backend.api.errors import EngineUnavailable, ErrorCode
+from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
-from backend.engine.ipc import CLIENT_SHIFT, Cancel, Command, Hello, Message, Responses, StopSession, Submit
+from backend.engine.ipc import CLIENT_SHIFT, Cancel, Command, Heartbeat, Hello, Message, Responses, StopSession, Submit
 from backend.executor.mailbox import Mailboxes
 from backend.executor.transport import InProcessTransport, SocketTransport, Transport, wait_until
+from backend.executor.watch import STALE_S, Watch
 
 if TYPE_CHECKING:
     from backend.executor.supervisor import EngineProcess
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("everbatch.executor")
 OnResponse = Callable[[Response], None]
 LOST = "the engine process ended while the request ran; send it again in a few seconds"
+BOOK_DEATH_S = 1.0  # within it the supervisor has seen a death, and decided what comes after it
 
 
 class Executor:
@@ -49,6 +53,11 @@ class Executor:
         self._counter = itertools.count(1)
         self._shut_down = False
         self._connected = False
+        self._num_deaths = 0  # of the engine process, before the present connection
+        self._watch: Watch | None = None
+        if transport.is_remote:
+            self._watch = Watch(process)
+            self._watch.start()
         transport.start(self._on_message, self._on_lost)
 
     @classmethod
@@ -104,11 +113,16 @@ class Executor:
         return self._hello
 
     def is_ready(self) -> bool:
-        """Whether a request sent now would reach an engine."""
-        return self._hello is not None and not self._shut_down and self._connected
+        """Whether a request sent now would reach an engine that works."""
+        return not self._shut_down and self._connected and (self._watch is None or self._watch.is_fresh)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the engine that this Executor owns died too often and is not started again. False for an attached one."""
+        return self._process is not None and self._process.has_given_up
 
     def enqueue_request(self, request: Request) -> RequestId:
-        """Queue a request for `await_responses`. Returns at once. Raises EngineUnavailable, also after `shutdown`."""
+        """Queue a request for `await_responses`. Returns at once. Raises as `submit` does, also after `shutdown`."""
         return self._submit(request, self._mailboxes.put, mailbox=True)
 
     def enqueue_requests(self, requests: list[Request]) -> list[RequestId]:
@@ -117,7 +131,8 @@ class Executor:
     def submit(self, request: Request, on_response: OnResponse) -> RequestId:
         """Queue a request whose responses go to a callback: in order, from one thread; it must not block.
 
-        Raises EngineUnavailable; everything else that is wrong with the request is answered as an error response.
+        Raises EngineUnavailable, or InvalidRequest when the request is too large to be sent; everything else that is wrong
+        with it is answered as an error response.
         """
         return self._submit(request, on_response)
 
@@ -149,10 +164,12 @@ class Executor:
         if known:
             self._try_send(Cancel(request_id, keep_output_tokens))
 
-    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse) -> RequestId:
-        """Interrupt the running turn of a session, and erase it if `end`; the answer is one final response."""
+    def stop_session(
+        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
+    ) -> RequestId:
+        """Interrupt the running turn of a namespace's session, and erase it if `end`; the answer is one final response."""
         request_id = self._register(on_response)
-        self._send_or_forget(StopSession(request_id, session_id, end))
+        self._send_or_forget(StopSession(request_id, session_id, end, namespace))
         return request_id
 
     def can_enqueue_requests(self) -> bool:
@@ -167,6 +184,8 @@ class Executor:
         if self._shut_down:
             return
         self._shut_down = True
+        if self._watch is not None:
+            self._watch.stop()
         self._transport.close(drain)
         if self._process is not None:
             self._process.stop()
@@ -186,19 +205,20 @@ class Executor:
 
     def _register(self, on_response: OnResponse, mailbox: bool = False) -> RequestId:
         self._check_open()
+        self._check_works()
         with self._lock:
             if self._hello is None or not self._connected:
                 raise EngineUnavailable("the engine is not ready yet; try again in a few seconds")
             request_id = RequestId(self._hello.client_index << CLIENT_SHIFT | next(self._counter))
+            if mailbox:
+                self._mailboxes.open(request_id)  # before anything can be put into it
             self._live[request_id] = on_response
-        if mailbox:
-            self._mailboxes.open(request_id)
         return request_id
 
     def _send_or_forget(self, command: Command) -> None:
         try:
             self._transport.send(command)
-        except EngineUnavailable:
+        except EverbatchError:
             with self._lock:
                 answered = self._live.pop(command.request_id, None) is None
             if not answered:
@@ -211,6 +231,15 @@ class Executor:
         except EngineUnavailable:
             log.info("a command was dropped: the engine is gone, and with it the request")
 
+    def _check_works(self) -> None:
+        if self.has_given_up:
+            raise EngineUnavailable(self._process.why_given_up)
+        if self._watch is not None and self._connected and not self._watch.is_fresh:
+            raise EngineUnavailable(
+                f"the engine has given no sign of life for {self._watch.silent_s:.1f} s, the limit is {STALE_S:g} s; "
+                f"try again in a few seconds, it is started again if it does not come back"
+            )
+
     def _check_open(self) -> None:
         if self._shut_down:
             raise EngineUnavailable("the executor has been shut down; make a new one")
@@ -220,22 +249,46 @@ class Executor:
             for response in message.responses:
                 self._tell(response)
         elif isinstance(message, Hello):
+            self._beat(0.0)
+            self._num_deaths = 0 if self._process is None else self._process.num_deaths
             with self._lock:
                 self._hello, self._connected = message, True
+        elif isinstance(message, Heartbeat):
+            self._beat(message.turn_age_s)
         else:
             self._stats = message.stats
+
+    def _beat(self, turn_age_s: float) -> None:
+        if self._watch is not None:
+            self._watch.beat(turn_age_s)
+            self._watch.is_connected = True
 
     def _tell(self, response: Response) -> None:
         with self._lock:
             is_final = response.is_final
             on_response = self._live.pop(response.request_id, None) if is_final else self._live.get(response.request_id)
-        if on_response is not None:
+        if on_response is None:
+            return
+        try:
             on_response(response)
+        except Exception:  # it is somebody else's, and all other requests hang on this thread
+            log.exception("the callback of request %d failed", response.request_id)
 
     def _on_lost(self) -> None:
         """The engine is gone: nothing that was sent to it will be answered by it."""
         with self._lock:
             self._connected = False
             lost = list(self._live)
+        if self._watch is not None:
+            self._watch.is_connected = False
+        message = self._loss() if lost else ""
         for request_id in lost:
-            self._tell(Response(request_id, error_or_none=LOST, error_code=ErrorCode.UNAVAILABLE))
+            self._tell(Response(request_id, error_or_none=message, error_code=ErrorCode.UNAVAILABLE))
+
+    def _loss(self) -> str:
+        """What those are told who waited for the engine. Waits for the supervisor's decision when it is ours that died."""
+        if self._process is None or self._shut_down:
+            return LOST
+        process, seen = self._process, self._num_deaths
+        wait_until(lambda: process.num_deaths > seen or self._shut_down, BOOK_DEATH_S)
+        return process.why_given_up or LOST

@@ -1,7 +1,7 @@
 """How an Executor reaches an engine: in this process, or over the engine process's socket.
 
 A transport calls `on_message` from one thread, in order, and `on_lost` when the engine is gone; a SocketTransport then tries
-to reach it again until it is closed.
+to reach it again until it is closed. Neither callback may raise.
 """
 
 from __future__ import annotations
@@ -13,20 +13,33 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from backend.api.errors import EngineUnavailable
+from backend.api.errors import EngineUnavailable, InvalidRequest
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Command, Hello, Message, Responses, Stats, decode_message, encode_frame, receive_frame
+from backend.engine.ipc import (
+    Command,
+    Hello,
+    Message,
+    Responses,
+    Stats,
+    Undecodable,
+    decode_message,
+    encode_frame,
+    receive_frame,
+)
 from backend.engine.loop import EngineLoop
+from backend.engine.outgoing import Outgoing, ReaderTooSlow, hang_up
 
 log = logging.getLogger("everbatch.executor")
 RECONNECT_S = 0.05
 
 
 class Transport(Protocol):
+    is_remote: bool  # the engine is another process, which sends heartbeats and may stop to
+
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None: ...
 
     def send(self, command: Command) -> None:
-        """Raises EngineUnavailable when there is no engine to send to."""
+        """Never blocks. Raises EngineUnavailable when there is no engine to send to, InvalidRequest when it cannot be sent."""
         ...
 
     def close(self, drain: bool) -> None:
@@ -36,6 +49,8 @@ class Transport(Protocol):
 
 class InProcessTransport:
     """An EngineLoop in a thread of this process."""
+
+    is_remote = False
 
     def __init__(self, core: EngineCore, model_path: str = ""):
         self._core = core
@@ -63,12 +78,15 @@ class InProcessTransport:
 
 
 class SocketTransport:
-    """A connection to an engine process. Survives its restarts."""
+    """A connection to an engine process. Survives its restarts, and does not block when it does not read."""
+
+    is_remote = True
 
     def __init__(self, socket_path: str):
         self._path = socket_path
         self._sock: socket.socket | None = None
-        self._send_lock = threading.Lock()
+        self._outgoing: Outgoing | None = None
+        self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
@@ -78,36 +96,34 @@ class SocketTransport:
 
     def send(self, command: Command) -> None:
         frame = encode_frame(command)
-        with self._send_lock:
-            if self._sock is None:
-                raise EngineUnavailable("the engine is not running at the moment; try again in a few seconds")
-            try:
-                self._sock.sendall(frame)
-            except OSError:
-                raise EngineUnavailable("the connection to the engine broke; try again in a few seconds") from None
+        outgoing = self._outgoing
+        if outgoing is None:
+            raise EngineUnavailable("the engine is not running at the moment; try again in a few seconds")
+        try:
+            outgoing.send(frame)
+        except ReaderTooSlow:
+            raise EngineUnavailable("the engine does not read its requests; try again in a few seconds") from None
+        except OSError:
+            raise EngineUnavailable("the connection to the engine broke; try again in a few seconds") from None
 
     def close(self, drain: bool) -> None:
-        self._closed.set()
-        with self._send_lock:
+        with self._lock:
+            self._closed.set()
             if self._sock is not None:
-                self._sock.shutdown(socket.SHUT_RDWR)
+                hang_up(self._sock)
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while not self._closed.is_set():
             sock = self._connect()
-            if sock is None:
-                self._closed.wait(RECONNECT_S)
-                continue
-            try:
-                self._receive(sock)
-            except OSError as error:
-                log.warning("connection to the engine: %s", type(error).__name__)
-            finally:
-                with self._send_lock:
-                    self._sock = None
-                sock.close()
-                self._on_lost()
+            if sock is not None:
+                try:
+                    self._receive(sock)
+                except (OSError, Undecodable, InvalidRequest) as error:
+                    log.warning("connection to the engine: %s", type(error).__name__)
+                finally:
+                    self._disconnect()
+            self._closed.wait(RECONNECT_S)
 
     def _connect(self) -> socket.socket | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -116,16 +132,28 @@ class SocketTransport:
         except OSError:
             sock.close()
             return None
+        with self._lock:
+            if self._closed.is_set():
+                sock.close()
+                return None
+            self._sock = sock
+        outgoing = Outgoing(sock, "engine-client-writer")
+        outgoing.start()
+        self._outgoing = outgoing
         return sock
+
+    def _disconnect(self) -> None:
+        outgoing, self._outgoing = self._outgoing, None
+        with self._lock:
+            sock, self._sock = self._sock, None
+        hang_up(sock)
+        outgoing.finish()  # closes the socket
+        self._on_lost()
 
     def _receive(self, sock: socket.socket) -> None:
         """Deliver messages until the stream ends. Commands may be sent once the Hello has been delivered."""
         while (frame := receive_frame(sock)) is not None:
-            message = decode_message(frame)
-            self._on_message(message)
-            if isinstance(message, Hello):
-                with self._send_lock:
-                    self._sock = sock
+            self._on_message(decode_message(frame))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""The engine process is killed: every client hears of it, the engine returns, the next answers are the same."""
+"""The engine process is killed, or stopped: every client hears of it, the engine returns, the next answers are the same."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from tests.e2e.wire import TokenClient, eventually, ids_of
 @pytest.fixture
 def mortal_server(tmp_path):
     with serve(tmp_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+WATCHDOG_S = 5.0
+STALE_AFTER_S = 2.0  # without a sign of life
+
+
+@pytest.fixture
+def watched_server(tmp_path):
+    with serve(tmp_path, f"triton.watchdog_timeout_s={WATCHDOG_S}") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
@@ -61,11 +72,59 @@ def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_se
         assert engine_pid(mortal_server) not in (None, dead)
 
 
+def refusal(client: TokenClient) -> str | None:
+    """What a newcomer is told; None when it is served."""
+    try:
+        client.generate([1, 2, 3], 8)
+    except InferenceServerException as error:
+        return str(error)
+    return None
+
+
+def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_server):
+    """Those who were in flight learn of it when it is killed: until then it might come back."""
+    with TokenClient(watched_server.grpc_url) as client:
+        before = client.generate([1, 2, 3], 8)
+        streams = [client.start([i + 1, 5], 1500, streaming=True) for i in range(4)]
+        for stream in streams:
+            assert ids_of(next(iter(stream)))
+        stopped = engine_pid(watched_server)
+        os.kill(stopped, signal.SIGSTOP)
+        started = time.monotonic()
+        time.sleep(STALE_AFTER_S)  # from here on everybody who comes must be refused
+        error = refusal(client)
+        told_s = time.monotonic() - started
+        assert error is not None and "no sign of life" in error and "UNAVAILABLE" in error
+        assert told_s < WATCHDOG_S, "refused while it may still come back, not by its end"
+        assert is_alive(stopped)
+        for stream in streams:
+            with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+                list(stream)
+        assert time.monotonic() - started > WATCHDOG_S - 1
+        assert eventually(lambda: refusal(client) is None, 60)
+        assert client.generate([1, 2, 3], 8) == before
+        assert engine_pid(watched_server) not in (None, stopped)
+
+
+def test_a_stub_that_was_stopped_does_not_take_its_engine_for_dead(watched_server):
+    with TokenClient(watched_server.grpc_url) as client:
+        before = client.generate([1, 2, 3], 8)
+        engine = engine_pid(watched_server)
+        owner = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(owner, signal.SIGSTOP)
+        time.sleep(2 * WATCHDOG_S)  # twice the time after which a silent engine is killed
+        os.kill(owner, signal.SIGCONT)
+        assert eventually(lambda: refusal(client) is None, 10)
+        time.sleep(1)  # four ticks of its watch
+        assert engine_pid(watched_server) == engine and client.generate([1, 2, 3], 8) == before
+
+
 def test_nothing_is_left_after_stop(mortal_server):
     with TokenClient(mortal_server.grpc_url) as client:
         client.start([1, 2], 1500, streaming=True)
         pids = mortal_server.processes()
         assert len(pids) >= 5, "server, three stubs, engine"
         mortal_server.stop()
-    assert not [pid for pid in pids if is_alive(pid)]
+    # A process that was killed is still seen while the kernel frees its memory.
+    assert eventually(lambda: not [pid for pid in pids if is_alive(pid)], 5)
     assert not list(Path("/dev/shm").glob(f"*{mortal_server.run_id}*"))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from backend.engine import outgoing
-from backend.engine.outgoing import ClientTooSlow, Outgoing
+from backend.engine.outgoing import Outgoing, ReaderTooSlow
+from backend.executor.transport import wait_until
 
 FRAME = bytes(range(256)) * 256
 
@@ -69,7 +70,7 @@ def test_a_client_that_never_reads_is_given_up(
 ) -> None:
     monkeypatch.setattr(outgoing, "MAX_BACKLOG", 3)
     sender, _ = ends
-    with pytest.raises(ClientTooSlow):
+    with pytest.raises(ReaderTooSlow):
         for frame in numbered(100):
             sender.send(frame)
 
@@ -79,3 +80,22 @@ def test_a_client_that_is_gone_is_an_error_of_the_socket(ends: tuple[Outgoing, s
     client.close()
     with pytest.raises(OSError):
         sender.send(b"hello")
+
+
+def test_a_backlog_is_bounded_in_bytes_too_and_what_was_sent_counts_no_more(
+    ends: tuple[Outgoing, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "MAX_BACKLOG_BYTES", 20 * len(FRAME))
+    sender, client = ends
+    num_sent = 0
+    with pytest.raises(ReaderTooSlow):
+        for frame in numbered(1000):
+            sender.send(frame)
+            num_sent += 1
+    sender.start()
+    remaining = num_sent * len(numbered(1)[0])
+    while remaining:
+        remaining -= len(client.recv(1 << 20))
+    assert wait_until(lambda: not sender._backlog, 5)
+    for frame in numbered(15):
+        sender.send(frame)  # as much as before again

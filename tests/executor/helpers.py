@@ -1,12 +1,20 @@
-"""Executors over the model-free worker group, and what its tests ask of responses."""
+"""Executors over the model-free worker group, or over a transport that does as it is told; and what their tests ask of responses."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 from backend.api import EngineConfig, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
+from backend.engine.ipc import Command, Hello, Message, Responses
+from backend.engine.loop import EngineLoop
+from backend.engine.server import EngineServer
 from backend.executor import Executor
 from tests.fakes.hash_worker import HashWorkerGroup
 
@@ -24,11 +32,54 @@ def make_executor(config: EngineConfig = CONFIG, **worker: object) -> Executor:
     return Executor.in_process(config, HashWorkerGroup(**worker))
 
 
+@contextmanager
+def engine(socket_path: Path) -> Iterator[EngineCore]:
+    """An engine that listens, in this process."""
+    core = make_core()
+    server: EngineServer | None = None
+    loop = EngineLoop(
+        core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01
+    )
+    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield core
+    finally:
+        loop.stop()
+        thread.join()
+        server.close()
+
+
+class ScriptedTransport:
+    """An engine that says what the test makes it say, on the test's own thread."""
+
+    def __init__(self, is_remote: bool = False):
+        self.is_remote = is_remote
+        self.sent: list[Command] = []
+        self.on_send: Callable[[Command], None] = self.sent.append
+
+    def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        self.say, self.lose = on_message, on_lost
+        self.say(Hello(1, ModelInfo("scripted", 1000, 1000), "", CONFIG))
+
+    def answer(self, response: Response) -> None:
+        self.say(Responses([response]))
+
+    def send(self, command: Command) -> None:
+        self.on_send(command)
+
+    def close(self, drain: bool) -> None:
+        pass
+
+
 def drain(executor: Executor, ids: list[int]) -> dict[int, list[Response]]:
     """Collect responses until each of `ids` has had its final one."""
     got: dict[int, list[Response]] = {i: [] for i in ids}
     while not all(responses and responses[-1].is_final for responses in got.values()):
-        for response in executor.await_responses(timedelta(seconds=5)):
+        responses = executor.await_responses(timedelta(seconds=10))
+        assert responses, f"nothing came for 10 s; so far {got}"
+        for response in responses:
             got[response.request_id].append(response)
     return got
 

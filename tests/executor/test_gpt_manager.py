@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from backend.api import FinishReason, Request
+from backend.api.config import LimitsConfig
 from backend.executor.gpt_manager import GptManager
-from tests.executor.helpers import make_core
+from tests.executor.helpers import CONFIG, make_core
 from tests.fakes.hash_worker import oracle
 
 
@@ -151,3 +153,17 @@ def test_leaving_the_context_finishes_what_is_active():
     assert sorted(client.finals) == [1, 2, 3]
     assert all(client.tokens[i] == oracle([i], 30, 1000) for i in (1, 2, 3))
     assert not manager.worker_thread.is_alive()
+
+
+def test_statistics_are_told_of_every_step_the_last_one_too():
+    told = []
+    client = Client([(1, streaming([1, 2], 5))])
+    client.run(return_stats=told.append)
+    assert [stats.counters.generated_tokens_total for stats in told] == [1, 2, 3, 4, 5]
+
+
+def test_no_more_is_asked_for_than_there_is_room_in_the_queue():
+    core = make_core(msgspec.structs.replace(CONFIG, limits=LimitsConfig(max_queue_size=3)))
+    client = Client([(i, streaming([i], 20)) for i in range(1, 20)])
+    client.run(core)
+    assert client.errors == {}

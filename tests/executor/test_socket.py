@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from backend.api import EngineUnavailable, ErrorCode, Request
-from backend.engine.ipc import MAX_FRAME_BYTES, Hello, receive_frame
-from backend.engine.loop import EngineLoop
-from backend.engine.server import EngineServer
+from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, OutputConfig, Request, Response
+from backend.engine import ipc
+from backend.engine.ipc import MAX_FRAME_BYTES, receive_frame
 from backend.executor import Executor
 from backend.executor.transport import wait_until
-from tests.executor.helpers import CONFIG, drain, make_core, tokens_of
+from tests.executor.helpers import drain, engine, tokens_of
 from tests.fakes.hash_worker import oracle
-
-
-@contextmanager
-def engine(socket_path: Path):
-    """An engine that listens, in this process: (core, loop)."""
-    core = make_core()
-    server: EngineServer | None = None
-    loop = EngineLoop(
-        core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01
-    )
-    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield core
-    finally:
-        loop.stop()
-        thread.join()
-        server.close()
 
 
 def streaming(prompt: list[int], max_tokens: int) -> Request:
@@ -105,3 +83,71 @@ def test_the_socket_is_private(tmp_path):
     with engine(tmp_path / "run" / "s"):
         assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "run" / "s").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [({"cache_salt": "x" * 20_000}, "takes 20.* bytes .* limit is 10000; shorten"), ({"cache_salt": "\ud800"}, "cannot be sent")],
+)
+def test_a_request_that_cannot_be_sent_fails_alone(tmp_path, monkeypatch, fields, message):
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 10_000)
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
+        running = client.enqueue_request(streaming([1], 200))
+        with pytest.raises(InvalidRequest, match=message):
+            client.enqueue_request(Request([1], 1, **fields))
+        assert tokens_of(drain(client, [running])[running]) == oracle([1], 200, 1000)
+
+
+def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(tmp_path):
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
+        running = client.enqueue_request(streaming([1], 200))
+        wrong = client.enqueue_request(Request(["one"], 1))
+        got = drain(client, [running, wrong])
+        assert got[wrong][0].error_code is ErrorCode.INVALID_ARGUMENT
+        assert tokens_of(got[running]) == oracle([1], 200, 1000)
+
+
+def test_an_answer_that_is_too_large_fails_alone(tmp_path, monkeypatch):
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
+        monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 2000)
+        all_of_it = Request([2], 250, output_config=OutputConfig(return_log_probs=True))
+        running, large = client.enqueue_requests([streaming([1], 200), all_of_it])
+        got = drain(client, [running, large])
+        assert [answer.error_code for answer in got[large]] == [ErrorCode.INVALID_ARGUMENT]
+        assert "the limit is 2000" in got[large][0].error_msg
+        assert tokens_of(got[running]) == oracle([1], 200, 1000)
+
+
+def test_a_callback_that_raises_ends_neither_the_connection_nor_other_requests(tmp_path):
+    def fail(response: Response) -> None:
+        raise RuntimeError("a mistake")
+
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
+        client.submit(streaming([5], 20), fail)
+        request_id = client.enqueue_request(streaming([3], 20))
+        assert tokens_of(drain(client, [request_id])[request_id]) == oracle([3], 20, 1000)
+
+
+def test_an_engine_that_says_what_cannot_be_read_is_left_and_asked_again(tmp_path):
+    """Nobody knows whose answers were in it: all are told that they are lost, and the client goes on."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = Executor.attach(str(path))
+        connection, _ = listener.accept()
+        connection.sendall(b"\x05\x00\x00\x00hello")
+        listener.settimeout(5)
+        again, _ = listener.accept()
+        for end in (connection, again):
+            end.close()
+    path.unlink()
+    with engine(path), client:
+        assert wait_until(client.is_ready, 5)
+
+
+def test_a_client_that_was_shut_down_stays_away(tmp_path):
+    with engine(tmp_path / "s"):
+        client = Executor.attach(str(tmp_path / "s"), 5)
+        client.shutdown()
+        assert not client._transport._thread.is_alive() and not client.is_ready()

@@ -1,0 +1,264 @@
+"""The engine's side of the socket: what cannot be read or sent fails alone, and every connection's end is told once."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response
+from backend.api.response import Result
+from backend.core.step import ModelInfo
+from backend.engine import ipc
+from backend.engine.heart import Heart
+from backend.engine.ipc import (
+    CLIENT_SHIFT,
+    Cancel,
+    ClientGone,
+    FrameTooLarge,
+    Heartbeat,
+    Hello,
+    Message,
+    Responses,
+    Submit,
+    decode_message,
+    encode_frame,
+    receive_frame,
+)
+from backend.engine.server import EngineServer
+from backend.executor.transport import wait_until
+
+LIMIT = 10_000
+MINE = 1 << CLIENT_SHIFT
+
+
+class Peer:
+    """A client on the bare socket."""
+
+    def __init__(self, path: str):
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(5)
+        self.sock.connect(path)
+        assert isinstance(self.receive(), Hello)
+
+    def send(self, body: bytes, announced: int | None = None) -> None:
+        self.sock.sendall((len(body) if announced is None else announced).to_bytes(4, "little") + body)
+
+    def submit(self, number: int) -> None:
+        self.sock.sendall(encode_frame(Submit(MINE | number, Request([1], 1))))
+
+    def receive(self) -> Message | None:
+        """The next message that is no heartbeat; None at the end of the stream."""
+        while (frame := receive_frame(self.sock)) is not None:
+            if not isinstance(message := decode_message(frame), Heartbeat):
+                return message
+        return None
+
+
+@pytest.fixture
+def posted() -> queue.SimpleQueue:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def server(tmp_path: Path, posted: queue.SimpleQueue) -> Iterator[EngineServer]:
+    hello = lambda index: Hello(index, ModelInfo("m", 9, 9), "", EngineConfig())
+    server = EngineServer(str(tmp_path / "s"), posted.put, hello)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def peer(server: EngineServer, tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(str(tmp_path / "s"))
+    assert wait_until(lambda: 1 in server._connections, 5)
+    with peer.sock:
+        yield peer
+
+
+@pytest.fixture
+def small_frames(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a frame may have LIMIT bytes, and ten times as many are dropped."""
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", LIMIT)
+    monkeypatch.setattr(ipc, "MAX_DROPPED_BYTES", 10 * LIMIT)
+
+
+def responses_of(peer: Peer) -> list[Response]:
+    message = peer.receive()
+    assert isinstance(message, Responses)
+    return message.responses
+
+
+def long_response(number: int, num_tokens: int, is_final: bool = False) -> Response:
+    """Of about five bytes a token."""
+    return Response(MINE | number, result_or_none=Result([[1 << 20] * num_tokens], is_final=is_final))
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"hello", b"\x81\xa2\xff\xff\x01", b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"])
+def test_a_frame_of_garbage_is_dropped_and_the_next_command_arrives(peer, posted, body):
+    peer.send(body)
+    peer.submit(1)
+    assert posted.get(timeout=5).request_id == MINE | 1
+
+
+def test_a_command_that_cannot_be_read_is_answered_under_its_own_id_and_the_next_one_arrives(peer, posted):
+    peer.send(msgspec.msgpack.encode(Submit(MINE | 7, Request(["one"], 1))))
+    peer.submit(8)
+    (answer,) = responses_of(peer)
+    assert answer.request_id == MINE | 7 and answer.error_code is ErrorCode.INVALID_ARGUMENT
+    assert "wrong type" in answer.error_msg and "$" not in answer.error_msg, "no text of a library"
+    assert [posted.get(timeout=5) for _ in range(2)] == [Cancel(MINE | 7), Submit(MINE | 8, Request([1], 1))]
+
+
+def test_a_command_that_cannot_be_read_does_not_answer_for_another_client(peer, posted):
+    peer.send(msgspec.msgpack.encode(Submit(2 << CLIENT_SHIFT | 7, Request(["one"], 1))))
+    peer.submit(8)
+    assert posted.get(timeout=5).request_id == MINE | 8
+
+
+def test_a_frame_that_is_too_large_is_dropped_and_the_next_command_arrives(peer, posted, small_frames):
+    peer.send(bytes(LIMIT + 1))
+    peer.submit(1)
+    assert posted.get(timeout=5).request_id == MINE | 1
+
+
+def test_a_frame_of_just_the_limit_is_read(peer, small_frames):
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs, ours:
+        theirs.sendall(LIMIT.to_bytes(4, "little") + bytes(LIMIT))
+        assert len(receive_frame(ours)) == LIMIT
+
+
+@pytest.mark.parametrize("body, announced", [(b"", 10 * LIMIT + 1), (b"x", 100), (b"x", LIMIT + 1), (b"", None)])
+def test_every_end_of_a_connection_is_told_exactly_once(peer, posted, small_frames, body, announced):
+    """Announced beyond all bounds, ended within a frame, within one that is dropped, or between two."""
+    if announced is not None:
+        peer.send(body, announced)
+    peer.sock.shutdown(socket.SHUT_WR)
+    assert posted.get(timeout=5) == ClientGone(1)
+    assert peer.receive() is None and posted.empty()
+
+
+def test_a_command_under_the_id_of_another_client_is_dropped(peer, posted):
+    peer.sock.sendall(encode_frame(Cancel(2 << CLIENT_SHIFT | 7)))
+    peer.submit(8)
+    assert posted.get(timeout=5).request_id == MINE | 8
+
+
+def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("backend.engine.server._peer_uid", lambda sock: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(str(tmp_path / "s"))
+        assert stranger.recv(1) == b""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path):
+    """Whatever ends it: nobody else cancels the requests of that client."""
+    posted = queue.SimpleQueue()
+
+    def post(command) -> None:
+        if isinstance(command, Submit):
+            raise RuntimeError("a mistake")
+        posted.put(command)
+
+    server = EngineServer(
+        str(tmp_path / "t"), post, lambda index: Hello(index, ModelInfo("m", 9, 9), "", EngineConfig())
+    )
+    peer = Peer(str(tmp_path / "t"))
+    with peer.sock:
+        peer.submit(1)
+        assert posted.get(timeout=5) == ClientGone(1)
+        assert wait_until(lambda: "engine-reader-1" not in [thread.name for thread in threading.enumerate()], 5)
+    server.close()
+
+
+# ---- responses -------------------------------------------------------------------------------------------------------
+
+
+def test_responses_that_are_too_large_together_are_sent_apart_and_in_order(server, peer, small_frames):
+    sent = [long_response(number, LIMIT // 12) for number in range(5)]
+    server.deliver(sent)
+    received: list[Response] = []
+    while len(received) < len(sent):
+        received += responses_of(peer)
+    assert received == sent
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_a_response_that_is_too_large_fails_its_request_only(server, peer, posted, small_frames, is_final):
+    sent = [long_response(1, 1), long_response(2, LIMIT, is_final), long_response(3, 1)]
+    server.deliver(sent)
+    received: list[Response] = []
+    while len(received) < len(sent):
+        received += responses_of(peer)
+    assert (received[0], received[2]) == (sent[0], sent[2])
+    assert received[1].request_id == MINE | 2 and received[1].error_code is ErrorCode.INVALID_ARGUMENT
+    assert f"the limit is {LIMIT}" in received[1].error_msg and "stream" in received[1].error_msg
+    assert posted.get(timeout=5) == Cancel(MINE | 2), "it would go on otherwise, for nobody"
+
+
+# ---- what makes a frame ----------------------------------------------------------------------------------------------
+
+
+def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monkeypatch):
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", LIMIT)
+    with pytest.raises(FrameTooLarge, match=rf"takes \d+ bytes .* limit is {LIMIT}; shorten"):
+        encode_frame(Submit(1, Request([1], 1, cache_salt="x" * LIMIT)))
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"client_id": 1 << 64}, {"end_ids": (object(),)}])
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(fields):
+    with pytest.raises(InvalidRequest, match="cannot be sent to the engine"):
+        encode_frame(Submit(1, Request([1], 1, **fields)))
+
+
+def test_the_largest_legal_request_fits_into_a_frame():
+    """By the default limits, with a prompt of a million tokens."""
+    caps = EngineConfig().limits
+    word = [1 << 20] * caps.max_word_tokens
+    request = Request(
+        [1 << 20] * 1_000_000,
+        1,
+        stop_words=[word] * caps.max_words,
+        bad_words=[word] * 4 * caps.max_words,
+        extra_inputs={"image": bytes(caps.max_extra_bytes)},
+    )
+    assert len(encode_frame(Submit(1, request))) < ipc.MAX_FRAME_BYTES // 2
+
+
+# ---- heartbeats ------------------------------------------------------------------------------------------------------
+
+
+def test_the_age_of_a_turn_is_counted_in_beats_and_only_while_it_is_the_same_turn():
+    turns, told = [None, 1, 1, 1, None, 2, 3, 3], []
+    heart = Heart(lambda: turns[len(told)], lambda message: told.append(message.turn_age_s))
+    for _ in turns:
+        heart.beat()
+    assert told == [0, 0, 0.25, 0.5, 0, 0, 0, 0.25]
+
+
+def test_every_client_hears_the_heart_without_being_asked(peer):
+    assert isinstance(decode_message(receive_frame(peer.sock)), Heartbeat)
+
+
+def test_a_client_that_does_not_read_is_not_sent_one_heartbeat_after_the_other(server, peer):
+    """They would fill its backlog, and it would be cut off for that."""
+    connection = server._connections[1]
+    responses = Responses([long_response(1, 10_000)])
+    for _ in range(100):
+        connection.send(responses)
+    before = len(connection._outgoing._backlog)
+    for _ in range(100):
+        connection.send(Heartbeat(0.0))
+    assert 0 < len(connection._outgoing._backlog) <= before

@@ -1,0 +1,94 @@
+"""Real engine processes that stop, or hang: what is told to whom, and that another one takes over."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backend.api import EngineUnavailable, ErrorCode, Request
+from backend.api.config import TritonConfig
+from backend.executor import Executor
+from backend.executor.transport import wait_until
+from tests.executor.hash_engine import HANGS
+from tests.executor.helpers import CONFIG, drain, tokens_of
+from tests.fakes.hash_worker import oracle
+
+PATIENCE_S = 2.0
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    """The executor that owns an engine process."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.executor.hash_engine "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("EVERBATCH_PYTHON", str(program))
+    config = msgspec.structs.replace(CONFIG, triton=TritonConfig(watchdog_timeout_s=PATIENCE_S))
+    with Executor.launch(config, str(tmp_path / "run" / "engine.sock")) as executor:
+        yield executor
+
+
+@pytest.fixture
+def guest(owner: Executor, tmp_path: Path) -> Iterator[Executor]:
+    """An executor of another process's engine, as the text models have."""
+    with Executor.attach(str(tmp_path / "run" / "engine.sock"), 5) as executor:
+        yield executor
+
+
+def check_that_it_serves(executor: Executor) -> None:
+    assert wait_until(executor.is_ready, 10)
+    request_id = executor.enqueue_request(Request([1, 2], 4, streaming=True))
+    assert tokens_of(drain(executor, [request_id])[request_id]) == oracle([1, 2], 4, 1000)
+
+
+def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner, guest):
+    check_that_it_serves(owner)
+    stopped, answers = owner._process.pid, queue.SimpleQueue()
+    os.kill(stopped, signal.SIGSTOP)
+    for executor in (owner, guest):
+        executor.submit(Request([3, 4], 200), answers.put)  # nobody knows yet
+    for executor in (owner, guest):
+        assert wait_until(lambda: not executor.is_ready(), PATIENCE_S)
+        with pytest.raises(EngineUnavailable, match="no sign of life"):
+            executor.submit(Request([1], 1), answers.put)
+    assert owner._process.pid == stopped and answers.empty(), "those in flight wait while it may come back"
+    assert [answers.get(timeout=10).error_code for _ in range(2)] == [ErrorCode.UNAVAILABLE] * 2
+    for executor in (owner, guest):
+        check_that_it_serves(executor)
+    assert owner._process.pid != stopped and owner._process.num_deaths == 1 and answers.empty()
+
+
+def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner):
+    stopped = owner._process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    request_id = owner.enqueue_request(Request([3, 4], 20, streaming=True))
+    assert wait_until(lambda: not owner.is_ready(), PATIENCE_S)
+    os.kill(stopped, signal.SIGCONT)
+    assert tokens_of(drain(owner, [request_id])[request_id]) == oracle([3, 4], 20, 1000)
+    check_that_it_serves(owner)
+    assert owner._process.pid == stopped
+
+
+def test_a_step_that_never_ends_is_ended_by_the_watchdog(owner):
+    hung, answers = owner._process.pid, queue.SimpleQueue()
+    owner.submit(Request([HANGS], 4), answers.put)
+    assert answers.get(timeout=10).error_code is ErrorCode.UNAVAILABLE
+    check_that_it_serves(owner)
+    assert owner._process.pid != hung and owner._process.num_deaths == 1
+
+
+def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner):
+    """Cancels and requests of more bytes than a socket holds: the sender goes on at once, and learns what became of them."""
+    answers = queue.SimpleQueue()
+    os.kill(owner._process.pid, signal.SIGSTOP)
+    for _ in range(20):
+        owner.submit(Request([1] * 100_000, 1), answers.put)
+    assert owner._process.num_deaths == 0
+    assert {answers.get(timeout=10).error_code for _ in range(20)} == {ErrorCode.UNAVAILABLE}

@@ -1,0 +1,171 @@
+"""Planted bugs of the executor and of the engine's outer parts, each with the test files of which one must notice it."""
+
+from __future__ import annotations
+
+from backend.engine import ipc, process
+from backend.engine.core import EngineCore
+from backend.engine.heart import Heart
+from backend.engine.loop import EngineLoop
+from backend.engine.outgoing import Outgoing
+from backend.engine.server import Connection, EngineServer
+from backend.executor.executor import Executor
+from backend.executor.gpt_manager import GptManager
+from backend.executor.mailbox import Mailboxes
+from backend.executor.supervisor import EngineProcess, RestartPolicy
+from backend.executor.transport import SocketTransport
+from backend.executor.watch import Watch
+from tests.mutants.changes import Plant, change
+
+CORE = ["tests/engine/test_core_guards.py"]
+LOOP = ["tests/engine/test_loop.py", "tests/engine/test_core_guards.py"]
+SERVER = ["tests/engine/test_server.py"]
+OUTGOING = ["tests/engine/test_outgoing.py", "tests/engine/test_server.py"]
+PROCESS = ["tests/engine/test_process.py"]
+EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
+MANAGER = ["tests/executor/test_gpt_manager.py"]
+SUPERVISOR = ["tests/executor/test_supervisor.py"]
+WATCH = ["tests/executor/test_watch.py"]
+
+# Those that a review of the landed system planted, and that survived it.
+REVIEWED: dict[str, tuple[Plant, list[str]]] = {
+    "deadline_of_an_earlier_use_of_the_id": (
+        change(EngineCore, "_expire", (" and seq.deadline_ns == deadline_ns", "")),
+        CORE,
+    ),
+    "prompt_tokens_with_history": (change(EngineCore, "enqueue", (" - seq.num_history_tokens", "")), CORE),
+    "step_time_with_the_step_before": (
+        change(EngineCore, "_record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
+        CORE,
+    ),
+    "client_gone_only_after_a_clean_end": (
+        change(
+            Connection,
+            "_read",
+            ("            pass\n", "            pass\n        self._post(ClientGone(self.index))\n"),
+            ("        self._on_closed(self.index)\n        self._post(ClientGone(self.index))\n", ""),
+        ),
+        SERVER,
+    ),
+    "begin_poll_only_when_idle": (
+        change(
+            EngineLoop,
+            "_poll",
+            ("    self._core.begin_poll()\n", ""),
+            ("self._stopping):\n", "self._stopping):\n        self._core.begin_poll()\n"),
+        ),
+        LOOP,
+    ),
+    "a_timeout_for_each_of_several_ids": (
+        change(Mailboxes, "take_each", ("max(0.0, end - time.monotonic())", "timeout_s")),
+        EXECUTOR,
+    ),
+    "answer_and_exception_both": (
+        change(Executor, "_send_or_forget", ("if not answered:", "if True:")),
+        EXECUTOR,
+    ),
+    "callback_under_the_lock": (
+        change(
+            Executor,
+            "_tell",
+            ("        on_response(response)\n", "        with self._lock:\n            on_response(response)\n"),
+        ),
+        EXECUTOR,
+    ),
+    "mailboxes_closed_before_the_loss_is_told": (
+        change(
+            Executor,
+            "shutdown",
+            ("    self._on_lost()\n    self._mailboxes.close()", "    self._mailboxes.close()\n    self._on_lost()"),
+        ),
+        EXECUTOR,
+    ),
+    "never_given_up": (
+        change(RestartPolicy, "pause_after_death", ("len(self._deaths) == MAX", "len(self._deaths) > MAX")),
+        SUPERVISOR,
+    ),
+    "error_of_a_later_start_ends_supervision": (
+        change(EngineProcess, "_listen", ("if not self._first_known.is_set():", "if True:")),
+        SUPERVISOR,
+    ),
+    "statistics_of_the_last_step_are_lost": (
+        change(GptManager, "_run", ("if was_active:", "if self._core.has_work:")),
+        MANAGER,
+    ),
+}
+
+OWN: dict[str, tuple[Plant, list[str]]] = {
+    "rest_of_a_frame_sent_from_its_beginning": (
+        change(Outgoing, "send", ("memoryview(frame)[sent:]", "memoryview(frame)")),
+        OUTGOING,
+    ),
+    "backlog_not_bounded_in_bytes": (
+        change(Outgoing, "send", (" or self._num_bytes >= MAX_BACKLOG_BYTES", "")),
+        OUTGOING,
+    ),
+    "bytes_that_were_sent_still_count": (
+        change(Outgoing, "_write", ("self._num_bytes -= len(self._backlog.popleft())", "self._backlog.popleft()")),
+        OUTGOING,
+    ),
+    "commands_under_the_ids_of_others": (
+        change(Connection, "_accept", ("!= self.index", "== 0")),
+        SERVER,
+    ),
+    "any_user_may_connect": (
+        change(EngineServer, "_accept", ("not in (os.getuid(), 0)", "is None")),
+        SERVER,
+    ),
+    "stop_does_not_wait_for_a_drain": (
+        change(EngineLoop, "run", (" and not (self._drain and self._core.has_work)", "")),
+        LOOP,
+    ),
+    "live_requests_unanswered_at_the_end": (
+        change(EngineLoop, "run", ("self._core.fail_all(", "str(")),
+        LOOP,
+    ),
+    "statistics_in_every_turn": (
+        change(EngineLoop, "_report", ("now + self._stats_period_s", "now")),
+        LOOP,
+    ),
+    "a_failed_start_is_not_told": (
+        change(process, "main", ('_tell({"error": error.message})', "pass")),
+        PROCESS,
+    ),
+    "a_frame_takes_from_the_next_one": (
+        change(ipc, "_receive_exactly", ("min(1 << 20, length - len(chunks))", "1 << 20")),
+        SERVER,
+    ),
+    "cancels_of_what_is_over_are_sent": (
+        change(Executor, "cancel_request", ("if known:", "if True:")),
+        EXECUTOR,
+    ),
+    "an_end_after_the_end": (
+        change(Executor, "_tell", ("self._live.pop(response.request_id, None) if is_final else self", "self")),
+        EXECUTOR,
+    ),
+    "mailboxes_stay_open": (
+        change(Mailboxes, "_empty", ("        del self._boxes[request_id]", "        pass")),
+        EXECUTOR,
+    ),
+    "a_closed_client_connects_again": (
+        change(SocketTransport, "close", ("        self._closed.set()\n", "")),
+        EXECUTOR,
+    ),
+    "time_in_which_it_hung_counts_as_quiet": (
+        change(EngineProcess, "_book_death", (" - self._stuck_s", "")),
+        SUPERVISOR,
+    ),
+    "a_new_process_inherits_silence": (
+        change(Watch, "_judge", ("        self._silent_s = self._turn_age_s = 0.0\n", "")),
+        WATCH,
+    ),
+    "a_busy_loop_looks_hung": (
+        change(Heart, "beat", (" and turn == self._turn", "")),
+        SERVER,
+    ),
+    "more_is_asked_for_than_there_is_room": (
+        change(GptManager, "_take_in", (" - len(self._core.scheduler.waiting)", "")),
+        MANAGER,
+    ),
+}
+
+MUTANTS = REVIEWED | OWN
