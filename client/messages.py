@@ -29,7 +29,20 @@ INPUTS: dict[str, tuple[str, str]] = {
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
 }
+MAX_NAMESPACE = 256  # characters; the server's limit
 RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise ValueError for a namespace that the server would refuse or that cannot be sent."""
+    if len(namespace) > MAX_NAMESPACE:
+        raise ValueError(
+            f"namespace has {len(namespace)} characters, the limit is {MAX_NAMESPACE}; send a hash of it, for example"
+        )
+    if "\0" in namespace:  # the server sees a C string: what follows would be lost, and strangers share a namespace
+        raise ValueError("namespace holds a zero character, which ends a text for the server; leave it out")
+    if any("\ud800" <= character <= "\udfff" for character in namespace):
+        raise ValueError("namespace holds half of a surrogate pair; send a text that can be written as UTF-8")
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ class GenerateRequest:
     return_log_probs: bool | None = None
     stream: bool = True
     session: Session | None = None
+    namespace: str | None = None  # None: that of the client
 
     def check(self) -> None:
         """Raise ValueError for what no server could accept."""
@@ -76,6 +90,12 @@ class GenerateRequest:
             raise ValueError("exactly one of prompt and messages is needed")
         if self.max_tokens < 0:
             raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
+        check_namespace(self.namespace or "")
+
+    def parameters(self, timeout_s: float) -> dict[str, int | str]:
+        """What travels beside the tensors: the deadline in microseconds, and the namespace unless it is empty."""
+        found: dict[str, int | str] = {"timeout": int(timeout_s * 1e6)}
+        return found | {"cache_salt": self.namespace} if self.namespace else found
 
     def tensors(self) -> dict[str, tuple[str, list[Any]]]:
         """Wire name -> (datatype, values), in wire order. Raises ValueError for an integer that its type cannot
