@@ -52,7 +52,7 @@ class Conversation:
                 yield chunk
             keep = True
         except (GeneratorExit, KeyboardInterrupt):
-            keep = bool(reply)
+            keep = any(reply)
             raise
         finally:
             if keep:
