@@ -21,6 +21,9 @@ TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus samp
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text (exactly so in float32).")]
 Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
+Namespace = Annotated[
+    str, typer.Option(help="Share sessions and cached prompts with requests of this namespace only; empty: anonymous.")
+]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -39,6 +42,7 @@ def generate_command(
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
+    namespace: Namespace = "",
     timeout: Timeout = 600.0,
     quiet: Annotated[bool, typer.Option(help="No statistics.")] = False,
 ) -> None:
@@ -50,7 +54,7 @@ def generate_command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
         stop_words=list(stop or ()),
     )  # fmt: skip
-    _run(lambda: run_generate(connect(url, protocol, model_name), text, options, timeout, quiet))
+    _run(lambda: run_generate(connect(url, protocol, model_name, namespace), text, options, timeout, quiet))
 
 
 @app.command("chat")
@@ -64,23 +68,24 @@ def chat_command(
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
+    namespace: Namespace = "",
 ) -> None:
     """Talk with the model; every turn reuses the KV cache of those before. /reset, /quit, Ctrl-C ends a reply."""
     from client.terminal import run_chat
 
     options = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(lambda: run_chat(connect(url, protocol, model_name), system, options))
+    _run(lambda: run_chat(connect(url, protocol, model_name, namespace), system, options))
 
 
-def connect(url: str | None, protocol: str | None, model_name: str) -> EverbatchClient:
+def connect(url: str | None, protocol: str | None, model_name: str, namespace: str) -> EverbatchClient:
     """A client; http:// in the URL chooses HTTP unless `protocol` says otherwise."""
     from client.client import EverbatchClient
 
     chosen = protocol or ("http" if (url or "").startswith("http://") else "grpc")
     if chosen == "grpc":
-        return EverbatchClient(url, "grpc", model_name)
+        return EverbatchClient(url, "grpc", model_name, namespace)
     if chosen == "http":
-        return EverbatchClient(url, "http", model_name)
+        return EverbatchClient(url, "http", model_name, namespace)
     raise ValueError(f"--protocol is {chosen!r}, grpc or http is expected")
 
 

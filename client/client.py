@@ -8,10 +8,11 @@ with EverbatchClient("127.0.0.1:8001") as client:
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from client.messages import Completion, GenerateRequest, TextChunk
+from client.messages import Completion, GenerateRequest, TextChunk, check_namespace
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
@@ -31,8 +32,20 @@ class Transport(Protocol):
 class EverbatchClient:
     """A connection to one text model of one server. Threads may share it."""
 
-    def __init__(self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", model: str = "ensemble"):
-        """`url`: HOST:PORT (gRPC) or http://HOST:PORT; a server on this machine with its default ports when unset."""
+    def __init__(
+        self,
+        url: str | None = None,
+        protocol: Literal["grpc", "http"] = "grpc",
+        model: str = "ensemble",
+        namespace: str = "",
+    ):
+        """`url`: HOST:PORT (gRPC) or http://HOST:PORT; a server on this machine with its default ports when unset.
+
+        `namespace`: of every request that names none itself; only requests of one namespace share sessions and, token
+        by token, cached KV. Empty: anonymous. Raises ValueError for an unknown protocol or a namespace not to be sent.
+        """
+        check_namespace(namespace)
+        self._namespace = namespace
         if protocol not in DEFAULT_URLS:
             raise ValueError(f"protocol is {protocol!r}, grpc or http is expected")
         address = url or DEFAULT_URLS[protocol]
@@ -48,6 +61,11 @@ class EverbatchClient:
     @property
     def url(self) -> str:
         return self._transport.url
+
+    @property
+    def namespace(self) -> str:
+        """Read only: a conversation that changed it would lose its session."""
+        return self._namespace
 
     def stream(
         self,
@@ -71,6 +89,8 @@ class EverbatchClient:
         self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, request_id: str = ""
     ) -> Generator[TextChunk, None, None]:
         """stream() for a request that is already a value. `timeout_s`: seconds from now until the final chunk."""
+        if request.namespace is None:
+            request = replace(request, namespace=self.namespace)
         return self._transport.stream(request, timeout_s, request_id)
 
     def generate(self, prompt: str | None = None, **options: Any) -> Completion:

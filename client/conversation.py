@@ -52,7 +52,7 @@ class Conversation:
                 yield chunk
             keep = True
         except (GeneratorExit, KeyboardInterrupt):
-            keep = bool(reply)
+            keep = any(reply)
             raise
         finally:
             if keep:
@@ -65,9 +65,9 @@ class Conversation:
         if not self._known:
             return
         self._known = False
-        request = GenerateRequest(
-            prompt=" ", max_tokens=0, stream=False, session=Session(self._session_id, stop=True, end=True)
-        )
+        session = Session(self._session_id, stop=True, end=True)
+        namespace = self._options.get("namespace")  # the session is known in no other
+        request = GenerateRequest(prompt=" ", max_tokens=0, stream=False, session=session, namespace=namespace)
         try:
             for _ in self._client.send(request, timeout_s=5.0):
                 pass

@@ -51,10 +51,11 @@ def _strings(raw: bytes) -> Iterator[str]:
 
 
 def encode_request(request: GenerateRequest, model: str, request_id: str, timeout_s: float) -> Any:
-    """The ModelInferRequest, rank-2 tensors throughout; the server is told the deadline as well (microseconds)."""
+    """The ModelInferRequest, rank-2 tensors throughout; the server is told the deadline and the namespace as well."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    message.parameters["timeout"].int64_param = int(timeout_s * 1e6)
+    for key, parameter in request.parameters(timeout_s).items():
+        setattr(message.parameters[key], "string_param" if isinstance(parameter, str) else "int64_param", parameter)
     for name, (datatype, values) in request.tensors().items():
         tensor = message.inputs.add()
         tensor.name, tensor.datatype = name, datatype

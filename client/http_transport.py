@@ -76,7 +76,7 @@ class HttpTransport:
         """Yield chunks until the final one. Leaving the iteration early disconnects, which cancels. Raises
         ClientError.
         """
-        body = request.json_body() | {"timeout": int(timeout_s * 1e6)}
+        body = request.json_body() | request.parameters(timeout_s)
         if request_id:
             body["id"] = request_id
         verb = "generate_stream" if request.stream else "generate"

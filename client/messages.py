@@ -29,7 +29,30 @@ INPUTS: dict[str, tuple[str, str]] = {
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
 }
-RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
+MAX_NAMESPACE = 256  # characters; the server's limit
+FP32_MAX = (2 - 2**-23) * 2.0**127
+RANGES: dict[str, tuple[float, float]] = {
+    "INT32": (-(2**31), 2**31 - 1),
+    "UINT64": (0, 2**64 - 1),
+    "FP32": (-FP32_MAX, FP32_MAX),  # neither are infinity and NaN numbers of JSON
+}
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise ValueError for a namespace that the server would refuse or that cannot be sent."""
+    if len(namespace) > MAX_NAMESPACE:
+        raise ValueError(
+            f"namespace has {len(namespace)} characters, the limit is {MAX_NAMESPACE}; send a hash of it, for example"
+        )
+    if "\0" in namespace:  # the server sees a C string: what follows would be lost, and strangers share a namespace
+        raise ValueError("namespace holds a zero character, which ends a text for the server; leave it out")
+    check_text("namespace", namespace)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for half a surrogate pair: what Python makes of bytes that are no text. UTF-8 cannot hold it."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name} holds half of a surrogate pair; send a text that can be written as UTF-8")
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,7 @@ class GenerateRequest:
     return_log_probs: bool | None = None
     stream: bool = True
     session: Session | None = None
+    namespace: str | None = None  # None: that of the client
 
     def check(self) -> None:
         """Raise ValueError for what no server could accept."""
@@ -76,11 +100,15 @@ class GenerateRequest:
             raise ValueError("exactly one of prompt and messages is needed")
         if self.max_tokens < 0:
             raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
+        check_namespace(self.namespace or "")
+
+    def parameters(self, timeout_s: float) -> dict[str, int | str]:
+        """What travels beside the tensors: the deadline in microseconds, and the namespace unless it is empty."""
+        found: dict[str, int | str] = {"timeout": int(timeout_s * 1e6)}
+        return found | {"cache_salt": self.namespace} if self.namespace else found
 
     def tensors(self) -> dict[str, tuple[str, list[Any]]]:
-        """Wire name -> (datatype, values), in wire order. Raises ValueError for an integer that its type cannot
-        hold.
-        """
+        """Wire name -> (datatype, values), in wire order. Raises ValueError for a value that its type cannot hold."""
         self.check()
         found: dict[str, tuple[str, list[Any]]] = {}
         for name, (datatype, attribute) in INPUTS.items():
@@ -97,9 +125,7 @@ class GenerateRequest:
                 found[name] = ("INT32", [int(value)])
             found["session_full_history"] = ("BOOL", [self.session.full_history])
         for name, (datatype, values) in found.items():
-            least, greatest = RANGES.get(datatype, (0, 0))
-            if datatype in RANGES and not all(least <= value <= greatest for value in values):
-                raise ValueError(f"{name} is {values[0]}, allowed is {least} to {greatest}")
+            _check_values(name, datatype, values)
         return found
 
     def json_body(self) -> dict[str, Any]:
@@ -179,6 +205,15 @@ class Completion:
             generation_s=(last - first) / 1e9 if first and last and last >= first else None,
             log_probs=probs or None,
         )
+
+
+def _check_values(name: str, datatype: str, values: list[Any]) -> None:
+    if datatype == "BYTES":
+        for text in values:
+            check_text(name, text)
+    least, greatest = RANGES.get(datatype, (0, 0))
+    if datatype in RANGES and not all(least <= value <= greatest for value in values):
+        raise ValueError(f"{name} is {values[0]}, allowed is {least} to {greatest}")
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:

@@ -37,6 +37,9 @@ def roles(talk: Conversation) -> list[str]:
     return [message["role"] for message in talk.messages]
 
 
+UNKNOWN = ClientError("session error 1 (invalid): not known")
+
+
 def test_every_turn_sends_the_whole_conversation_in_one_session() -> None:
     client = ScriptedClient(["he", "llo"], ["again"])
     talk = Conversation(client, "be brief", max_tokens=5)  # type: ignore[arg-type]
@@ -60,12 +63,29 @@ def test_two_conversations_have_different_sessions_and_a_reset_opens_another() -
 
 
 def test_a_session_the_server_has_forgotten_is_started_again_unseen() -> None:
-    client = ScriptedClient(["a"], ClientError("session error 1 (invalid): not known"), ["b"])
+    client = ScriptedClient(["a"], UNKNOWN, ["b"])
     talk = Conversation(client)  # type: ignore[arg-type]
     say(talk, "one")
     assert say(talk, "two") == "b"
     assert [request.session.start for request in client.requests] == [True, False, True]  # type: ignore[union-attr]
     assert roles(talk) == ["user", "assistant", "user", "assistant"]
+
+
+def test_a_session_that_cannot_be_begun_is_an_error_and_not_tried_for_ever() -> None:
+    client = ScriptedClient(["a"], UNKNOWN, UNKNOWN, ["never asked for"])
+    talk = Conversation(client)  # type: ignore[arg-type]
+    say(talk, "one")
+    with pytest.raises(ClientError, match="session error 1"):
+        say(talk, "two")
+    assert len(client.requests) == 3 and roles(talk) == ["user", "assistant"]
+
+
+def test_a_session_that_stays_busy_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "BUSY_PAUSE_S", 0.0)
+    client = ScriptedClient(*[ClientError("session error 3 (busy): running")] * 100)
+    with pytest.raises(ClientError, match="busy"):
+        say(Conversation(client), "one")  # type: ignore[arg-type]
+    assert len(client.requests) == 1 + conversation.BUSY_RETRIES
 
 
 def test_a_session_that_is_busy_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +114,14 @@ def test_a_cancelled_reply_keeps_what_was_shown() -> None:
     assert talk.messages[-1] == {"role": "assistant", "content": "ab"}
 
 
+def test_a_reply_cancelled_after_tokens_without_text_is_taken_back() -> None:
+    talk = Conversation(ScriptedClient(["", "", "a"]))  # type: ignore[arg-type]
+    stream = talk.say("one")
+    assert next(stream).text + next(stream).text == ""
+    stream.close()
+    assert talk.messages == []
+
+
 def test_ctrl_c_inside_the_wait_for_a_chunk_keeps_what_was_shown() -> None:
     talk = Conversation(ScriptedClient(["a", "b"]))  # type: ignore[arg-type]
     stream = talk.say("one")
@@ -113,6 +141,15 @@ def test_a_turn_cancelled_before_its_first_text_is_taken_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         say(talk, "one")
     assert talk.messages == []
+
+
+def test_a_namespace_among_the_options_holds_for_every_turn_and_for_the_end() -> None:
+    client = ScriptedClient(["a"], ["b"], [""])
+    talk = Conversation(client, namespace="alice")  # type: ignore[arg-type]
+    say(talk, "one")
+    say(talk, "two")
+    talk.end()
+    assert [request.namespace for request in client.requests] == ["alice"] * 3
 
 
 def test_the_end_lets_the_server_forget_and_survives_a_server_that_is_gone() -> None:

@@ -1,6 +1,8 @@
-"""Server-sent events to chunks."""
+"""Server-sent events to chunks, and what a client refuses."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import pytest
 
@@ -62,6 +64,14 @@ def test_text_is_not_held_back_until_the_next_chunk() -> None:
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="'ftp'"):
         EverbatchClient(protocol="ftp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_client_knows_its_namespace_and_refuses_one_that_is_too_long(protocol: Literal["grpc", "http"]) -> None:
+    with EverbatchClient(None, protocol, namespace="alice") as client:
+        assert client.namespace == "alice"
+    with pytest.raises(ValueError, match="257 characters"):
+        EverbatchClient(None, protocol, namespace="n" * 257)
 
 
 def test_a_wrong_request_is_refused_before_anything_is_sent() -> None:

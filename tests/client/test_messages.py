@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,43 @@ def test_an_integer_its_tensor_cannot_hold_is_refused_and_named(field: str, valu
         GenerateRequest(prompt="x", **{field: value}).tensors()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [1e39, float("inf"), float("nan")])
+def test_a_number_its_tensor_cannot_hold_is_refused_and_named(value: float) -> None:
+    with pytest.raises(ValueError, match="temperature is"):
+        GenerateRequest(prompt="x", temperature=value).tensors()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("text_input", {"prompt": "\ud800"}),
+        ("stop_words", {"prompt": "x", "stop_words": ["a", "\udfff"]}),
+        ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_before_it_is_sent(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{name} holds half of a surrogate pair"):
+        GenerateRequest(**fields).tensors()
+
+
+def test_the_parameters_are_the_deadline_in_microseconds_and_the_namespace() -> None:
+    assert GenerateRequest("x").parameters(2.5) == {"timeout": 2_500_000}
+    assert GenerateRequest("x", namespace="").parameters(1) == {"timeout": 1_000_000}
+    assert GenerateRequest("x", namespace="alice").parameters(1) == {"timeout": 1_000_000, "cache_salt": "alice"}
+
+
+def test_a_namespace_has_at_most_256_characters() -> None:
+    GenerateRequest("x", namespace="é" * 256).check()
+    with pytest.raises(ValueError, match="257 characters, the limit is 256"):
+        GenerateRequest("x", namespace="é" * 257).check()
+
+
+@pytest.mark.parametrize(("namespace", "reason"), [("alice\0b", "zero character"), ("\ud800", "surrogate")])
+def test_a_namespace_that_would_not_arrive_whole_is_refused(namespace: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"namespace holds .*{reason}"):
+        GenerateRequest("x", namespace=namespace).check()
+
+
 def test_json_has_scalars_and_keeps_word_lists_as_lists() -> None:
     body = GenerateRequest(prompt="x", stop_words=["a"], bad_words=["b", "c"], max_tokens=7).json_body()
     assert body["text_input"] == "x" and body["max_tokens"] == 7 and body["stream"] is True
@@ -89,6 +127,12 @@ def test_chunks_add_up_to_a_completion() -> None:
     assert (whole.text, whole.finish_reason, whole.num_output_tokens) == ("abc", "stop", 3)
     assert (whole.num_input_tokens, whole.num_cached_tokens, whole.generation_s) == (5, 3, 2.5)
     assert whole.log_probs == [-1.0, -2.0, -3.0]
+
+
+def test_a_count_of_zero_is_told_and_the_last_one_holds() -> None:
+    counts = {"num_input_tokens": 5, "num_recomputed_tokens": 0}
+    whole = Completion.from_chunks([TextChunk("a", num_cached_tokens=3), TextChunk("b", num_cached_tokens=0, **counts)])
+    assert (whole.num_cached_tokens, whole.num_recomputed_tokens) == (0, 0)
 
 
 def test_no_chunks_are_an_empty_completion() -> None:

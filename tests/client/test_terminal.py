@@ -1,17 +1,22 @@
-"""What is printed under a reply, and what is never printed."""
+"""What is printed of a reply and under it, what is never printed, and how a chat goes on."""
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from client.messages import TextChunk
+from client.errors import ClientError
+from client.messages import GenerateRequest, TextChunk
 from client.statistics import AnswerClock
-from client.terminal import printable
+from client.terminal import printable, run_chat, run_generate
 from deploy import ROOT
+from tests.client.test_conversation import ScriptedClient
 
 
 class Ticks:
@@ -68,3 +73,93 @@ def test_the_client_imports_nothing_of_the_server() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_a_token_without_text_is_a_first_token() -> None:
+    """As of a character whose bytes are several tokens."""
+    waiting, shown = TextChunk("", num_output_tokens=1), TextChunk("é", True, "length", num_output_tokens=1)
+    assert answer((0.1, waiting), (0.6, shown)) == "2 tokens, 2.0 tokens/s, first after 100 ms, length"
+
+
+# ---- generate and chat -----------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Talking(ScriptedClient):
+    """Its stream() follows the script as well."""
+
+    url = "somewhere"
+    closed = False
+
+    def stream(self, prompt: str, *, timeout_s: float, **options: Any) -> Generator[TextChunk, None, None]:
+        return self.send(GenerateRequest(prompt, **options), timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Interrupted(Talking):
+    """Ctrl-C is pressed after the first chunk of every reply."""
+
+    def send(self, request: GenerateRequest, *, timeout_s: float = 1.0) -> Generator[TextChunk, None, None]:
+        yield next(super().send(request, timeout_s=timeout_s))
+        if request.max_tokens:
+            raise KeyboardInterrupt
+
+
+def generate(client: Talking, prompt: str = "x", *, quiet: bool = True) -> int:
+    return run_generate(client, prompt, {}, 1.0, quiet)  # type: ignore[arg-type]
+
+
+def chat(client: Talking, typed: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    return run_chat(client, None, {})  # type: ignore[arg-type]
+
+
+def test_prompt_and_reply_are_cleaned_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert generate(Talking(["\x1b]0;title\x07", "b"]), "a\x1b[2J") == 0
+    assert terminal.getvalue() == "\x1b[2ma[2J\x1b[0m]0;titleb\n"
+
+
+def test_a_reply_goes_into_a_pipe_unchanged_and_its_statistics_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Talking(["\x1b[2J", "b\n"])
+    assert generate(client, quiet=False) == 0
+    written = capsys.readouterr()
+    assert written.out == "\x1b[2Jb\n" and "stop" in written.err
+    assert client.closed
+
+
+def test_ctrl_c_ends_generate_with_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Interrupted(["a", "b"])
+    assert generate(client) == 130
+    assert capsys.readouterr().out == "a\n" and client.closed
+
+
+def test_ctrl_c_ends_a_reply_of_a_chat_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Interrupted(["a", "b"], ["c", "d"], [""])
+    assert chat(client, "one\ntwo\n", monkeypatch) == 0
+    contents = [message["content"] for message in client.requests[1].messages or ()]
+    assert contents == ["one", "a", "two"]
+
+
+def test_a_chat_without_a_server_ends_at_its_first_turn_and_not_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ClientError("no server answers", "UNREACHABLE")
+    with pytest.raises(ClientError):
+        chat(Talking(gone), "one\ntwo\n", monkeypatch)
+    client = Talking(["a"], gone, ["b"], [""])
+    assert chat(client, "one\ntwo\nthree\n", monkeypatch) == 0
+    assert client.script == [] and client.closed
+
+
+def test_a_line_that_is_no_command_is_not_sent_and_a_reset_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Talking(["a"], [""], ["b"], [""])
+    assert chat(client, "one\n\n/rest\n/reset\ntwo\n/quit\nthree\n", monkeypatch) == 0
+    talk = [request for request in client.requests if request.messages is not None]
+    assert [len(request.messages or ()) for request in talk] == [1, 1]
+    assert talk[0].session.id != talk[1].session.id  # type: ignore[union-attr]

@@ -1,0 +1,98 @@
+"""Servers on this machine that say over gRPC and HTTP what a test tells them, and keep what they were asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from client.grpc_transport import encode_values
+
+Answers = Callable[["GrpcServer"], Iterator[Any]]
+
+
+def grpc_answer(text: str = "", *, final: bool = False, error: str = "") -> Any:
+    """A ModelStreamInferResponse with one text, or with an error."""
+    if error:
+        return service_pb2.ModelStreamInferResponse(error_message=error)
+    message = service_pb2.ModelStreamInferResponse()
+    message.infer_response.parameters["triton_final_response"].bool_param = final
+    output = message.infer_response.outputs.add()
+    output.name, output.datatype = "text_output", "BYTES"
+    message.infer_response.raw_output_contents.append(encode_values("BYTES", [text]))
+    return message
+
+
+class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers each stream with `answers(self)`. `left` is set when a client has gone, or has the whole stream."""
+
+    def __init__(self, answers: Answers):
+        self.requests: list[Any] = []
+        self.left = threading.Event()
+        self.url = ""
+        self._answers = answers
+
+    def ModelStreamInfer(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        context.add_callback(self.left.set)
+        self.requests.append(next(request_iterator))
+        yield from self._answers(self)
+
+
+@contextmanager
+def grpc_server(answers: Answers) -> Iterator[GrpcServer]:
+    servicer = GrpcServer(answers)
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    servicer.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield servicer
+    finally:
+        server.stop(grace=None).wait()
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Answers generate_stream with all `answers`, anything else with the last. `requests`: path and body of each."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: tuple[dict[str, Any], ...], status: int):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.answers, self.status = answers, status
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HttpServer
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append((self.path, json.loads(asked)))
+        self.send_response(self.server.status)
+        self.end_headers()
+        texts = [json.dumps(answer) for answer in self.server.answers]
+        streamed = self.path.endswith("/generate_stream")
+        self.wfile.write("".join(f"data: {text}\n\n" for text in texts).encode() if streamed else texts[-1].encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing on standard error: tests read it."""
+
+
+@contextmanager
+def http_server(*answers: dict[str, Any], status: int = 200) -> Iterator[HttpServer]:
+    with HttpServer(answers, status) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
