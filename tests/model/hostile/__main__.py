@@ -13,6 +13,8 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import transformers  # noqa: F401  # slow, and not what is measured
+
 from tests.model.hostile import CASES
 from tests.model.hostile.base import Case, write
 from tests.model.hostile.readers import outcome

@@ -101,7 +101,11 @@ VALUES = [
     _value("rope_scaling", [1], "[1]", "object"),
     _value("rope_scaling", {"rope_type": ["yarn"]}, "rope_type", "yarn"),
     _value("rope_scaling", ROPE, "original_max_position_embeddings"),
-    _value("rope_scaling", ROPE | {"original_max_position_embeddings": 0}, "original_max_position_embeddings", "0"),
+    Case(
+        "rope_scaling of no position",
+        config(rope_scaling=ROPE | {"original_max_position_embeddings": 0}),
+        ("config.json", "rope_scaling.original_max_position_embeddings", "0"),
+    ),
     _value("rope_scaling", {"type": "linear", "factor": 0}, "factor", "0"),
     _value("rope_scaling", {"type": "linear", "factor": "8"}, "factor", "'8'", "float"),
     Case(
@@ -182,9 +186,7 @@ QUANTISED = [
     _quantised("group of size 10^9", _weights(group_size=10**9), "group_size", "1000000000"),
     _quantised("num_bits of text", _weights(num_bits="8"), "num_bits", "'8'"),
     _quantised("KV scheme of text", _compressed(kv_cache_scheme="int8"), "kv_cache_scheme"),
-    _quantised(
-        "KV scheme of lists", _compressed(kv_cache_scheme={"num_bits": [8], "type": "int"}), "kv_cache_scheme", "num_bits"
-    ),
+    _quantised("KV scheme of lists", _compressed(kv_cache_scheme={"num_bits": [8]}), "kv_cache_scheme"),
 ]
 
 CASES = [*FILES, *VALUES, *QUANTISED, Case("both files empty", both(text("config.json", " "), text("generation_config.json", "")), ("config.json", "empty"))]
