@@ -67,7 +67,8 @@ class Checkpoint:
         name = name.removeprefix("torch.")
         if name not in DTYPES:
             raise ConfigError(
-                f"config.json: dtype (torch_dtype) {shown(name)} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=..."
+                f"config.json: dtype (torch_dtype) {shown(name)} is not supported; use one of {', '.join(DTYPES)} "
+                f"with --set model.dtype=..."
             )
         return DTYPES[name]
 
@@ -159,8 +160,12 @@ class _LazyTensors(Mapping[str, Tensor]):
                 self._paths[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
-        with _open(self._paths[name]) as file:
-            return file.get_tensor(name)
+        path = self._paths[name]
+        try:
+            with _open(path) as file:
+                return file.get_tensor(name)
+        except SafetensorError:  # torch has no such type, or the file has changed since its header was read
+            raise ConfigError(f"{path.name}: tensor {shown(name)} cannot be read; convert it to a float type") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)

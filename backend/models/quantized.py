@@ -45,7 +45,8 @@ class QuantizedLayers(ABC):
 def unsupported(method: str, reason: str = "") -> ConfigError:
     named = shown(f"{method}: {reason}" if reason else method)
     return ConfigError(
-        f"config.json: quantization_config: the checkpoint is quantised ({named}), which is not supported; use a float checkpoint, or {SUPPORTED}"
+        f"config.json: quantization_config: the checkpoint is quantised ({named}), which is not supported; "
+        f"use a float checkpoint, or {SUPPORTED}"
     )
 
 

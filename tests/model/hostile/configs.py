@@ -189,4 +189,5 @@ QUANTISED = [
     _quantised("KV scheme of lists", _compressed(kv_cache_scheme={"num_bits": [8]}), "kv_cache_scheme"),
 ]
 
-CASES = [*FILES, *VALUES, *QUANTISED, Case("both files empty", both(text("config.json", " "), text("generation_config.json", "")), ("config.json", "empty"))]
+_EMPTY = both(text("config.json", " "), text("generation_config.json", ""))
+CASES = [*FILES, *VALUES, *QUANTISED, Case("both files are empty", _EMPTY, ("config.json", "empty"))]

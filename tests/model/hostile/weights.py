@@ -60,6 +60,17 @@ def _twice(raw: bytes, data: bytes) -> bytes:
     return raw[:-1] + b', "model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}'
 
 
+def _six_bits(directory: Path) -> None:
+    """The last projection of 6 bits, in the bytes that it has."""
+    entries, data = read_header(directory)
+    begin, end = entries[DOWN]["data_offsets"]
+    for name in entries.keys() - {"__metadata__"}:
+        if entries[name]["data_offsets"][0] >= end:
+            entries[name]["data_offsets"] = [offset - end + begin + 3072 for offset in entries[name]["data_offsets"]]
+    entries[DOWN] |= dict(dtype="F6_E2M3", data_offsets=[begin, begin + 3072])
+    put_header(directory, json.dumps(entries).encode(), data[: begin + 3072] + data[end:])
+
+
 def _unprintable(entries: dict[str, Any]) -> None:
     end = max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
     entries["a\nb\x1b[31m"] = dict(dtype="F32", shape=[0], data_offsets=[end, end])
@@ -94,6 +105,11 @@ HEADERS = [
     Case("three offsets", _down(data_offsets=[0, 1, 2]), (WEIGHTS, DOWN, "data_offsets")),
     Case("no offsets", header(lambda entries: entries[DOWN].pop("data_offsets")), (WEIGHTS, DOWN, "data_offsets")),
     Case("a dtype that is none", _down(dtype="F33"), (WEIGHTS, DOWN, "F33")),
+    Case(
+        "a dtype that torch has not",
+        _six_bits,
+        (WEIGHTS, DOWN, "float type"),
+    ),
     Case("a dtype that is a number", _down(dtype=32), (WEIGHTS, DOWN, "dtype", "32")),
     Case("a shape of another size", _down(shape=[64, 65]), (WEIGHTS, DOWN, "[64, 65]")),
     Case("a shape of 2^64", _down(shape=[1 << 33, 1 << 33]), (WEIGHTS, DOWN, "shape")),
