@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from backend.api.model_files import convert
 from backend.models.quantized import (
     QuantizedLayers,
     Scheme,
@@ -50,7 +50,7 @@ class AwqLayers(QuantizedLayers):
         groups = k // group // repeats
         qweight = source.take_raw(name + ".qweight", (k, n // 8), (torch.int32,))
         qzeros = source.take_raw(name + ".qzeros", (groups, n // 8), (torch.int32,))
-        scales = source.take_raw(name + ".scales", (groups, n))
+        scales = source.take_scales(name + ".scales", (groups, n))
         zeros, scales = (x.repeat_interleave(repeats, 0) for x in (_columns(qzeros), scales))
         return Weight4(pack(_columns(qweight).T.contiguous(), group), scales, zeros.to(scales.dtype), group)
 
@@ -62,8 +62,8 @@ def _columns(words: Tensor) -> Tensor:
 
 
 def parse(section: dict[str, Any]) -> AwqLayers:
-    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
-    config = msgspec.convert(section, _Config)
+    """Read quantization_config. Raises ConfigError."""
+    config = convert(section, _Config, "config.json", "quantization_config")
     wrong = {
         f"{config.bits} bits": config.bits != 4,
         f"version {config.version}": config.version.lower() != "gemm",

@@ -16,13 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import convert, shown
 from backend.layers.linear import QuantizedFormat, QuantizedWeight
 from backend.models.quantized import (
+    MAX_GROUP,
     QuantizedLayers,
     Scheme,
     first_obstacle,
@@ -52,7 +53,7 @@ class Int8Layers(QuantizedLayers):
             _check_shape(source, name, n, k)
         else:
             q = source.take_raw(name + ".weight", (n, k), (torch.int8,))
-        scale = source.take_raw(name + ".weight_scale", (n, -(-k // self.group) if self.group else 1))
+        scale = source.take_scales(name + ".weight_scale", (n, -(-k // self.group) if self.group else 1))
         return QuantizedWeight(q, scale.float(), self.group or k, self.scheme)
 
 
@@ -69,7 +70,7 @@ class Int4Layers(QuantizedLayers):
         groups = k // group // repeats
         words = source.take_raw(name + ".weight_packed", (n, -(-k // 8)), (torch.int32,))
         _check_shape(source, name, n, k)
-        scales = source.take_raw(name + ".weight_scale", (n, groups)).repeat_interleave(repeats, 1).T.contiguous()
+        scales = source.take_scales(name + ".weight_scale", (n, groups)).repeat_interleave(repeats, 1).T.contiguous()
         zeros = None
         if not self.is_symmetric:
             stored = source.take_raw(name + ".weight_zero_point", (-(-n // 8), groups), (torch.int32,))
@@ -96,18 +97,19 @@ class _Group(Struct):
 
 
 class _Config(Struct):
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, Any]
     format: str | None = None
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
 
 
 def parse(section: dict[str, Any]) -> Int8Layers | Int4Layers:
-    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
-    config = msgspec.convert(section, _Config)
+    """Read quantization_config. Raises ConfigError."""
+    config = convert(section, _Config, "config.json", "quantization_config")
     if len(config.config_groups) != 1:
         raise unsupported(METHOD, f"{len(config.config_groups)} config_groups")
-    (group,) = config.config_groups.values()
+    ((name, raw),) = config.config_groups.items()
+    group = convert(raw, _Group, "config.json", f"quantization_config.config_groups.{shown(name)}")
     format = group.format or config.format
     if format not in ("int-quantized", "pack-quantized"):
         raise unsupported(METHOD, f"format {format}")
@@ -131,7 +133,9 @@ def _obstacle(config: _Config, group: _Group, weights: _Scheme, format: str) -> 
         f"weights of 4 bits in format {format}": is_4_bits and format != "pack-quantized",
         "asymmetric weights of 8 bits": not weights.symmetric and not is_4_bits,
         f"weight strategy {weights.strategy}": weights.strategy not in ("channel", "group"),
-        f"weight group_size {weights.group_size}": weights.strategy == "group" and (weights.group_size or 0) < 1,
+        f"weight group_size {weights.group_size}": (
+            weights.strategy == "group" and not 1 <= (weights.group_size or 0) <= MAX_GROUP
+        ),
         f"weight group_size {weights.group_size} of 4 bits": (
             is_4_bits and weights.strategy == "group" and not is_group_size_of_4_bits(weights.group_size)
         ),

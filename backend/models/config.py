@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import REMEDY, convert, parse_object, read_object, shown, token_ids
 from backend.layers.rotary import RopeConfig
 from backend.models.quantization import KvDtype, parse_quantization
 from backend.models.quantized import QuantizedLayers
 
+FILE = "config.json"
 ROPE_KINDS = ("default", "linear", "llama3")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MAX_LAYERS = 4096  # a tuple of so many is made before the tensors are looked at
+
+Size = Annotated[int, Meta(ge=1, le=2**40)]
+Factor = Annotated[float, Meta(gt=0, le=1e30)]
+
+
+class _Raw(Struct):
+    """The keys of config.json that are read, as transformers names them."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    num_attention_heads: Size
+    max_position_embeddings: Size
+    architectures: list[str] | None = None
+    hidden_act: str = "silu"
+    num_key_value_heads: Size | None = None
+    head_dim: Annotated[int, Meta(ge=2, le=2**20, multiple_of=2)] | None = None
+    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
+    rope_theta: Factor | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None
+    tie_word_embeddings: bool | None = False
+    attention_bias: bool | None = False
+    mlp_bias: bool | None = False
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = False
+    layer_types: list[str] | None = None
+    max_window_layers: int | None = 28  # transformers' default
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class _Scaling(Struct):
+    """rope_parameters of transformers 5, rope_scaling before it."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Factor | None = None
+    partial_rotary_factor: float | None = None
+
+
+class _Linear(Struct):
+    factor: Factor
+
+
+class _Llama3(Struct):
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Size
 
 
 class ModelConfig(Struct, frozen=True):
@@ -49,141 +102,130 @@ class ModelConfig(Struct, frozen=True):
 
 def read_model_config(directory: Path) -> ModelConfig:
     """Read `directory`/config.json. Raises ConfigError naming what is missing or not supported."""
-    path = directory / "config.json"
-    if not path.is_file():
+    content = read_object(directory, FILE)
+    if content is None:
         raise ConfigError(
             f"model {directory.name}: config.json: File does not exist; give a Hugging Face checkpoint directory"
         )
-    return parse_model_config(path.read_text())
+    return _of_object(content)
 
 
 def parse_model_config(text: str) -> ModelConfig:
     """Parse the text of a config.json. Raises ConfigError."""
-    try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"config.json is not JSON at line {error.lineno}: {error.msg}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config.json holds {type(raw).__name__}, a JSON object is expected")
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
-    try:
-        return _build(raw, architecture)
-    except KeyError as error:
-        raise ConfigError(f"config.json lacks the key {error.args[0]}") from None
-    except (msgspec.ValidationError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"config.json has a value of the wrong type: {error}") from None
+    return _of_object(parse_object(text, FILE))
 
 
-def eos_ids(raw: dict[str, Any]) -> tuple[int, ...]:
-    """eos_token_id of a config.json or generation_config.json: absent, one id, or a list."""
-    eos = raw.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple[int, ...]:
+    """The eos_token_id of the file `name`. Raises ConfigError for one that the model cannot say."""
+    for token_id in ids:
+        if token_id >= config.vocab_size:
+            raise ConfigError(f"{name}: eos_token_id {token_id} is not below vocab_size {config.vocab_size}; {REMEDY}")
+    return ids
 
 
-def _build(raw: dict[str, Any], architecture: str) -> ModelConfig:
-    heads = raw["num_attention_heads"]
-    is_llama, is_qwen2 = architecture == "LlamaForCausalLM", architecture == "Qwen2ForCausalLM"
-    attention_bias = bool(raw.get("attention_bias", False)) and architecture != "MistralForCausalLM"
-    quantization, kv_cache_dtype = parse_quantization(raw)
-    config = dict(
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        max_position=raw["max_position_embeddings"],
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+def _of_object(content: dict[str, Any]) -> ModelConfig:
+    names = convert(content.get("architectures"), list[str] | None, FILE, "architectures") or ["none"]
+    if names[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"config.json: architectures {shown(names)}: {shown(names[0])} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    raw = convert(content, _Raw, FILE)
+    if raw.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act {shown(raw.hidden_act)} is not supported; supported is silu")
+    quantization, kv_cache_dtype = parse_quantization(content)
+    is_llama, is_qwen2 = names[0] == "LlamaForCausalLM", names[0] == "Qwen2ForCausalLM"
+    attention_bias = bool(raw.attention_bias) and names[0] != "MistralForCausalLM"
+    config = ModelConfig(
+        architecture=names[0],
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=raw.head_dim or _head_dim(raw),
+        max_position=raw.max_position_embeddings,
+        norm_eps=raw.rms_norm_eps,
         rope=_rope(raw),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(raw.tie_word_embeddings),
         qkv_bias=is_qwen2 or attention_bias,
         out_bias=attention_bias and not is_qwen2,
-        mlp_bias=is_llama and bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        windows=_windows(raw, architecture),
-        dtype=raw.get("dtype") or raw.get("torch_dtype"),
-        eos_ids=eos_ids(raw),
+        mlp_bias=is_llama and bool(raw.mlp_bias),
+        qk_norm=names[0] == "Qwen3ForCausalLM",
+        windows=_windows(raw, names[0]),
+        dtype=raw.dtype or raw.torch_dtype,
+        eos_ids=token_ids(content, "eos_token_id", FILE),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
     )
-    return _checked(msgspec.convert(config, ModelConfig))
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "max_position",
-)
-
-
-def _checked(config: ModelConfig) -> ModelConfig:
-    for name in _SIZES:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"config.json: {name} is {getattr(config, name)}, at least 1 is needed")
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {config.num_heads} is no multiple of "
-            f"num_key_value_heads {config.num_kv_heads}"
+            f"num_key_value_heads {config.num_kv_heads}; {REMEDY}"
         )
-    if config.head_dim < 2 or config.head_dim % 2:
-        raise ConfigError(f"config.json: head_dim is {config.head_dim}; rotary embedding needs an even number")
-    if any(window is not None and window < 1 for window in config.windows):
-        raise ConfigError("config.json: sliding_window is less than 1; null turns it off")
     return config
 
 
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; before it was `rope_theta` and `rope_scaling`."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+def _head_dim(raw: _Raw) -> int:
+    """Of a config.json that does not say it."""
+    size, rest = divmod(raw.hidden_size, raw.num_attention_heads)
+    if rest or size % 2 or size == 0:
+        raise ConfigError(
+            f"config.json: num_attention_heads {raw.num_attention_heads} does not divide hidden_size {raw.hidden_size} "
+            f"into even heads, and there is no head_dim; {REMEDY}"
+        )
+    return size
+
+
+def _rope(raw: _Raw) -> RopeConfig:
+    key = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    section = raw.rope_parameters or raw.rope_scaling or {}
+    scaling = convert(section, _Scaling, FILE, key)
+    kind = scaling.rope_type or scaling.type or "default"
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope type {kind} is not supported; supported are {', '.join(ROPE_KINDS)}")
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor is not 1, which is not supported")
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+        raise ConfigError(
+            f"config.json: {key}: rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_KINDS)}"
+        )
+    if any(factor not in (None, 1.0) for factor in (scaling.partial_rotary_factor, raw.partial_rotary_factor)):
+        raise ConfigError("config.json: partial_rotary_factor is not 1, which is not supported; use another checkpoint")
+    theta = scaling.rope_theta or raw.rope_theta or 10000.0
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta, kind, scaling["factor"])
+        return RopeConfig(theta, kind, convert(section, _Linear, FILE, key).factor)
+    llama3 = convert(section, _Llama3, FILE, key)
     return RopeConfig(
         theta,
         kind,
-        scaling["factor"],
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
+        llama3.factor,
+        llama3.low_freq_factor,
+        llama3.high_freq_factor,
+        llama3.original_max_position_embeddings,
     )
 
 
-def _windows(raw: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    if window is None or architecture == "LlamaForCausalLM":
+def _windows(raw: _Raw, architecture: str) -> tuple[int | None, ...]:
+    layers, window = raw.num_hidden_layers, raw.sliding_window
+    is_on = architecture == "MistralForCausalLM" or (architecture != "LlamaForCausalLM" and raw.use_sliding_window)
+    if window is None or not is_on:
         return (None,) * layers
+    if not 1 <= window <= 2**40:
+        raise ConfigError(f"config.json: sliding_window is {shown(window)}, less than 1 or too large; null turns it off")
     if architecture == "MistralForCausalLM":
         return (window,) * layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * layers
-    kinds = raw.get("layer_types")
+    kinds = raw.layer_types
     if kinds is None:
-        first = raw.get("max_window_layers", 28)  # transformers' default
+        first = 28 if raw.max_window_layers is None else raw.max_window_layers
         return tuple(window if layer >= first else None for layer in range(layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ConfigError(
-            f"layer type {min(unknown)} is not supported; supported are full_attention and sliding_attention"
+            f"config.json: layer_types: layer type {shown(min(unknown))} is not supported; supported are full_attention "
+            f"and sliding_attention"
         )
     if len(kinds) != layers:
-        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
+        raise ConfigError(
+            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}; {REMEDY}"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import convert
 from backend.models.quantized import (
     QuantizedLayers,
     Scheme,
@@ -55,7 +55,7 @@ class GptqLayers(QuantizedLayers):
         groups = k // group // repeats
         qweight = source.take_raw(name + ".qweight", (k // 8, n), (torch.int32,))
         qzeros = source.take_raw(name + ".qzeros", (groups, n // 8), (torch.int32,))
-        scales = source.take_raw(name + ".scales", (groups, n))
+        scales = source.take_scales(name + ".scales", (groups, n))
         if source.has(name + ".g_idx"):
             g_idx = source.take_raw(name + ".g_idx", (k,), (torch.int32, torch.int64))
             if not torch.equal(g_idx.cpu().long(), torch.arange(k) // (group * repeats)):
@@ -72,8 +72,8 @@ class GptqLayers(QuantizedLayers):
 
 
 def parse(section: dict[str, Any]) -> GptqLayers:
-    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
-    config = msgspec.convert(section, _Config)
+    """Read quantization_config. Raises ConfigError."""
+    config = convert(section, _Config, "config.json", "quantization_config")
     wrong = {
         f"{config.bits} bits": config.bits != 4,
         "desc_act": config.desc_act,

@@ -76,6 +76,8 @@ class LinearBuilder:
     def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
         """From the values as they are stored, not as the model's dtype would round them."""
         group, num_rows, device = self._options.columns_per_scale(columns), sum(rows.values()), self._source.device
+        for name, count in rows.items():
+            self._source.check_shape(name + ".weight", (count, columns))
         q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
         scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
         start = 0

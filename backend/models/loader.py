@@ -5,7 +5,8 @@ safetensors only: a pickle-based file could run code while it is read, so it is 
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,12 +15,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.models.config import ModelConfig, eos_ids, parse_model_config, read_model_config
+from backend.api.model_files import read_object, shown, token_ids
+from backend.models.config import ModelConfig, check_eos_ids, parse_model_config, read_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
+from backend.models.weight_files import tensor_names, weight_files
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
+GENERATION = "generation_config.json"
+MAX_POSITIONS = 1 << 21  # whose rotary tables take 1 GiB at a head_dim of 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -27,10 +32,20 @@ def resolve_model_path(path: str) -> Path:
     """A directory, a Hugging Face hub id (fetched or found in the local cache), or "" for the default model."""
     if not path:
         return DEFAULT_MODEL
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ConfigError(f"model {path}: File does not exist; give a checkpoint directory or a hub id (ORG/NAME)")
+    try:
+        if Path(path).is_dir():
+            return Path(path)
+        is_file = Path(path).exists()
+    except OSError as error:  # too long a name, or a directory on the way that this user may not enter
+        raise ConfigError(
+            f"model {shown(path)}: cannot be looked up ({os.strerror(error.errno)}); give a checkpoint directory"
+        ) from None
+    if is_file:
+        raise ConfigError(f"model {shown(path)}: is no directory; give the directory of a checkpoint")
+    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or not path.isprintable():
+        raise ConfigError(
+            f"model {shown(path)}: File does not exist; give a checkpoint directory or a hub id (ORG/NAME)"
+        )
     return _from_hub(path)
 
 
@@ -38,6 +53,8 @@ class Checkpoint:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]):
+        """Raises ConfigError when the configuration has more layers than the tensors have."""
+        _check_layers(config, tensors)
         self.config = config
         self.tensors = tensors
 
@@ -50,7 +67,8 @@ class Checkpoint:
         name = name.removeprefix("torch.")
         if name not in DTYPES:
             raise ConfigError(
-                f"dtype {name} is not supported; use one of {', '.join(DTYPES)} with --set model.dtype=..."
+                f"config.json: dtype (torch_dtype) {shown(name)} is not supported; use one of {', '.join(DTYPES)} "
+                f"with --set model.dtype=..."
             )
         return DTYPES[name]
 
@@ -61,18 +79,25 @@ class Checkpoint:
             raise ConfigError(
                 f"model.max_seq_len is {limit}, the model's own limit is {self.config.max_position}; lower it"
             )
+        if limit > MAX_POSITIONS:
+            raise ConfigError(
+                f"config.json: max_position_embeddings is {self.config.max_position}, and {limit} positions are more than "
+                f"the {MAX_POSITIONS} that are supported; use --set model.max_seq_len={MAX_POSITIONS} or less"
+            )
         with torch.inference_mode():
             return FAMILIES[self.config.architecture](self.config, self.tensors, limit, dtype, device, linears)
 
 
 def open_directory(directory: Path) -> Checkpoint:
     """A checkpoint directory. Raises ConfigError."""
-    return Checkpoint(read_model_config(directory), _LazyTensors(_weight_files(directory)))
+    return Checkpoint(read_model_config(directory), _LazyTensors(weight_files(directory)))
 
 
 def of_buffers(tensors: Mapping[str, Tensor], json_config: str) -> Checkpoint:
     """Tensors in memory and the text of a config.json. Raises ConfigError."""
-    return Checkpoint(parse_model_config(json_config), tensors)
+    config = parse_model_config(json_config)
+    check_eos_ids(config.eos_ids, config, "config.json")
+    return Checkpoint(config, tensors)
 
 
 def load_directory(
@@ -88,23 +113,32 @@ def load_directory(
 
 
 def read_eos_ids(directory: Path) -> tuple[int, ...]:
-    """Token ids that end a text: generation_config.json's, else config.json's."""
-    path = directory / "generation_config.json"
-    if path.is_file():
-        try:
-            ids = eos_ids(json.loads(path.read_text()))
-        except (json.JSONDecodeError, AttributeError):
-            raise ConfigError(f"model {directory.name}: generation_config.json is not a JSON object") from None
-        if ids:
-            return ids
-    return read_model_config(directory).eos_ids
+    """Token ids that end a text: generation_config.json's, else config.json's. Raises ConfigError."""
+    config = read_model_config(directory)
+    ids = token_ids(read_object(directory, GENERATION) or {}, "eos_token_id", GENERATION)
+    return check_eos_ids(ids, config, GENERATION) if ids else check_eos_ids(config.eos_ids, config, "config.json")
+
+
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """What config.json counts must be there before anything is made by its number."""
+    found = {match[1] for name in tensors if (match := _LAYER.match(name))}
+    if config.num_layers > len(found):
+        raise ConfigError(
+            f"config.json: num_hidden_layers is {config.num_layers}, the checkpoint has tensors of {len(found)} layers; "
+            f"correct it, or fetch the checkpoint again"
+        )
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ConfigError(f"{path.name} is no safetensors file, or is cut short: {error}; fetch it again") from None
+    except (SafetensorError, OSError):  # its header was sound: it has changed, or this version does not know a type
+        raise ConfigError(
+            f"{path.name} cannot be read as safetensors, though its header is sound; fetch it again"
+        ) from None
 
 
 class _LazyTensors(Mapping[str, Tensor]):
@@ -117,36 +151,27 @@ class _LazyTensors(Mapping[str, Tensor]):
     def __init__(self, paths: list[Path]):
         self._paths: dict[str, Path] = {}
         for path in paths:
-            with _open(path) as file:
-                self._paths |= dict.fromkeys(file.keys(), path)
+            for name in tensor_names(path):
+                if name in self._paths:
+                    raise ConfigError(
+                        f"tensor {shown(name)} is in {self._paths[name].name} and in {path.name}; remove the file that is "
+                        f"no part of the checkpoint"
+                    )
+                self._paths[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
-        with _open(self._paths[name]) as file:
-            return file.get_tensor(name)
+        path = self._paths[name]
+        try:
+            with _open(path) as file:
+                return file.get_tensor(name)
+        except SafetensorError:  # torch has no such type, or the file has changed since its header was read
+            raise ConfigError(f"{path.name}: tensor {shown(name)} cannot be read; convert it to a float type") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
 
     def __len__(self) -> int:
         return len(self._paths)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"model {directory.name}: {index.name} has no weight_map; fetch it again") from None
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ConfigError(f"model {directory.name}: {missing[0]}: File does not exist; {len(missing)} missing")
-        return [directory / name for name in names]
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise ConfigError(f"model {directory.name} has pickle weights (.bin, .pt): refused; convert to safetensors")
-    raise ConfigError(f"model {directory.name}: model.safetensors: File does not exist")
 
 
 def _from_hub(name: str) -> Path:
@@ -157,6 +182,6 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {name}: File does not exist here and could not be fetched ({type(error).__name__}); "
+            f"model {shown(name)}: File does not exist here and could not be fetched ({type(error).__name__}); "
             f"give a checkpoint directory"
         ) from None

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import convert
 from backend.models.quantized import QuantizedLayers, Scheme, first_obstacle, unsupported
 from backend.models.tensors import TensorSource
 from kernels.int8_rows import GROUP
@@ -42,14 +42,14 @@ class QoqLayers(QuantizedLayers):
                 f"{name} has {k} columns, of 4 bits with int8 activations a multiple of {GROUP} is supported"
             )
         qweight = source.take_raw(name + ".qweight", (n, k // 2), (torch.int8,))
-        s1_scales = source.take_raw(name + ".s1_scales", (n,))
+        s1_scales = source.take_scales(name + ".s1_scales", (n,))
         s1_szeros = s2_scales = s2_zeros = None
         if self.is_grouped:
             s2_scales, s2_zeros = (
                 source.take_raw(name + suffix, (k // GROUP, n), (torch.int8,)) for suffix in (".s2_scales", ".s2_zeros")
             )
         else:
-            s1_szeros = source.take_raw(name + ".s1_szeros", (n,))
+            s1_szeros = source.take_scales(name + ".s1_szeros", (n,))
         try:
             return from_qserve(qweight, s1_scales, s1_szeros, s2_scales, s2_zeros)
         except ValueError as error:
@@ -57,8 +57,8 @@ class QoqLayers(QuantizedLayers):
 
 
 def parse(section: dict[str, Any]) -> QoqLayers:
-    """Read quantization_config. Raises ConfigError, msgspec.ValidationError for a wrong type."""
-    config = msgspec.convert(section, _Config)
+    """Read quantization_config. Raises ConfigError."""
+    config = convert(section, _Config, "config.json", "quantization_config")
     wrong = {
         f"{config.wbits} bits": config.wbits != 4,
         f"group_size {config.group_size}": config.group_size not in (-1, GROUP),

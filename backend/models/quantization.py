@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from backend.api.model_files import convert
 from backend.models import awq, compressed_tensors, gptq, qoq
 from backend.models.quantized import QuantizedLayers, unsupported
 
@@ -22,11 +23,12 @@ _KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
 
 
 def parse_quantization(raw: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
-    """How linear layers are stored and KV is to be kept, None: as floats. Raises ConfigError, msgspec.ValidationError."""
-    section = raw.get("quantization_config") or raw.get("compression_config")
+    """How linear layers are stored and KV is to be kept, None: as floats. Raises ConfigError."""
+    key = "quantization_config" if raw.get("quantization_config") else "compression_config"
+    section = convert(raw.get(key), dict[str, Any] | None, "config.json", key)
     if not section:
         return None, None
-    method = section.get("quant_method", "unknown") if isinstance(section, dict) else "unknown"
+    method = convert(section.get("quant_method", "unknown"), str, "config.json", f"{key}.quant_method")
     if method not in _READERS:
         raise unsupported(method)
     return _READERS[method](section), _kv_dtype(method, section.get("kv_cache_scheme"))
@@ -36,7 +38,8 @@ def _kv_dtype(method: str, scheme: object) -> KvDtype | None:
     if not scheme:
         return None
     given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, dict) else {}
-    dtype = _KV_DTYPES.get(given.pop("num_bits", 0))
+    bits = given.pop("num_bits", 0)
+    dtype = _KV_DTYPES.get(bits) if type(bits) is int else None
     if dtype is None or given != _KV_SCHEME:
         raise unsupported(method, "kv_cache_scheme")
     return dtype

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import shown
 from backend.layers.linear import QuantizedWeight
 from backend.models.tensors import TensorSource
 from kernels.w4a8 import Weight4A8
@@ -22,6 +23,7 @@ from kernels.w4a16 import GROUPS, SYMMETRIC_ZERO, Weight4
 Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
 Held = QuantizedWeight | Weight4 | Weight4A8
 
+MAX_GROUP = 1 << 16  # columns that share a scale
 SUPPORTED = (
     "compressed-tensors (int8, symmetric, scaled by channel or group, with activations that are float or dynamic int8 by "
     "token; pack-quantized 4 bits), AWQ (4 bits, version gemm), GPTQ (4 bits, without desc_act) or QoQ (4 bits, group_size "
@@ -41,9 +43,10 @@ class QuantizedLayers(ABC):
 
 
 def unsupported(method: str, reason: str = "") -> ConfigError:
-    named = f"{method}: {reason}" if reason else method
+    named = shown(f"{method}: {reason}" if reason else method)
     return ConfigError(
-        f"the checkpoint is quantised ({named}), which is not supported; use a float checkpoint, or {SUPPORTED}"
+        f"config.json: quantization_config: the checkpoint is quantised ({named}), which is not supported; "
+        f"use a float checkpoint, or {SUPPORTED}"
     )
 
 
@@ -54,7 +57,7 @@ def first_obstacle(wrong: dict[str, bool]) -> str | None:
 
 def is_group_size_of_4_bits(size: int | None) -> bool:
     """Whether `kernel_group` can cut groups of this size; None and -1 mean a whole row."""
-    return size in (None, -1) or (size > 0 and size % min(GROUPS) == 0)
+    return size in (None, -1) or (0 < size <= MAX_GROUP and size % min(GROUPS) == 0)
 
 
 def kernel_group(name: str, group: int | None, k: int) -> tuple[int, int]:

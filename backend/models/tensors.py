@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,14 +37,32 @@ class TensorSource:
         Raises ConfigError when it is missing, has been taken, or has another shape or none of `dtypes`.
         """
         if name not in self._left:
-            raise ConfigError(f"the checkpoint lacks the tensor {name}; its config.json describes another model")
+            raise ConfigError(f"the checkpoint lacks the tensor {shown(name)}; its config.json describes another model")
         self._left.remove(name)
         tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
-            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+            raise ConfigError(
+                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; they are of different "
+                f"models"
+            )
         if tensor.dtype not in dtypes:
-            raise ConfigError(f"tensor {name} is {tensor.dtype}, {' or '.join(map(str, dtypes))} is expected")
+            raise ConfigError(
+                f"tensor {name} is {tensor.dtype}, {' or '.join(map(str, dtypes))} is expected; convert the checkpoint"
+            )
         return tensor.to(self.device)
+
+    def take_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Like `take_raw`, of scales, which are few. Raises ConfigError also for one that is no finite number."""
+        scales = self.take_raw(name, shape)
+        wrong = scales[~scales.isfinite()]
+        if wrong.numel():
+            raise ConfigError(f"tensor {name} holds {wrong[0].item()}, scales must be finite; quantise the model again")
+        return scales
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is taken for what will be made of a tensor: raise ConfigError when it has another shape."""
+        if name in self._left and tuple(self._tensors[name].shape) != shape:
+            self.take_raw(name, shape)
 
     def take_copy(self, name: str, original: Tensor) -> None:
         """Use up a tensor that may be there and must then equal `original`. Raises ConfigError when it differs."""
@@ -62,4 +81,7 @@ class TensorSource:
     def check_all_used(self) -> None:
         """Raise ConfigError when tensors are left over: the model would not be the one that was trained."""
         if self._left:
-            raise ConfigError(f"{len(self._left)} tensors of the checkpoint are not used, {min(self._left)} among them")
+            raise ConfigError(
+                f"{len(self._left)} tensors of the checkpoint are not used, {shown(min(self._left))} among them; "
+                f"its config.json describes another model"
+            )

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import find_file
 from backend.models.loader import open_directory
 from backend.quant.folds import Layer
 
@@ -116,7 +117,7 @@ def new_folder(output: Path, source: Path) -> Iterator[Path]:
     try:
         for pattern in COPIED:
             for path in source.glob(pattern):
-                if path.name not in NOT_COPIED:
+                if path.name not in NOT_COPIED and find_file(source, path.name) is not None:
                     shutil.copyfile(path, scratch / path.name)
         yield scratch
         scratch.chmod(0o755)

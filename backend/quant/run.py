@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.model_files import read_object
 from backend.models.config import ModelConfig
 from backend.quant.calibration import Calibration
 from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
@@ -55,7 +55,7 @@ def quantize_checkpoint(
             writer.add({f"model.layers.{index}.{name}": tensor for name, tensor in made.tensors.items()})
             errors.append(made.errors)
         writer.add(source.others())
-        raw = json.loads((directory / "config.json").read_text())
+        raw = read_object(directory, "config.json")
         writer.finish(raw | {"quantization_config": _section(scheme, wanted.kv)})
     return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
 

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.api.errors import ConfigError, EverbatchError, InvalidRequest, Unsupported
-from backend.text.tokenizer import Tokenizer, read_json
+from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
+from backend.text.tokenizer import CONFIG, Tokenizer
 
+FILE = "chat_template.jinja"
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
 
 
@@ -47,8 +51,11 @@ class ChatTemplate:
         try:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
+            where = f"line {error.lineno}: {shown(error.message)}"
             raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
+            reason = "it is nested too deep, or has a number of more than 4300 digits"
+            raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
@@ -122,12 +129,22 @@ def _count_chars(value: Any, depth: int) -> int:
 
 
 def _read_template(path: Path) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = read_json(path / "tokenizer_config.json").get("chat_template")
+    """Raises ConfigError for one that cannot be read, or is longer than MAX_TEMPLATE_CHARS."""
+    source, place = read_text(path, FILE, MAX_JSON_BYTES), FILE
+    if source is None:
+        source, place = (read_object(path, CONFIG) or {}).get("chat_template"), f"{CONFIG}: chat_template"
     if isinstance(source, list):  # [{"name": ..., "template": ...}]
-        return {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = {entry.get("name"): entry for entry in source if isinstance(entry, dict) and entry.get("template")}
+        if len(named) < len(source) or not all(isinstance(name, str) for name in named):
+            raise ConfigError(f"{place} is {shown(source)}, a list of objects with name and template is needed; {REMEDY}")
+        source = named["default"]["template"] if "default" in named else None
+    if source is not None and not isinstance(source, str):
+        raise ConfigError(f"{place} is {shown(source)}, a text is needed; {REMEDY}")
+    if source is not None and len(source) > MAX_TEMPLATE_CHARS:
+        raise ConfigError(f"{place} has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are compiled; shorten it")
+    tags = 0 if source is None else source.count("{{") + source.count("{%")
+    if tags > MAX_TEMPLATE_TAGS:
+        raise ConfigError(f"{place} has {tags} tags, at most {MAX_TEMPLATE_TAGS} are compiled; shorten it")
     return source
 
 
@@ -137,12 +154,25 @@ def _read_template(path: Path) -> str | None:
 def _environment() -> ImmutableSandboxedEnvironment:
     """The names and filters that transformers gives to chat templates (transformers, utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        optimized=False,
     )
+    environment.code_generator_class = _CodeGenerator
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Computes no constant while a template is loaded: `{{ 9 ** 9 ** 9 }}` would keep the loading busy for ever."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, *rest: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, *rest)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -16,12 +16,50 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from msgspec import Struct
 from tokenizers import AddedToken
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
+from backend.api.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FILE, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_ADDED_TOKENS = 20_000
+OLDER_SUFFIXES = (".json", ".txt", ".model", ".tiktoken")
+NO_TOKENIZER = ("config.json", "generation_config.json", "model.safetensors.index.json", "README.txt", "LICENSE.txt")
+
+
+class _Token(Struct):
+    """A token in tokenizer_config.json, if it is no plain string."""
+
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool | None = None
+
+
+TOKEN_FIELDS = _Token.__struct_fields__
+
+
+class _Config(Struct):
+    """What is used of tokenizer_config.json."""
+
+    added_tokens_decoder: dict[str, Any] | None = None  # of _Token
+    extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
+    additional_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    sep_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    cls_token: str | _Token | None = None
+    mask_token: str | _Token | None = None
+    split_special_tokens: bool | None = None
+    clean_up_tokenization_spaces: bool | None = None
 
 
 class Tokenizer:
@@ -58,13 +96,9 @@ class Tokenizer:
         Raises ConfigError when the directory has no tokenizer that can be read.
         """
         path = Path(path)
-        config = read_json(path / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # transformers reads the older file only then
-            config = {**config, **read_json(path / "special_tokens_map.json")}
-        eos_ids = _eos_ids(path)
-        if (path / "tokenizer.json").is_file():
-            return cls(_read_backend(path / "tokenizer.json"), config, eos_ids)
-        return cls(_convert(path), config, eos_ids)
+        config, eos_ids = _read_config(path), _eos_ids(path)
+        backend = _convert(path) if find_file(path, FILE) is None else _read_backend(path)
+        return cls(backend, config, eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it is not Unicode text (a lone surrogate)."""
@@ -109,48 +143,74 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path.name} of the model cannot be read ({error}); replace the file") from None
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ConfigError(f"{path.name} of the model holds a {kind}, an object is needed; replace the file")
-    return content
+def _read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or {}; what is used of it has the types that it should have. Raises ConfigError."""
+    config = read_object(path, CONFIG) or {}
+    name = CONFIG
+    if "added_tokens_decoder" not in config:  # transformers reads the older file only then
+        older = read_object(path, OLDER_CONFIG)
+        _check_config(config, CONFIG)
+        config, name = {**config, **(older or {})}, CONFIG if older is None else OLDER_CONFIG
+    _check_config(config, name)
+    return config
+
+
+def _check_config(config: dict[str, Any], name: str) -> None:
+    convert(config, _Config, name)
+    for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+        count = len(config.get(key) or ())
+        if count > MAX_ADDED_TOKENS:
+            raise ConfigError(
+                f"{name}: {key} has {count} tokens, at most {MAX_ADDED_TOKENS} can be added; put them into {FILE}"
+            )
+    for key, token in (config.get("added_tokens_decoder") or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ConfigError(f"{name}: added_tokens_decoder has the key {shown(key)}, an id of a token is needed; {REMEDY}")
+        convert(token, _Token, name, f"added_tokens_decoder.{key}")
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    text = read_text(path, FILE, MAX_TOKENIZER_BYTES)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-        raise ConfigError(f"{path.name} of the model cannot be read ({error}); replace the file") from error
+        raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
+    except BaseException as error:  # a panic of the library, which is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
     """Let transformers build a fast tokenizer from older files (vocab.txt, merges.txt, tokenizer.model)."""
+    names = [each.name for each in path.glob("*") if each.suffix in OLDER_SUFFIXES]
+    for name in names:  # transformers opens them without a look
+        find_file(path, name, MAX_TOKENIZER_BYTES)
+    if not set(names) - {*NO_TOKENIZER, CONFIG}:
+        raise ConfigError(f"the model directory has no {FILE}, and none of the older files; add a {FILE}")
     import transformers  # slow to import, and needed by few models
 
     try:
-        converted = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+        converted = transformers.AutoTokenizer.from_pretrained(
+            str(path), use_fast=True, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever transformers and the libraries below it make of the files
         raise ConfigError(
-            "the model directory has no tokenizer.json, and transformers cannot convert its other files "
-            f"({type(error).__name__}); add a tokenizer.json"
+            f"the model directory has no {FILE}, and transformers cannot convert its other files "
+            f"({type(error).__name__}); add a {FILE}"
         ) from error
     if not getattr(converted, "is_fast", False):
-        raise Unsupported(f"{type(converted).__name__} has no fast version; add a tokenizer.json to the model")
+        raise Unsupported(f"{type(converted).__name__} has no fast version; add a {FILE} to the model")
     return converted.backend_tokenizer
 
 
 def _eos_ids(path: Path) -> list[int]:
     """eos_token_id of generation_config.json, or of config.json without that file (as transformers derives it)."""
-    generation = path / "generation_config.json"
-    eos = read_json(generation if generation.is_file() else path / "config.json").get("eos_token_id")
-    return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+    for name in ("generation_config.json", "config.json"):
+        content = read_object(path, name)
+        if content is not None:
+            return list(token_ids(content, "eos_token_id", name))
+    return []
 
 
 def _text_of(token: Any) -> str | None:
@@ -167,16 +227,17 @@ def _as_added(token: str | dict[str, Any], special: bool) -> AddedToken:
     """`special` marks the token whatever its object says; an object that does not say is no special token."""
     if isinstance(token, str):
         return AddedToken(token, special=True)
-    fields = {key: value for key, value in token.items() if key != "__type"}
+    fields = {key: token[key] for key in TOKEN_FIELDS if token.get(key) is not None}
     return AddedToken(**{**fields, "special": special or fields.get("special", False)})
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add what tokenizer_config.json names and tokenizer.json lacks, in transformers' order: listed, named, extra."""
     known = backend.get_added_tokens_decoder().values()
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     added = [_as_added(token, special=False) for _, token in listed]
-    missing = [token for token in added if repr(token) not in {repr(old) for old in known}]
+    old = {repr(token) for token in known}
+    missing = [token for token in added if repr(token) not in old]
     texts = {token.content for token in (*known, *missing)}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra

@@ -3,12 +3,16 @@
 The cache is `$EVERBATCH_CACHE`, else `.run/native` of the checkout, else `~/.cache/everbatch` where the checkout cannot be
 written. An entry's name holds a hash over sources, headers, flags and compiler. Every entry ends with that hash, behind the
 last ELF section: loading a truncated library would not fail but end the process with SIGBUS, so it is recognised before.
+
+A library is code: a cache or an entry that anybody but this user and root could have written is not used (kernels/cpu/trust.py),
+as if it could not be written: the next cache is taken, and without one NativeUnavailable says why.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shlex
@@ -26,7 +30,9 @@ from pathlib import Path
 import torch  # noqa: F401  # before the library: its libgomp.so.1 is then the one that the library binds to
 
 from kernels.cpu.isa import chosen_isas, compiler_flags
+from kernels.cpu.trust import distrust_of_directory, make_private_directory, open_trusted
 
+log = logging.getLogger("everbatch.kernels")
 SOURCES = Path(__file__).parent / "native"
 CACHE_VARIABLE = "EVERBATCH_CACHE"
 
@@ -136,7 +142,7 @@ class _Recipe:
 
     def cached(self) -> Path | None:
         """The library, if one of the caches (some may be read-only) holds a whole one."""
-        paths = (directory / f"{self.name}.so" for directory in _cache_directories())
+        paths = (directory / f"{self.name}.so" for directory in _cache_directories() if _is_usable(directory))
         return next((path for path in paths if self._is_whole(path)), None)
 
     def compile(self, progress: Callable[[str], None] | None, instead_of: Path | None = None) -> Path:
@@ -189,11 +195,13 @@ class _Recipe:
                 )
             with result.open("ab") as file:
                 file.write(self.key.encode())
+            result.chmod(0o755)  # whatever the umask is: others may use it, nobody may change it
             os.replace(result, library)
 
     def _is_whole(self, library: Path) -> bool:
+        """Whether the entry is of these sources and flags, all of it there, and nobody else's."""
         try:
-            with library.open("rb") as file:
+            with open_trusted(library) as file:
                 file.seek(-len(self.key), os.SEEK_END)
                 return file.read() == self.key.encode()
         except OSError:
@@ -209,12 +217,16 @@ class _Recipe:
 
     @contextmanager
     def _locked_cache(self) -> Iterator[Path]:
-        """The first cache that can be written; nobody else compiles this variant in it meanwhile."""
+        """The first cache that can be written and trusted; nobody else compiles this variant in it meanwhile."""
         directories = _cache_directories()
-        problem: OSError | None = None
+        problem: OSError | str | None = None
         for directory in directories:
             try:
-                directory.mkdir(parents=True, exist_ok=True)
+                make_private_directory(directory)
+                if reason := distrust_of_directory(directory):
+                    log.warning("the cache of native kernels %s is not used: %s", directory, reason)
+                    problem = reason
+                    continue
                 lock = (directory / f"{self.label}.lock").open("a")
             except OSError as error:
                 problem = error
@@ -224,7 +236,7 @@ class _Recipe:
                 yield directory
             return
         raise NativeUnavailable(
-            f"no place for the compiled native kernels, {' nor '.join(map(str, directories))} can be written "
+            f"no place for the compiled native kernels, {' nor '.join(map(str, directories))} can be written and trusted "
             f"({problem}): set {CACHE_VARIABLE} to a directory that can"
         )
 
@@ -246,6 +258,13 @@ def _cache_directories() -> list[Path]:
         return [Path(chosen).absolute()]
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [_CHECKOUT / ".run" / "native", home / "everbatch"]
+
+
+def _is_usable(directory: Path) -> bool:
+    try:
+        return distrust_of_directory(directory) is None
+    except OSError:  # missing, or this user may not look into it
+        return False
 
 
 def _find_compiler() -> list[str]:

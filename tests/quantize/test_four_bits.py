@@ -206,7 +206,8 @@ def test_what_is_not_read_is_refused_by_one_sentence_that_names_it(layout, found
     with pytest.raises(ConfigError) as error:
         parse(layout.section)
     assert str(error.value) == (
-        f"the checkpoint is quantised ({found}), which is not supported; use a float checkpoint, or {SUPPORTED}"
+        f"config.json: quantization_config: the checkpoint is quantised ({found}), which is not supported; "
+        f"use a float checkpoint, or {SUPPORTED}"
     )
 
 
@@ -216,9 +217,16 @@ def test_activation_order_of_compressed_tensors_is_refused():
         parse(quantization_config("pack-quantized", weights=weights))
 
 
-@pytest.mark.parametrize("section", [dict(quant_method="awq"), awq(bits="four").section, qoq(128, wbits=None).section])
-def test_a_section_that_is_not_what_it_should_be_is_refused(section):
-    with pytest.raises(ConfigError, match="wrong type"):
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        (dict(quant_method="awq"), "lacks the key quantization_config.bits"),
+        (awq(bits="four").section, "quantization_config.bits is 'four', int is needed"),
+        (qoq(128, wbits=None).section, "quantization_config.wbits is null, int is needed"),
+    ],
+)
+def test_a_section_that_is_not_what_it_should_be_is_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
         parse(section)
 
 

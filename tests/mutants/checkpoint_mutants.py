@@ -1,0 +1,180 @@
+"""Bugs planted in the readers of checkpoints, the cache of native kernels and the names of --model.
+
+Each is a function that plants one with `set_attribute` (pytest's MonkeyPatch.setattr), beside tests that must fail then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from backend.api import model_files
+from backend.models import loader, weight_files
+from backend.models.tensors import TensorSource
+from backend.text import chat, tokenizer
+from deploy import model_source
+from kernels.cpu import build, trust
+
+SetAttribute = Callable[[object, str, Any], None]
+
+
+def depth_of_json_not_looked_at(set_attribute: SetAttribute) -> None:
+    set_attribute(model_files, "_is_deeper", lambda content, most: False)
+
+
+def links_may_lead_out(set_attribute: SetAttribute) -> None:
+    set_attribute(model_files, "_check_link", lambda directory, path: None)
+
+
+def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
+    def check(directory: Path, path: Path) -> None:
+        if Path(os.path.realpath(path)).parent.name != "blobs":
+            original(directory, path)
+
+    original = model_files._check_link
+    set_attribute(model_files, "_check_link", check)
+
+
+def a_byte_too_many_is_read(set_attribute: SetAttribute) -> None:
+    set_attribute(model_files, "MAX_JSON_BYTES", model_files.MAX_JSON_BYTES + 1)
+
+
+def an_index_may_name_paths(set_attribute: SetAttribute) -> None:
+    set_attribute(weight_files, "_shard_names", lambda index: sorted(set(index["weight_map"].values())))
+
+
+def tensors_may_overlap(set_attribute: SetAttribute) -> None:
+    original = weight_files._check_entry
+    set_attribute(
+        weight_files, "_check_entry", lambda place, entry, start: original(place, entry, entry.data_offsets[0])
+    )
+
+
+def the_header_s_length_is_believed(set_attribute: SetAttribute) -> None:
+    set_attribute(
+        weight_files, "_header_bytes", lambda file, first, num_bytes: int.from_bytes(first, "little") & (1 << 40) - 1
+    )
+
+
+def layers_are_not_counted(set_attribute: SetAttribute) -> None:
+    set_attribute(loader, "_check_layers", lambda config, tensors: None)
+
+
+def eos_ids_beyond_the_vocabulary(set_attribute: SetAttribute) -> None:
+    set_attribute(loader, "check_eos_ids", lambda ids, config, name: ids)
+
+
+def scales_may_be_nan(set_attribute: SetAttribute) -> None:
+    set_attribute(TensorSource, "take_scales", TensorSource.take_raw)
+
+
+def memory_before_the_shape_is_checked(set_attribute: SetAttribute) -> None:
+    set_attribute(TensorSource, "check_shape", lambda self, name, shape: None)
+
+
+def a_tokenizer_s_settings_are_believed(set_attribute: SetAttribute) -> None:
+    set_attribute(tokenizer, "_check_config", lambda config, name: None)
+
+
+def a_template_s_constants_are_computed(set_attribute: SetAttribute) -> None:
+    set_attribute(chat._CodeGenerator, "_output_child_to_const", chat.jinja2.compiler.CodeGenerator._output_child_to_const)
+
+
+def a_stranger_s_library_is_loaded(set_attribute: SetAttribute) -> None:
+    original = trust._distrust
+
+    def distrust(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> str | None:
+        return original(path, os.stat_result([*found[:4], os.geteuid(), *found[5:10]]), is_kind)
+
+    set_attribute(trust, "_distrust", distrust)
+
+
+def a_group_may_write_the_cache(set_attribute: SetAttribute) -> None:
+    set_attribute(trust, "WRITABLE_BY_OTHERS", stat.S_IWOTH)
+
+
+def entries_are_opened_through_links(set_attribute: SetAttribute) -> None:
+    set_attribute(build, "open_trusted", lambda path: path.open("rb"))
+
+
+def a_cache_is_made_as_the_umask_says(set_attribute: SetAttribute) -> None:
+    set_attribute(build, "make_private_directory", lambda directory: directory.mkdir(parents=True, exist_ok=True))
+
+
+def the_sticky_bit_is_not_asked_for(set_attribute: SetAttribute) -> None:
+    set_attribute(trust.stat, "S_ISVTX", 0o777)
+
+
+def hub_ids_may_hold_dots(set_attribute: SetAttribute) -> None:
+    set_attribute(model_source, "HUB_ID", re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"))
+
+
+def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
+    def existing(name: str) -> Path | None:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+
+    set_attribute(model_source, "_existing", existing)
+
+
+_HOSTILE = "tests/model/test_hostile_checkpoints.py::"
+_TRUST = "tests/native/test_trust.py::"
+_SOURCE = "tests/deploy/test_model_source.py::"
+_NAME = _SOURCE + "test_a_name_that_is_no_checkpoint_ends_in_one_sentence"
+
+
+def _case(name: str, reader: str = "engine") -> str:
+    return f"{_HOSTILE}test_a_hostile_checkpoint_ends_in_one_sentence[{reader}: {name}]"
+
+
+# name -> (what plants it, tests that must fail)
+MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
+    plant.__name__: (plant, tests)
+    for plant, tests in (
+        (depth_of_json_not_looked_at, [_case("config is 500 objects deep")]),
+        (links_may_lead_out, [_case("config leads out of the model"), _case("tokenizer leads out", "text")]),
+        (blobs_anywhere_are_a_hub_s, [_HOSTILE + "test_blobs_count_only_beside_snapshots"]),
+        (a_byte_too_many_is_read, [_HOSTILE + "test_a_file_may_be_as_long_as_the_limit_and_no_longer"]),
+        (an_index_may_name_paths, [_case("index goes up"), _case("index is absolute")]),
+        (tensors_may_overlap, [_case("overlapping offsets")]),
+        (the_header_s_length_is_believed, [_case("header beyond the file"), _case("header of a gigabyte")]),
+        (layers_are_not_counted, [_case("a layer too few")]),
+        (eos_ids_beyond_the_vocabulary, [_case("eos id of the generation config is beyond the vocabulary")]),
+        (scales_may_be_nan, [_case("awq with scales that are NaN"), _case("awq with infinite scales")]),
+        (
+            memory_before_the_shape_is_checked,
+            [_HOSTILE + "test_int8_of_a_projection_that_is_too_small_takes_no_memory_first"],
+        ),
+        (a_tokenizer_s_settings_are_believed, [_case("split_special_tokens is no", "text")]),
+        (
+            a_template_s_constants_are_computed,
+            [_HOSTILE + "test_a_template_s_constants_are_not_computed_while_it_is_loaded"],
+        ),
+        (
+            a_stranger_s_library_is_loaded,
+            [
+                _TRUST + "test_a_cache_of_another_user_is_not_used",
+                _TRUST + "test_a_library_of_another_user_is_compiled_again",
+            ],
+        ),
+        (a_group_may_write_the_cache, [_TRUST + "test_a_cache_that_others_may_write_is_not_used[504]"]),
+        (entries_are_opened_through_links, [_TRUST + "test_a_link_in_the_place_of_a_library_is_not_followed"]),
+        (
+            a_cache_is_made_as_the_umask_says,
+            [
+                f"{_TRUST}test_whatever_the_umask_the_cache_is_private_and_the_library_writable_by_none_else[{umask}]"
+                for umask in (0o000, 0o022)
+            ],
+        ),
+        (
+            the_sticky_bit_is_not_asked_for,
+            [_TRUST + "test_a_directory_above_that_everybody_may_write_needs_the_sticky_bit"],
+        ),
+        (hub_ids_may_hold_dots, [_NAME + "[other/..-there is no such directory]"]),
+        (a_name_is_looked_up_without_a_net, [_NAME + "[~no-such-user-here/model-there is no such user]"]),
+    )
+}
