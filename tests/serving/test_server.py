@@ -164,7 +164,7 @@ def test_stop_of_a_session_is_answered_by_an_empty_final_response(server, execut
     request = token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1), END=ints(1))
     server.execute([request])
     (answer,) = request.sender.wait()
-    assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True)]
+    assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True, "")]
 
 
 def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(server, executor, monkeypatch) -> None:

@@ -200,7 +200,7 @@ def test_parameters_carry_a_timeout_in_microseconds_from_either_transport() -> N
     assert parse_parameters(2_500_000, "{}").timeout_s == 2.5
     assert parse_parameters(0, '{"timeout": 100000}').timeout_s == 0.1
     assert parse_parameters(0, "").timeout_s is None
-    assert parse_parameters(0, '{"cache_salt": "x"}').cache_salt == "x"
+    assert parse_parameters(0, '{"cache_salt": "x"}').namespace == "x"
     for wrong in ('{"timeout": -1}', '{"timeout": "soon"}', '{"timeout": true}', '{"cache_salt": 3}'):
         with pytest.raises(InvalidRequest):
             parse_parameters(0, wrong)
