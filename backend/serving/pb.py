@@ -1,7 +1,7 @@
 """The one door to triton_python_backend_utils: responses, error codes, flags, metric families.
 
 Importable in a Triton stub only (tests bring a small module of that name). Every call of `send`, `is_cancelled` and
-every metric update is a round trip to the server process: never on the main thread, never under a lock.
+every metric update is a round trip to the server process: never under a lock, and on the main thread only to refuse.
 """
 
 from __future__ import annotations

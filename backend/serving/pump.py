@@ -11,7 +11,7 @@ Rules
     its last response. Several failed rows share it: its code is that of the row that failed first, its text names each
     row. Nothing is ever sent after an error, because Triton 24.10 may not survive that (backend/README.md).
   - A stream-wide failure (`fail`) ends all rows with one error.
-  - A stream that fails before it has rows was refused: its answer goes over a lane of its own, not behind streams.
+  - A request that is refused as it comes in is answered by the thread that refuses it, not behind streams (`refuse`).
   - A send that raises ends the stream: error with FINAL, else a bare FINAL, tried twice. Its rows are cancelled in the
     engine.
   - `deliver`, `fail` and `open` never block; they may be called from any thread.
@@ -105,13 +105,12 @@ class ResponsePump:
         self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._lanes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_lanes)]
-        self._refusals: queue.SimpleQueue = queue.SimpleQueue()
         self._live: dict[int, Stream] = {}  # insertion order
         self._live_lock = threading.Lock()
         self._num_opened = 0
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"everbatch-sender-{n}", daemon=True)
-            for n, lane in enumerate([*self._lanes, self._refusals])
+            for n, lane in enumerate(self._lanes)
         ]
         for thread in self._threads:
             thread.start()
@@ -138,6 +137,18 @@ class ResponsePump:
             stream.failure = stream.failure or Failure(code, message)
             self._queue(stream)
 
+    def refuse(self, stream: Stream, code: ErrorCode, message: str) -> None:
+        """As `fail`; a stream that has no rows and was not queued yet is ended at once, on the caller's thread: to wait for
+        a sender that is busy with other streams would take longer than this round trip.
+        """
+        with stream.lock:
+            is_new = not stream.rows and not stream.queued
+            stream.queued = True if is_new else stream.queued  # no sender touches it then
+        if is_new:
+            self._end_badly(stream, Failure(code, message))
+        else:
+            self.fail(stream, code, message)
+
     def begin(self, stream: Stream, rows: list[Row]) -> bool:
         """Give a stream its rows, before the first of them can answer. False: it has been cancelled or has failed
         meanwhile, and nothing of it may run.
@@ -161,16 +172,17 @@ class ResponsePump:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let the senders finish what is queued, then end them."""
-        for lane in (*self._lanes, self._refusals):
+        for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def _queue(self, stream: Stream) -> None:
-        """Called with the stream's lock held. What has no rows by now never gets any (`begin`)."""
+    @staticmethod
+    def _queue(stream: Stream) -> None:
+        """Called with the stream's lock held."""
         if not stream.queued and not stream.closed:
             stream.queued = True
-            (stream.lane if stream.rows else self._refusals).put(stream)
+            stream.lane.put(stream)
 
     # ---- sender threads ----------------------------------------------------------------------------------------------
 

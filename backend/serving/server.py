@@ -235,10 +235,10 @@ class ModelServer:
         try:
             action(stream, argument)
         except EverbatchError as error:
-            self._pump.fail(stream, error.code, error.message)
+            self._pump.refuse(stream, error.code, error.message)
         except Exception:
             log.exception("taking in request %r failed", stream.client_request_id)
-            self._pump.fail(stream, ErrorCode.INTERNAL, NOT_TAKEN_IN)
+            self._pump.refuse(stream, ErrorCode.INTERNAL, NOT_TAKEN_IN)
 
     # ---- main thread, or a text thread -------------------------------------------------------------------------------
 

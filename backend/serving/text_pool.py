@@ -130,6 +130,8 @@ class TextPool:
             stuck = [job for job, reading in self._reading.items() if reading.since <= limit]
             for job in stuck:
                 self._give_up(job)
+            if stuck:
+                self._fill_places()
         for job in waited:
             job.refuse(
                 ErrorCode.UNAVAILABLE,

@@ -190,7 +190,7 @@ def test_a_refusal_does_not_wait_behind_a_stream(make) -> None:
     harness.tokens(slow, 1, final=True)
     assert slow_sender.entered.acquire(timeout=10)  # the only lane is in a send
     refused, refused_sender = harness.open(num_rows=0)
-    harness.pump.fail(refused, ErrorCode.UNAVAILABLE, "full")
+    harness.pump.refuse(refused, ErrorCode.UNAVAILABLE, "full")
     assert refused_sender.error() == "[UNAVAILABLE] full"
     assert harness.pump.begin(refused, [Row(TokenOutput(RowSettings(), []))]) is False and refused.rows == []
     slow_sender.gate.set()
