@@ -372,3 +372,18 @@ def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server
     executor.end(1, 5)
     assert refused.sender.error() == "[INVALID_ARGUMENT] Streaming is only supported in decoupled mode."
     assert served.sender.column("output_ids") == [1, 5] and served.sender.finals == [0]
+
+
+def test_a_second_drain_signal_changes_nothing() -> None:
+    """The grace period must not begin anew with each of them."""
+    drains: list[int] = []
+    ticks = threading.Semaphore(0)
+    keeper = Housekeeper(ticks.release, 0.001, lambda: drains.append(1), lambda: None)
+    keeper.listen_for_drain()
+    keeper.start()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(50):  # some rounds of the housekeeper, in which it has read the signal
+            wait_for(ticks)
+    keeper.stop()
+    assert drains == [1]
