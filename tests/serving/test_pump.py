@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +45,13 @@ class Harness:
     def error(self, stream: Stream, message: str, row: int = 0) -> None:
         response = Response(RequestId(row + 1), error_or_none=message, error_code=ErrorCode.UNAVAILABLE)
         self.pump.deliver(stream, stream.rows[row], response)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -134,7 +143,9 @@ def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(mak
     harness.tokens(stream, 1, row=0)
     harness.error(stream, "no more memory", row=0)
     harness.tokens(stream, 2, row=0)  # after its end: ignored
-    harness.tokens(stream, 3, row=1, final=True)
+    harness.tokens(stream, 3, row=1)
+    until(lambda: any(3 in r.outputs().get("output_ids", np.array([])) for r, _ in list(sender.sent)))
+    harness.tokens(stream, row=1, final=True)
     responses = sender.wait()
     assert [response.has_error() for response in responses[:-1]] == [False] * (len(responses) - 1)
     assert sender.error() == "[UNAVAILABLE] row 0: no more memory" and sender.finals == [len(responses) - 1]
@@ -145,10 +156,10 @@ def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make) -> No
     harness = make()
     stream, sender = harness.open(num_rows=4)
     harness.error(stream, "gone", row=2)
-    bad = Response(RequestId(1), error_or_none="too long", error_code=ErrorCode.INVALID_ARGUMENT)
-    harness.pump.deliver(stream, stream.rows[0], bad)
     harness.tokens(stream, 7, row=1, final=True)
     harness.error(stream, "gone", row=3)
+    bad = Response(RequestId(1), error_or_none="too long", error_code=ErrorCode.INVALID_ARGUMENT)
+    harness.pump.deliver(stream, stream.rows[0], bad)
     assert sender.error() == "[UNAVAILABLE] row 0: too long; rows 2, 3: gone"
     assert sum(response.has_error() for response in sender.wait()) == 1 and sender.column("output_ids") == [7]
 
