@@ -75,6 +75,11 @@ class Job:
         self.refuse(ErrorCode.INTERNAL, "the request could not be taken in; see the server's log")
 
 
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise _TooLate in a thread, where it next runs Python code."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TooLate))
+
+
 class _Reading(NamedTuple):
     thread: threading.Thread
     since: float
@@ -221,7 +226,7 @@ class TextPool:
         self._threads.remove(thread)
         self._given_up.append(thread)
         self._leave_lines(job)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TooLate))
+        _interrupt(thread)
 
     def _fill_places(self) -> None:
         while len(self._threads) < self._num_threads and self._may_start():

@@ -268,6 +268,21 @@ def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(make_pool, cloc
         asked.may_end.set()
 
 
+def test_what_was_refused_is_not_handed_over_though_its_reading_ends(make_pool, clock, monkeypatch) -> None:
+    monkeypatch.setattr(text_pool, "_interrupt", lambda thread: None)  # it comes too late to be noticed
+    pool = make_pool(num_threads=1)
+    late = Asked("late", [], held=True)
+    pool.submit(late.job())
+    wait(late.begun)
+    (thread,) = pool._threads
+    clock.now = TIMEOUT_S
+    pool.expire()
+    late.may_end.set()
+    thread.join(20)
+    assert not thread.is_alive(), "its place was given away"
+    assert late.refused is not None and late.log == []
+
+
 def test_a_job_that_nobody_wants_any_more_is_not_read_and_holds_up_nobody(make_pool) -> None:
     pool = make_pool(num_threads=1)
     held, unwanted, after = Asked("held", [], held=True), Asked("unwanted", []), Asked("after", [])
