@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.errors import ClientError, no_server
+from client.errors import ClientError, code_in, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
@@ -90,12 +90,12 @@ class GrpcTransport:
     def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
         """Yield chunks until the final one. Leaving the iteration early cancels the request. Raises ClientError."""
         message = encode_request(request, self._model, request_id, timeout_s)
-        metadata = (("triton_grpc_error", "true"),)  # otherwise the status code of an error is lost
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=metadata)
+        # no `triton_grpc_error`: an error with that metadata may end tritonserver 24.10; the text names its status
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s)
         try:
             for answer in call:
                 if answer.error_message:
-                    raise ClientError(answer.error_message)
+                    raise ClientError(answer.error_message, code_in(answer.error_message))
                 chunk = decode_response(answer.infer_response)
                 yield chunk
                 if chunk.final:

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from client.errors import ClientError, no_server
+from client.errors import ClientError, code_in, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _OURS = frozenset(
@@ -33,15 +33,6 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     if "error" in answer:
         raise ClientError(str(answer["error"]), code_in(str(answer["error"])))
     return dict(answer)
-
-
-def code_in(message: str) -> str:
-    """The status that a message names itself, as in `[UNAVAILABLE] queue full`; HTTP has no other place for it."""
-    if message.startswith("[") and "]" in message:
-        word = message[1 : message.index("]")]
-        if word.isupper():
-            return word
-    return "UNKNOWN"
 
 
 def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:

@@ -5,8 +5,9 @@ model_repository/*/1/model.py. Everything that runs here runs in Triton's stub p
 work that a stream would notice.
 
     main thread     execute(): read, check, hand over; returns at once
+    text threads    `triton.text_threads`; tokenise, render chat templates, hand over
     engine reader   one thread of the executor; puts responses into the pump
     senders         `triton.sender_threads`; a stream stays with one of them; detokenises, coalesces, sends
     poller          asks Triton which live streams were cancelled
-    housekeeper     metrics, drain signal, watch on the server process
+    housekeeper     metrics, drain signal, sign of life, deadlines of text, watch on the server process
 """

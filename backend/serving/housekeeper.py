@@ -1,4 +1,5 @@
-"""Housekeeper: one thread for everything that happens about once a second, and for the drain signal.
+"""Housekeeper: one thread for everything that happens about once a second, for the sign of life, and for the drain
+signal.
 
 SIGUSR1 asks for a drain: nothing new is accepted, running requests may go on for a grace period, then they are
 ended. Triton itself tells a model nothing of a shutdown before its last request is answered. A Python signal handler
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 
 log = logging.getLogger("everbatch.serving")
-PARENT_CHECK_S = 0.5
+PULSE_S = 0.5  # between two signs of life, and between two looks at the parent process
 
 
 class Housekeeper:
@@ -31,9 +32,11 @@ class Housekeeper:
         drain: Callable[[], None],
         orphaned: Callable[[], None],
         parent_pid: Callable[[], int] = os.getppid,
+        pulse: Callable[[], None] = lambda: None,
+        pulse_s: float = PULSE_S,
     ):
-        """`tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent process has changed. All in
-        its thread.
+        """`pulse` every `pulse_s`; `tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent
+        process has changed. All in its thread.
         """
         self._tick = tick
         self._period_s = period_s
@@ -41,6 +44,8 @@ class Housekeeper:
         self._orphaned = orphaned
         self._parent_pid = parent_pid
         self._parent = parent_pid()
+        self._pulse = pulse
+        self._pulse_s = pulse_s
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
@@ -69,10 +74,10 @@ class Housekeeper:
         os.close(self._writer)
 
     def _run(self) -> None:
-        next_tick = 0.0
+        next_tick = next_pulse = 0.0
         drained = False
         while not self._stopped.is_set():
-            wait_s = max(0.0, min(next_tick - time.monotonic(), PARENT_CHECK_S))
+            wait_s = max(0.0, min(next_tick, next_pulse) - time.monotonic())
             woken, _, _ = select.select([self._reader], [], [], wait_s)
             signals = os.read(self._reader, 64) if woken else b""
             if self._parent_pid() != self._parent:
@@ -81,6 +86,9 @@ class Housekeeper:
             if signal.SIGUSR1 in signals and not drained:
                 drained = True
                 self._guarded(self._drain)
+            if time.monotonic() >= next_pulse:
+                next_pulse = time.monotonic() + self._pulse_s
+                self._guarded(self._pulse)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + self._period_s
                 self._guarded(self._tick)

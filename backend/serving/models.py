@@ -7,18 +7,20 @@ so that no response crosses Triton twice. They are Python models on purpose: a T
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
+from collections.abc import Callable
 
 from backend.api import EngineUnavailable
 from backend.executor import Executor
 from backend.serving import pb
-from backend.serving.environment import RunDirectory, check_numpy, drain_grace_s, engine_config
+from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.server import EngineClient, ModelServer, is_decoupled
 from backend.serving.tensors import MODELS, TOKEN_MODEL
-from backend.serving.text_requests import TextTools, parse_text_requests
+from backend.serving.text_requests import TextTools, check_text_requests, parse_text_requests
 from backend.serving.token_requests import parse_token_requests
 
 log = logging.getLogger("everbatch.serving")
@@ -46,6 +48,7 @@ def load_token_model(args: dict[str, str]) -> ModelServer:
         owner=True,
         labels=_labels(args),
         drain_grace_s=drain_grace_s(),
+        report_health=_report_to(run_directory, args),
     )
 
 
@@ -56,9 +59,7 @@ def load_text_model(args: dict[str, str]) -> ModelServer:
     run_directory = RunDirectory.of_this_server()
     executor = Executor.attach(run_directory.socket_path, wait_s=0)
     front = TextFront(executor)
-    if run_directory.wait_for_engine(executor.is_ready, config.triton.attach_timeout_s):
-        front.prepare()
-    else:
+    if not run_directory.wait_for_engine(executor.is_ready, config.triton.attach_timeout_s):
         log.warning(
             "model %s is loaded without an engine; it serves as soon as tensorrt_llm has started one",
             args["model_name"],
@@ -71,7 +72,9 @@ def load_text_model(args: dict[str, str]) -> ModelServer:
         decoupled=is_decoupled(args["model_config"]),
         labels=_labels(args),
         drain_grace_s=drain_grace_s(),
+        check_text=front.check,
         prepare=front.prepare,
+        report_health=_report_to(run_directory, args),
     )
 
 
@@ -83,18 +86,29 @@ class TextFront:
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
-    def prepare(self) -> None:
-        """Load the tokenizer once it can be. Raises ConfigError when the model directory has none."""
+    def prepare(self) -> bool:
+        """Load the tokenizer once it can be; returns whether it is there. Raises ConfigError when the model directory
+        has none.
+        """
         hello = self._executor.hello
         with self._lock:
             if self._tools is None and hello is not None:
                 self._tools = TextTools.from_directory(hello.model_path)
+            return self._tools is not None
+
+    def check(self, batch: Batch, context: ServingContext) -> None:
+        """What can be told at once; see check_text_requests. Raises EngineUnavailable before there is a tokenizer."""
+        self._loaded_tools()
+        check_text_requests(batch, context)
 
     def parse(self, batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
-        tools = self._tools
-        if tools is None:
+        """On a text thread."""
+        return parse_text_requests(batch, context, parameters, self._loaded_tools())
+
+    def _loaded_tools(self) -> TextTools:
+        if self._tools is None:
             raise EngineUnavailable("the tokenizer is not loaded yet; try again in a few seconds")
-        return parse_text_requests(batch, context, parameters, tools)
+        return self._tools
 
 
 def _prepare_process(args: dict[str, str]) -> None:
@@ -104,6 +118,11 @@ def _prepare_process(args: dict[str, str]) -> None:
         format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s",
     )
     check_numpy(pb.numpy_round_trip_works)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the text threads are the parallelism
+
+
+def _report_to(run_directory: RunDirectory, args: dict[str, str]) -> Callable[[Health], None]:
+    return lambda state: run_directory.report_health(args["model_name"], state)
 
 
 def _labels(args: dict[str, str]) -> dict[str, str]:

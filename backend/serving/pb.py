@@ -1,7 +1,7 @@
 """The one door to triton_python_backend_utils: responses, error codes, flags, metric families.
 
 Importable in a Triton stub only (tests bring a small module of that name). Every call of `send`, `is_cancelled` and
-every metric update is a round trip to the server process: never on the main thread, never under a lock.
+every metric update is a round trip to the server process: never under a lock, and on the main thread only to refuse.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend.api import ErrorCode
+from backend.serving import string_tensors
+
+pb_utils.deserialize_bytes_tensor = string_tensors.deserialize  # the stub looks it up there for each STRING input
 
 FINAL: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+MAX_ERROR_CHARS = 4096  # of an error's text; what a request of many rows has to say beyond that is cut off
 
 _STATUS = {
     ErrorCode.INVALID_ARGUMENT: pb_utils.TritonError.INVALID_ARG,
@@ -30,8 +34,12 @@ def data_response(arrays: list[tuple[str, np.ndarray]]) -> Any:
 
 
 def error_response(code: ErrorCode, message: str) -> Any:
-    """HTTP clients never see Triton's status code, so the message begins with it: `[UNAVAILABLE] ...`."""
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"[{code}] {message}", _STATUS[code]))
+    """HTTP clients never see Triton's status code, so the message begins with it: `[UNAVAILABLE] ...`.
+
+    A message may repeat what a client sent: a lone surrogate in it, which no UTF-8 can hold, becomes a question mark.
+    """
+    text = message[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"[{code}] {text}", _STATUS[code]))
 
 
 def new_metric_family(name: str, description: str, kind: str) -> Any:

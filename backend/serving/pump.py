@@ -7,7 +7,11 @@ Rules
     only that lane's thread touches its row outputs and its Triton sender.
   - What arrives while a send is in flight joins the next response.
   - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
-  - A row's error ends that row only. A stream-wide failure (`fail`) ends all rows with one error.
+  - A row's error ends that row only, and is held back until all rows have ended: it is then the stream's one error, and
+    its last response. Several failed rows share it: its code is that of the row that failed first, its text names each
+    row. Nothing is ever sent after an error, because Triton 24.10 may not survive that (backend/README.md).
+  - A stream-wide failure (`fail`) ends all rows with one error.
+  - A request that is refused as it comes in is answered by the thread that refuses it, not behind streams (`refuse`).
   - A send that raises ends the stream: error with FINAL, else a bare FINAL, tried twice. Its rows are cancelled in the
     engine.
   - `deliver`, `fail` and `open` never block; they may be called from any thread.
@@ -19,12 +23,12 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from backend.api import ErrorCode, RequestId, Response
 from backend.serving import pb
-from backend.serving.outputs import RowOutput
+from backend.serving.outputs import Arrays, RowOutput
 
 log = logging.getLogger("everbatch.serving")
 
@@ -60,8 +64,10 @@ class Stream:
 
     def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: queue.SimpleQueue):
         self.sender = sender
-        self.client_request_id = client_request_id
-        self.rows = rows
+        self.client_request_id = client_request_id  # written by the main thread only, like `namespace`
+        self.namespace = ""
+        self.rows = rows  # empty until the request has been read; filled under `lock`, at once
+        self.first_failure: Failure | None = None  # of a row; the sender thread's
         self.lane = lane
         self.closed = False  # FINAL has been sent, or is on its way; written by the sender thread, under `gate`
         self.gate = threading.Lock()  # held by whoever asks or ends the Triton sender; never taken with `lock` held
@@ -71,8 +77,13 @@ class Stream:
         self.failure: Failure | None = None
         self.answers_nothing = False  # one empty response is the whole answer
         self.queued = False
-        self.cancelled = False  # somebody asked the engine to stop it
+        self.cancelled = False  # somebody asked for its end
         self.abandoned = False  # the client is gone: only the end still matters
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it need be started any more."""
+        return self.cancelled or self.closed or self.failure is not None
 
 
 class ResponsePump:
@@ -106,11 +117,11 @@ class ResponsePump:
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
-    def open(self, sender: ResponseSender, client_request_id: str, rows: list[Row]) -> Stream:
+    def open(self, sender: ResponseSender, client_request_id: str = "", rows: Sequence[Row] = ()) -> Stream:
         with self._live_lock:
             lane = self._lanes[self._num_opened % len(self._lanes)]
             self._num_opened += 1
-            stream = Stream(sender, client_request_id, rows, lane)
+            stream = Stream(sender, client_request_id, list(rows), lane)
             self._live[id(stream)] = stream
         return stream
 
@@ -125,6 +136,28 @@ class ResponsePump:
         with stream.lock:
             stream.failure = stream.failure or Failure(code, message)
             self._queue(stream)
+
+    def refuse(self, stream: Stream, code: ErrorCode, message: str) -> None:
+        """As `fail`; a stream that has no rows and was not queued yet is ended at once, on the caller's thread: to wait for
+        a sender that is busy with other streams would take longer than this round trip.
+        """
+        with stream.lock:
+            is_new = not stream.rows and not stream.queued
+            stream.queued = True if is_new else stream.queued  # no sender touches it then
+        if is_new:
+            self._end_badly(stream, Failure(code, message))
+        else:
+            self.fail(stream, code, message)
+
+    def begin(self, stream: Stream, rows: list[Row]) -> bool:
+        """Give a stream its rows, before the first of them can answer. False: it has been cancelled or has failed
+        meanwhile, and nothing of it may run.
+        """
+        with stream.lock:
+            if stream.is_over:
+                return False
+            stream.rows.extend(rows)
+            return True
 
     def finish_empty(self, stream: Stream) -> None:
         """Answer with one response that holds no tensor."""
@@ -176,16 +209,18 @@ class ResponsePump:
         if answers_nothing:
             self._send(stream, pb.data_response([]), last=True)
             return
-        touched = self._feed(arrived)
+        touched = self._feed(stream, arrived)
         ending = all(row.ended for row in stream.rows)
         if abandoned and not ending:
             return
-        replies = [reply for row in touched for reply in _replies(stream, row)]
+        replies = [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
+        if ending and stream.first_failure is not None:
+            replies.append(pb.error_response(stream.first_failure.code, _failures(stream.rows)))
         for n, reply in enumerate(replies):
             if not self._send(stream, reply, last=ending and n == len(replies) - 1):
                 return
 
-    def _feed(self, arrived: deque[tuple[Row, Response]]) -> list[Row]:
+    def _feed(self, stream: Stream, arrived: deque[tuple[Row, Response]]) -> list[Row]:
         """Give the responses to their rows; returns the rows that got any, in the order of their first."""
         touched: dict[int, Row] = {}
         for row, response in arrived:
@@ -196,6 +231,7 @@ class ResponsePump:
                 row.request_id = response.request_id
             if response.has_error():
                 row.failure = Failure(response.error_code, response.error_msg)
+                stream.first_failure = stream.first_failure or row.failure
                 row.ended = True
                 continue
             num_kept = row.output.feed(response.result)
@@ -225,13 +261,10 @@ class ResponsePump:
     def _end_with(self, stream: Stream, failure: Failure) -> None:
         self._close(stream)
         self._stop_rows(stream)
-        for response in (
-            pb.error_response(*failure),
-            None,
-            None,
-        ):  # an end that never goes out blocks the server's shutdown
+        # an end that never goes out blocks the server's shutdown: whatever fails, the next try says less
+        for build in (lambda: pb.error_response(*failure), lambda: None, lambda: None):
             try:
-                stream.sender.send(response, flags=pb.FINAL)
+                stream.sender.send(build(), flags=pb.FINAL)
                 return
             except Exception as error:
                 if "closed" in str(error):
@@ -248,11 +281,19 @@ class ResponsePump:
             self._live.pop(id(stream), None)
 
 
-def _replies(stream: Stream, row: Row) -> list[Any]:
-    """What the row has to say now: what came before an error is said before it."""
-    arrays = row.output.render(final=row.ended and row.failure is None)
-    replies = [] if arrays is None else [pb.data_response(arrays)]
-    if row.failure is not None:
-        prefix = f"row {stream.rows.index(row)}: " if len(stream.rows) > 1 else ""
-        replies.append(pb.error_response(row.failure.code, prefix + row.failure.message))
-    return replies
+def _render(row: Row) -> Arrays | None:
+    """What the row has to say now. The end of a row that failed is the stream's error."""
+    return row.output.render(final=row.ended and row.failure is None)
+
+
+def _failures(rows: list[Row]) -> str:
+    """The text of a stream's error: each message once, with the rows that it holds for."""
+    if len(rows) == 1:
+        return "" if rows[0].failure is None else rows[0].failure.message
+    by_message: dict[str, list[str]] = {}
+    for n, row in enumerate(rows):
+        if row.failure is not None:
+            by_message.setdefault(row.failure.message, []).append(str(n))
+    return "; ".join(
+        f"row{'s' if len(where) > 1 else ''} {', '.join(where)}: {message}" for message, where in by_message.items()
+    )

@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from backend.api import InvalidRequest, Unsupported
+from backend.serving.string_tensors import MAX_STRINGS
 from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors
+
+MAX_BYTES = 64 << 20  # of all inputs of one request; the widest that limits elsewhere allow are well below
 
 Value = int | float | bool | str
 
@@ -29,17 +32,18 @@ class Batch:
     input.
     """
 
-    def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, np.ndarray], num_rows: int):
+    def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, np.ndarray], num_rows: int, num_bytes: int):
         self._specs = specs
         self._arrays = arrays
         self.num_rows = num_rows
+        self.num_bytes = num_bytes  # of all inputs
 
     @classmethod
     def read(cls, model: ModelTensors, tensors: Iterable[NamedTensor], max_rows: int) -> Batch:
-        """Check types and shapes of all inputs against the table. Raises InvalidRequest for the first that differs."""
+        """Check types, shapes and sizes of all inputs. Raises InvalidRequest for the first that is wrong."""
         specs = model.by_name()
         arrays: dict[str, np.ndarray] = {}
-        num_rows = 0
+        num_rows = num_bytes = 0
         for tensor in tensors:
             name, array = tensor.name(), tensor.as_numpy()
             if name not in specs:
@@ -51,11 +55,18 @@ class Batch:
                     f"Invalid format for {name}: {array.shape[0]} rows where other inputs have {num_rows}"
                 )
             arrays[name] = array
+            num_bytes += _num_bytes(name, array)
+        if num_bytes > MAX_BYTES:
+            raise InvalidRequest(f"the request's inputs hold {num_bytes} bytes, the limit is {MAX_BYTES}; split it")
         if num_rows > max_rows:
             raise InvalidRequest(f"the request holds {num_rows} rows, the limit is {max_rows}; split it")
         if num_rows == 0:
             raise InvalidRequest("the request holds no rows; every input needs a batch dimension of at least 1")
-        return cls(specs, arrays, num_rows)
+        return cls(specs, arrays, num_rows, num_bytes)
+
+    def keep(self) -> None:
+        """Take copies, so that the request may be read after Triton has taken its inputs back."""
+        self._arrays = {name: np.array(array) for name, array in self._arrays.items()}
 
     def has(self, name: str) -> bool:
         """Whether the input is there and holds anything."""
@@ -85,14 +96,25 @@ class Batch:
             raise InvalidRequest(f"Invalid format for {name}: {values.size} values in a row, one is expected")
         return decode_text(name, values[0]) if values.dtype.kind == "O" else values[0].item()
 
-    def texts(self, name: str, row: int, max_count: int) -> list[str]:
-        """A list of strings; empty when the input is absent. Raises InvalidRequest for more than `max_count`."""
-        values = self.vector(name, row)
-        if values is None:
-            return []
+    def check_texts(self, name: str, row: int, max_count: int, max_bytes: int, key: str = "") -> None:
+        """Raise InvalidRequest when the row of a STRING input holds more than that; nothing is decoded for it. `key`: the
+        configuration key of the limit on bytes.
+        """
+        array = self._arrays.get(name)
+        if array is None:
+            return
+        values = array[row].reshape(-1)
         if values.size > max_count:
             raise InvalidRequest(f"{name} holds {values.size} entries, the limit is {max_count}; send fewer")
-        return [decode_text(name, value) for value in values]
+        num_bytes = sum(map(len, values))
+        if num_bytes > max_bytes:
+            where = f" ({key})" if key else ""
+            raise InvalidRequest(f"{name} has {num_bytes} bytes, the limit is {max_bytes}{where}; shorten it")
+
+    def texts(self, name: str, row: int) -> list[str]:
+        """A list of strings; empty when the input is absent."""
+        values = self.vector(name, row)
+        return [] if values is None else [decode_text(name, value) for value in values]
 
     def fields(self, section: str, row: int) -> dict[str, Any]:
         """All scalars whose table target is `section.FIELD`, by field name; absent ones are left out."""
@@ -125,13 +147,20 @@ def _check_array(spec: Input, array: np.ndarray) -> None:
         )
 
 
+def _num_bytes(name: str, array: np.ndarray) -> int:
+    """Raises InvalidRequest for more strings than were read (string_tensors.py)."""
+    if array.dtype.kind != "O":
+        return array.nbytes
+    if array.size > MAX_STRINGS:
+        raise InvalidRequest(f"{name} holds {array.size} strings, the limit is {MAX_STRINGS}; send fewer")
+    return sum(map(len, array.reshape(-1)))
+
+
 def _is_neutral(array: np.ndarray, neutral: tuple[Value, ...]) -> bool:
     if array.size > 1024:  # a neutral value comes once per row; a long tensor is a use of the feature
         return False
-    flat = [
-        value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in array.reshape(-1).tolist()
-    ]
-    return all(value in neutral for value in flat)
+    wanted = [value.encode() if isinstance(value, str) else value for value in neutral]
+    return all(value in wanted for value in array.reshape(-1).tolist())
 
 
 def decode_text(name: str, value: Any) -> str:

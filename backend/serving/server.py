@@ -1,7 +1,8 @@
 """ModelServer: one Triton model in its stub process. Ties the executor, the pump, the poller and the housekeeper
 together.
 
-    execute(requests)      main thread: read -> check -> hand over each request; never blocks, never raises
+    execute(requests)      main thread: read -> check -> hand over each request; never blocks, never raises. Text goes to
+                           the text pool first, whose threads tokenise it and hand it over
     executor callback      -> pump.deliver
     poller / stop request  -> _cancel -> executor.cancel_request; the row then ends with the engine's final Result
     drain                  refuse new requests, wait for the running ones, then end them with UNAVAILABLE
@@ -35,20 +36,35 @@ from backend.api import (
 )
 from backend.serving import pb
 from backend.serving.cancellation import CancellationPoller
+from backend.serving.environment import Health
 from backend.serving.housekeeper import Housekeeper
+from backend.serving.load import EngineLoad
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.pump import ResponsePump, Row, Stream
 from backend.serving.reading import Batch
-from backend.serving.requests import Parameters, ServingContext, StopSession, Work, parse_parameters
+from backend.serving.requests import (
+    Parameters,
+    ServingContext,
+    StopSession,
+    Work,
+    read_parameters,
+    read_request_id,
+)
 from backend.serving.tensors import ModelTensors
+from backend.serving.text_pool import Job, TextPool
 
 log = logging.getLogger("everbatch.serving")
 SWITCH_INTERVAL_S = 0.0005  # a sender that comes back from a round trip waits this long for the GIL, not 5 ms
 OTHERS_MARGIN_S = 1.0  # so that the other models end their own streams at the end of the grace
 NO_REQUEST_ID = "A request id must be provided for request cancellation"
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or again when it is back"
+NOT_READY = "the engine is not ready yet; try again in a few seconds"
+GIVEN_UP = "the engine has died too often and is not started again; the server must be started again"
+STOPPED_EARLY = "the request was cancelled before its text had been read"
+NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
 
 OnResponse = Callable[[Response], None]
+Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
 
 
@@ -62,11 +78,18 @@ class EngineClient(Protocol):
 
     def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None: ...
 
-    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse) -> RequestId: ...
+    def stop_session(
+        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
+    ) -> RequestId: ...
 
     def latest_stats(self) -> EngineStats | None: ...
 
     def is_ready(self) -> bool: ...
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the engine is not started again; only the model that owns it knows."""
+        ...
 
     def shutdown(self) -> None: ...
 
@@ -83,12 +106,16 @@ class ModelServer:
         owner: bool = False,
         labels: dict[str, str] | None = None,
         drain_grace_s: float = 10.0,
-        prepare: Callable[[], None] = lambda: None,
+        check_text: Check | None = None,
+        prepare: Callable[[], bool] = lambda: True,
+        report_health: Callable[[Health], None] = lambda state: None,
     ):
         """Start all threads. Call on the main thread (it installs the drain signal).
 
-        `parse` turns a batch into work; `prepare` is called with every housekeeping tick and may load what parsing
-        needs once the engine is there. `owner`: this model publishes the engine's metrics.
+        `parse` turns a batch into work. With `check_text` it takes its time, and runs on the text threads once
+        `check_text` has passed on the main thread. `prepare` is called with every housekeeping tick, may load what
+        parsing needs once the engine is there, and returns whether it is. `owner`: this model publishes the engine's
+        metrics. `report_health` is told the state of this model at once and twice a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -97,17 +124,26 @@ class ModelServer:
         self._decoupled = decoupled
         self._owner = owner
         self._drain_grace_s = drain_grace_s
+        self._check_text = check_text
         self._prepare = prepare
+        self._report_health = report_health
+        self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
         self._finished: deque[tuple[int, int]] = deque()  # token lengths of rows that ended, for the histograms
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pump = ResponsePump(config.triton.sender_threads, self._stop_rows, self._stop_at, self._on_row_end)
+        self._load = EngineLoad(config)
+        triton = config.triton
+        self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         self._metrics = MetricsPublisher(pb.new_metric_family, labels or {}, engine=owner)
         period_s = config.triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s)
-        self._housekeeper = Housekeeper(self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned)
+        self._housekeeper = Housekeeper(
+            self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
+        )
         self._housekeeper.listen_for_drain()
+        self._pulse()
         self._poller.start()
         self._housekeeper.start()
 
@@ -118,18 +154,16 @@ class ModelServer:
         with it.
         """
         for request in requests:
-            stream = self._pump.open(request.get_response_sender(), str(request.request_id()), [])
             try:
-                self._accept(stream, request)
-            except EverbatchError as error:
-                self._pump.fail(stream, error.code, error.message)
-            except Exception:
-                log.exception("taking in request %r failed", stream.client_request_id)
-                self._pump.fail(stream, ErrorCode.INTERNAL, "the request could not be taken in; see the server's log")
+                stream = self._pump.open(request.get_response_sender())
+            except Exception:  # without a sender there is no way to answer; the others of the call go on
+                log.exception("a request came without a response sender")
+                continue
+            self._guarded(stream, self._accept, request)
 
     def is_ready(self) -> bool:
         """For servers that ask a model (Triton 26.03)."""
-        return self._executor.is_ready() and not self._draining
+        return self._health() == "ready"
 
     def finalize(self) -> None:
         """All requests of this model have been answered; end the threads, and the engine if this model owns it."""
@@ -137,6 +171,7 @@ class ModelServer:
             self._wait_for_other_models()
         self._poller.stop()
         self._housekeeper.stop()
+        self._text.close()
         self._pump.close()
         self._executor.shutdown()
 
@@ -157,45 +192,97 @@ class ModelServer:
 
     def _accept(self, stream: Stream, request: Any) -> None:
         """Read, check, hand over. Raises EverbatchError; then nothing of the request runs."""
+        stream.client_request_id = read_request_id(request)
+        parameters = read_parameters(request)
+        stream.namespace = parameters.namespace
         batch = Batch.read(self._tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
             return
+        context = self._context()
+        self._load.check()
+        if self._check_text is None:
+            self._hand_over(stream, self._parse(batch, context, parameters))
+        else:
+            self._check_text(batch, context)
+            self._text.submit(self._text_job(stream, batch, context, parameters))
+
+    def _context(self) -> ServingContext:
+        """Raises EngineUnavailable when no request can be served now."""
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
+        if self._executor.has_given_up:
+            raise EngineUnavailable(GIVEN_UP)
         hello = self._executor.hello
-        if hello is None:
-            raise EngineUnavailable("the engine is not ready yet; try again in a few seconds")
-        parameters = parse_parameters(request.timeout(), request.parameters())
-        context = ServingContext(self._config, hello.model, self._decoupled)
-        works = self._parse(batch, context, parameters)
-        # the rows are all there before the first can answer: the end of the stream is the end of all of them
-        stream.rows.extend(Row(work.output, _num_input_tokens(work)) for work in works)
-        for work, row in zip(works, stream.rows):
+        if hello is None or not self._executor.is_ready():
+            raise EngineUnavailable(NOT_READY)
+        return ServingContext(self._config, hello.model, self._decoupled)
+
+    def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
+        batch.keep()
+        ids = [batch.scalar("CORRID", row) for row in range(batch.num_rows)]
+        return Job(
+            lambda: self._parse(batch, context, parameters),
+            lambda works: self._guarded(stream, self._hand_over, works),
+            lambda code, message: self._pump.fail(stream, code, message),
+            wanted=lambda: not stream.is_over,
+            num_bytes=batch.num_bytes,
+            keys=frozenset((parameters.namespace, session_id) for session_id in ids if session_id is not None),
+        )
+
+    def _guarded(self, stream: Stream, action: Callable[[Stream, Any], None], argument: Any) -> None:
+        """Whatever goes wrong is the stream's error."""
+        try:
+            action(stream, argument)
+        except EverbatchError as error:
+            self._pump.refuse(stream, error.code, error.message)
+        except Exception:
+            log.exception("taking in request %r failed", stream.client_request_id)
+            self._pump.refuse(stream, ErrorCode.INTERNAL, NOT_TAKEN_IN)
+
+    # ---- main thread, or a text thread -------------------------------------------------------------------------------
+
+    def _hand_over(self, stream: Stream, works: list[Work]) -> None:
+        """Start all rows, unless the stream is over by now."""
+        rows = [Row(work.output, _num_input_tokens(work)) for work in works]
+        if not self._pump.begin(stream, rows):
+            return
+        for work, row in zip(works, rows):
             self._submit(stream, row, work)
-        if stream.cancelled or stream.failure is not None:  # meanwhile, by the poller or the end of a drain
+        if stream.is_over:  # meanwhile, by the poller or the end of a drain
             self._stop_rows(stream)
 
     def _submit(self, stream: Stream, row: Row, work: Work) -> None:
         """Start one row. What the executor refuses at once becomes the row's error; other rows go on."""
 
         def on_response(response: Response) -> None:
+            if response.is_final and not isinstance(work.request, StopSession):
+                self._load.leave()
             self._pump.deliver(stream, row, response)
 
         try:
             if isinstance(work.request, StopSession):
-                row.request_id = self._executor.stop_session(work.request.session_id, work.request.end, on_response)
+                stop = work.request
+                row.request_id = self._executor.stop_session(
+                    stop.session_id, stop.end, on_response, namespace=stop.namespace
+                )
             else:
+                self._load.enter()
                 row.request_id = self._executor.submit(work.request, on_response)
         except EverbatchError as error:
             on_response(Response(RequestId(0), error_or_none=error.message, error_code=error.code))
 
+    # ---- main thread -------------------------------------------------------------------------------------------------
+
     def _answer_stop(self, stream: Stream) -> None:
-        """`stop: true` cancels the newest live request of the same id; the answer is empty, also for an unknown id."""
+        """`stop: true` cancels the newest live request of the same id and namespace; the answer is empty, also for an
+        unknown id.
+        """
         if not stream.client_request_id:
             raise InvalidRequest(NO_REQUEST_ID)
         for candidate in reversed(self._pump.live_streams()):
-            if candidate is not stream and candidate.client_request_id == stream.client_request_id:
+            same_id = candidate.client_request_id == stream.client_request_id
+            if candidate is not stream and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
         self._pump.finish_empty(stream)
@@ -207,7 +294,11 @@ class ModelServer:
             if stream.cancelled:
                 return
             stream.cancelled = True
-        self._stop_rows(stream)
+            runs = bool(stream.rows)
+        if runs:
+            self._stop_rows(stream)
+        else:  # it waits for a text thread, or is being read
+            self._pump.fail(stream, ErrorCode.CANCELLED, STOPPED_EARLY)
 
     def _abandon(self, stream: Stream) -> None:
         stream.abandoned = True
@@ -227,8 +318,20 @@ class ModelServer:
 
     # ---- housekeeper -------------------------------------------------------------------------------------------------
 
+    def _health(self) -> Health:
+        if self._draining:
+            return "draining"
+        if self._executor.has_given_up:
+            return "given_up"
+        can_serve = self._executor.is_ready() and self._is_prepared and not self._text.is_stuck
+        return "ready" if can_serve else "unavailable"
+
+    def _pulse(self) -> None:
+        self._report_health(self._health())
+        self._text.expire()
+
     def _tick(self) -> None:
-        self._prepare()
+        self._is_prepared = self._prepare()
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
         self._metrics.publish_lengths(finished)
         if self._owner:
@@ -241,6 +344,7 @@ class ModelServer:
         log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._drain_grace_s)
         self._draining = True
         self._drain_ends = time.monotonic() + self._drain_grace_s
+        self._pulse()
 
     def _orphaned(self) -> None:
         """The server process is gone and nobody listens: end the engine and this process, within two seconds."""

@@ -10,7 +10,6 @@ import json
 from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
-from backend.api.config import LimitsConfig
 from backend.serving.outputs import RowSettings, TextOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import (
@@ -54,34 +53,54 @@ class _Prompt(NamedTuple):
 
 
 def parse_text_requests(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
-    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs."""
-    batch.refuse_what_is_not_built()
-    check_mode(batch, "stream", context.decoupled)
+    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs.
+
+    Tokenises and renders, for up to triton.text_timeout_s: on a text thread, after `check_text_requests`.
+    """
+    check_text_requests(batch, context)
     return [_parse_row(batch, row, context, parameters, tools) for row in range(batch.num_rows)]
 
 
+def check_text_requests(batch: Batch, context: ServingContext) -> None:
+    """Raise InvalidRequest or Unsupported for what can be told at once: above all for text over its limits, of which
+    nothing is decoded.
+    """
+    batch.refuse_what_is_not_built()
+    check_mode(batch, "stream", context.decoupled)
+    limits = context.config.limits
+    prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
+    for row in range(batch.num_rows):
+        batch.check_texts("text_input", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
+        batch.check_texts("messages", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
+        for name in ("stop_words", "bad_words"):
+            batch.check_texts(name, row, limits.max_words, limits.max_word_bytes, "limits.max_word_bytes")
+        batch.check_texts(
+            "embedding_bias_words", row, limits.max_logit_bias, limits.max_bias_bytes, "limits.max_bias_bytes"
+        )
+
+
 def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Parameters, tools: TextTools) -> Work:
-    stop_session = read_stop_session(batch, row)
+    stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
         return Work(stop_session, TextOutput(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
-    limits, triton = context.config.limits, context.config.triton
+    triton = context.config.triton
     session = read_session(batch, row)
     max_tokens = _read_max_tokens(batch, row, session)
     prompt = _read_prompt(batch, row, context, tools, session)
-    stops = _read_words(batch, "stop_words", row, limits)
+    stops = _read_words(batch, "stop_words", row)
     streaming = bool(batch.scalar("stream", row))
     request = Request(
         input_token_ids=prompt.ids,
         max_tokens=max_tokens,
         streaming=streaming or bool(stops),
-        sampling_config=read_sampling(batch, row, _read_bias(batch, row, tools.tokenizer, limits.max_logit_bias)),
+        sampling_config=read_sampling(batch, row, _read_bias(batch, row, tools.tokenizer)),
         output_config=read_output_config(batch, row),
         end_ids=_read_end_ids(batch, row, context, tools.tokenizer),
-        bad_words=_read_bad_words(batch, row, tools.tokenizer, limits),
+        bad_words=words_token_ids(tools.tokenizer, _read_words(batch, "bad_words", row)),
         session=session,
         timeout_s=parameters.timeout_s,
-        cache_salt=parameters.cache_salt,
+        cache_salt=parameters.namespace,
     )
     # the prompt of a chat is the template's work: it is echoed only to who asks for it
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
@@ -110,13 +129,12 @@ def _read_prompt(
     if batch.has("text_input") == batch.has("messages"):
         problem = "both are given" if batch.has("messages") else "neither is given: text_input is required"
         raise InvalidRequest(f"exactly one of text_input and messages is expected, {problem}")
-    max_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
     if batch.has("messages"):
-        text = tools.template.render(_read_messages(batch, row, max_bytes))
+        text = tools.template.render(_read_messages(batch, row))
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         prompt = _Prompt(text, ids, is_chat=True)
     else:
-        text = _sized_text(batch, "text_input", row, max_bytes)
+        text = batch.scalar("text_input", row)
         if not text:
             raise InvalidRequest("text_input is empty; give at least one character")
         starts = session is None or session.start or session.full_history  # a later turn goes on inside the text
@@ -128,39 +146,22 @@ def _read_prompt(
     return prompt
 
 
-def _sized_text(batch: Batch, name: str, row: int, max_bytes: int) -> str:
-    text = batch.scalar(name, row)
-    num_bytes = len(text.encode("utf-8", "replace"))
-    if num_bytes > max_bytes:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes, the limit is {max_bytes}; shorten it")
-    return text
-
-
-def _read_messages(batch: Batch, row: int, max_bytes: int) -> list[dict[str, Any]]:
-    text = _sized_text(batch, "messages", row, max_bytes)
+def _read_messages(batch: Batch, row: int) -> list[dict[str, Any]]:
     try:
-        messages = json.loads(text)
+        messages = json.loads(batch.scalar("messages", row))
     except (json.JSONDecodeError, RecursionError):
         raise InvalidRequest(
             "messages is not JSON; send a JSON list of objects, each with a role and a content"
         ) from None
+    except ValueError:
+        raise InvalidRequest("messages holds an integer of more than 4300 digits; send it as a string") from None
     if not isinstance(messages, list):
         raise InvalidRequest("messages is no JSON list; send a list of objects, each with a role and a content")
     return messages
 
 
-def _read_words(batch: Batch, name: str, row: int, limits: LimitsConfig) -> list[str]:
-    words = [word for word in batch.texts(name, row, limits.max_words) if word]  # "" pads rows of a batch
-    num_bytes = sum(len(word.encode("utf-8", "replace")) for word in words)
-    if num_bytes > limits.max_word_bytes:
-        raise InvalidRequest(
-            f"{name} holds {num_bytes} bytes, the limit is {limits.max_word_bytes} (limits.max_word_bytes); use fewer words"
-        )
-    return words
-
-
-def _read_bad_words(batch: Batch, row: int, tokenizer: Tokenizer, limits: LimitsConfig) -> list[list[int]]:
-    return words_token_ids(tokenizer, _read_words(batch, "bad_words", row, limits))
+def _read_words(batch: Batch, name: str, row: int) -> list[str]:
+    return [word for word in batch.texts(name, row) if word]  # "" pads rows of a batch
 
 
 def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -171,11 +172,11 @@ def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: To
     return tuple(dict.fromkeys([*context.model.eos_ids, *tokenizer.eos_ids]))
 
 
-def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer, max_entries: int) -> dict[int, float]:
+def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]:
     """Each word's weight is added to every id of the word, special tokens included, as TensorRT-LLM's preprocessing
     does.
     """
-    words = batch.texts("embedding_bias_words", row, max_entries)
+    words = batch.texts("embedding_bias_words", row)
     weights = batch.vector("embedding_bias_weights", row)
     num_weights = 0 if weights is None else weights.size
     if len(words) != num_weights:

@@ -32,7 +32,7 @@ def parse_token_requests(batch: Batch, context: ServingContext, parameters: Para
 
 
 def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Parameters) -> Work:
-    stop_session = read_stop_session(batch, row)
+    stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
         return Work(stop_session, TokenOutput(RowSettings(batch_index=batch_index), []))
@@ -53,7 +53,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         bad_words=decode_word_list("bad_words_list", batch.matrix("bad_words_list", row), limits),
         session=read_session(batch, row),
         timeout_s=parameters.timeout_s,
-        cache_salt=parameters.cache_salt,
+        cache_salt=parameters.namespace,
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     return Work(request, TokenOutput(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))

@@ -101,14 +101,18 @@ class Tokenizer:
         return cls(backend, config, eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises InvalidRequest when it is not Unicode text (a lone surrogate)."""
+        """Token ids of `text`. Raises InvalidRequest when it is not Unicode text (a lone surrogate).
+
+        Other threads run meanwhile: the library lets go of the interpreter's lock for a batch, never for a single text.
+        Without offsets (`fast`) it is besides four times as quick; the ids are the same.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"the text has a lone surrogate at character {error.start}, only Unicode can be tokenised; remove it"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; an id beyond the vocabulary has none. Raises InvalidRequest for an id that is no uint32."""

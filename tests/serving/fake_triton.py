@@ -22,6 +22,7 @@ class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL):
+        message.encode("utf-8")  # as the binding does, which raises for a lone surrogate
         self._message, self._code = message, code
 
     def message(self) -> str:

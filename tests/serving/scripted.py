@@ -35,7 +35,8 @@ class ScriptedExecutor:
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}
         self.cancelled: list[tuple[RequestId, int | None]] = []
-        self.stopped_sessions: list[tuple[SessionId, bool]] = []
+        self.stopped_sessions: list[tuple[SessionId, bool, str]] = []
+        self.has_given_up = False
         self.refuse: list[EverbatchError | None] = []  # for the next submits, in order
         self.stats: EngineStats | None = None
         self.was_shut_down = False
@@ -59,8 +60,10 @@ class ScriptedExecutor:
         self.cancelled.append((request_id, keep_output_tokens))
         self.end(request_id, reason=FinishReason.CANCELLED)
 
-    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse) -> RequestId:
-        self.stopped_sessions.append((session_id, end))
+    def stop_session(
+        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
+    ) -> RequestId:
+        self.stopped_sessions.append((session_id, end, namespace))
         request_id = RequestId(10_000 + len(self.stopped_sessions))
         self.live[request_id] = on_response
         self._put(request_id, Response(request_id, result_or_none=Result([[]], is_final=True)))

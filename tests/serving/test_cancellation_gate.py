@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from backend.api import FinishReason, RequestId, Response, Result
+from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.outputs import RowSettings, TokenOutput
 from backend.serving.pump import ResponsePump, Row
@@ -49,3 +49,35 @@ def test_no_sender_is_asked_once_its_end_is_on_the_way():
     poller.stop()
     assert all(sender.ending for sender in senders)
     assert sum(sender.deadly for sender in senders) == 0
+
+
+def test_a_sender_that_raises_is_survived_and_asked_again():
+    """Triton raises its own type now and then; what it said is no answer, neither yes nor no."""
+    answers: list = [RuntimeError("shared memory"), RuntimeError("shared memory"), True]
+    asked: list[str] = []
+
+    class MoodySender(ResponseSender):
+        def is_cancelled(self) -> bool:
+            asked.append("moody")
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    class CalmSender(ResponseSender):
+        def is_cancelled(self) -> bool:
+            asked.append("calm")
+            return False
+
+    pump = ResponsePump(1, lambda stream: None, lambda row, kept: None)
+    streams = [pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())]
+    abandoned: list = []
+    poller = CancellationPoller(pump.live_streams, abandoned.append, period_s=1)
+    for _ in range(2):
+        poller.sweep()
+        assert abandoned == []
+    poller.sweep()
+    assert abandoned == [streams[0]] and asked == ["moody", "calm"] * 3
+    for stream in streams:
+        pump.fail(stream, ErrorCode.CANCELLED, "over")
+    pump.close()

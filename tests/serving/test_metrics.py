@@ -77,3 +77,9 @@ def test_a_model_that_does_not_own_the_engine_publishes_request_lengths_alone() 
     publisher.publish_lengths([(3, 5)])
     assert {family.name for family in MetricFamily.created} == {"nv_llm_input_token_len", "nv_llm_output_token_len"}
     assert metrics()["nv_llm_output_token_len", "total_output_tokens"].buckets == [10, 50, 100, 500, 1000]
+
+
+def test_the_time_of_a_step_is_told_in_microseconds() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
+    publisher.publish_engine(stats(timestamp_ns=1_700_000_000_123_456_789), ready=True)
+    assert metrics()["nv_trt_llm_general_metrics", "timestamp"].current == 1_700_000_000_123_456

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
+from backend.serving import pb
 from backend.serving.outputs import RowSettings, TokenOutput
 from backend.serving.pump import ResponsePump, Row, Stream
 from tests.serving.fake_triton import ResponseSender, TritonModelException
@@ -42,6 +45,13 @@ class Harness:
     def error(self, stream: Stream, message: str, row: int = 0) -> None:
         response = Response(RequestId(row + 1), error_or_none=message, error_code=ErrorCode.UNAVAILABLE)
         self.pump.deliver(stream, stream.rows[row], response)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -127,18 +137,83 @@ def test_a_result_without_tokens_in_the_middle_is_not_sent(make) -> None:
 
 
 @pytest.mark.feature("001-06")
-def test_an_error_of_a_row_ends_that_row_and_the_others_go_on(make) -> None:
+def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(make) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=2)
     harness.tokens(stream, 1, row=0)
     harness.error(stream, "no more memory", row=0)
     harness.tokens(stream, 2, row=0)  # after its end: ignored
-    harness.tokens(stream, 3, row=1, final=True)
+    harness.tokens(stream, 3, row=1)
+    until(lambda: any(3 in r.outputs().get("output_ids", np.array([])) for r, _ in list(sender.sent)))
+    harness.tokens(stream, row=1, final=True)
     responses = sender.wait()
-    errors = [response.error().message() for response in responses if response.has_error()]
-    assert errors == ["[UNAVAILABLE] row 0: no more memory"]
-    assert not responses[-1].has_error() and sender.finals == [len(responses) - 1]
-    assert 2 not in sender.column("output_ids") and [row is stream.rows[1] for row in harness.ended] == [True]
+    assert [response.has_error() for response in responses[:-1]] == [False] * (len(responses) - 1)
+    assert sender.error() == "[UNAVAILABLE] row 0: no more memory" and sender.finals == [len(responses) - 1]
+    assert sender.column("output_ids") == [1, 3] and [row is stream.rows[1] for row in harness.ended] == [True]
+
+
+def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make) -> None:
+    harness = make()
+    stream, sender = harness.open(num_rows=4)
+    harness.error(stream, "gone", row=2)
+    harness.tokens(stream, 7, row=1, final=True)
+    harness.error(stream, "gone", row=3)
+    bad = Response(RequestId(1), error_or_none="too long", error_code=ErrorCode.INVALID_ARGUMENT)
+    harness.pump.deliver(stream, stream.rows[0], bad)
+    assert sender.error() == "[UNAVAILABLE] row 0: too long; rows 2, 3: gone"
+    assert sum(response.has_error() for response in sender.wait()) == 1 and sender.column("output_ids") == [7]
+
+
+def test_what_a_row_said_before_its_error_is_sent_before_it(make) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    sender.gate = threading.Event()
+    harness.tokens(stream, 1)
+    assert sender.entered.acquire(timeout=10)
+    harness.tokens(stream, 2)
+    harness.error(stream, "the engine is gone")
+    sender.gate.set()
+    assert sender.error() == "[UNAVAILABLE] the engine is gone" and sender.column("output_ids") == [1, 2]
+
+
+def test_an_error_text_that_no_utf8_can_hold_still_ends_the_stream(make) -> None:
+    harness = make()
+    row_error, row_sender = harness.open()
+    harness.error(row_error, "the role \ud800 is not known")
+    assert row_sender.error() == "[UNAVAILABLE] the role ? is not known"
+    refused, refused_sender = harness.open(num_rows=0)
+    harness.pump.fail(refused, ErrorCode.INVALID_ARGUMENT, "the role \udfff is not known")
+    assert refused_sender.error() == "[INVALID_ARGUMENT] the role ? is not known"
+
+
+def test_an_error_that_cannot_even_be_built_becomes_a_bare_end(make, monkeypatch) -> None:
+    harness = make()
+    stream, sender = harness.open()
+    monkeypatch.setattr(pb, "error_response", lambda code, message: 1 / 0)
+    harness.pump.fail(stream, ErrorCode.INTERNAL, "broken")
+    assert sender.wait() == [None] and sender.finals == [0]
+
+
+def test_a_refusal_does_not_wait_behind_a_stream(make) -> None:
+    harness = make(num_lanes=1)
+    slow, slow_sender = harness.open()
+    slow_sender.gate = threading.Event()
+    harness.tokens(slow, 1, final=True)
+    assert slow_sender.entered.acquire(timeout=10)  # the only lane is in a send
+    refused, refused_sender = harness.open(num_rows=0)
+    harness.pump.refuse(refused, ErrorCode.UNAVAILABLE, "full")
+    assert refused_sender.error() == "[UNAVAILABLE] full"
+    assert harness.pump.begin(refused, [Row(TokenOutput(RowSettings(), []))]) is False and refused.rows == []
+    slow_sender.gate.set()
+
+
+def test_a_stream_that_was_cancelled_gets_no_rows(make) -> None:
+    harness = make()
+    stream, sender = harness.open(num_rows=0)
+    stream.cancelled = True
+    assert harness.pump.begin(stream, [Row(TokenOutput(RowSettings(), []))]) is False and stream.rows == []
+    harness.pump.fail(stream, ErrorCode.CANCELLED, "stopped")
+    assert sender.error() == "[CANCELLED] stopped"
 
 
 def test_a_failure_of_the_stream_ends_it_once_and_stops_its_rows(make) -> None:
@@ -245,6 +320,7 @@ def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
         responses = [response for response, _ in sender.sent]
         assert all(r is None or r.has_error() or "output_ids" in r.outputs() for r in responses)
         assert None not in responses[:-1], "nothing but a last resort is bare"
+        assert not any(r.has_error() for r in responses[:-1]), "an error is the last thing that is said"
         got: dict[int, list[int]] = defaultdict(list)
         for response in responses:
             if response is not None and not response.has_error():

@@ -164,7 +164,7 @@ def test_stop_of_a_session_is_answered_by_an_empty_final_response(server, execut
     request = token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1), END=ints(1))
     server.execute([request])
     (answer,) = request.sender.wait()
-    assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True)]
+    assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True, "")]
 
 
 def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(server, executor, monkeypatch) -> None:
@@ -372,3 +372,18 @@ def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server
     executor.end(1, 5)
     assert refused.sender.error() == "[INVALID_ARGUMENT] Streaming is only supported in decoupled mode."
     assert served.sender.column("output_ids") == [1, 5] and served.sender.finals == [0]
+
+
+def test_a_second_drain_signal_changes_nothing() -> None:
+    """The grace period must not begin anew with each of them."""
+    drains: list[int] = []
+    ticks = threading.Semaphore(0)
+    keeper = Housekeeper(ticks.release, 0.001, lambda: drains.append(1), lambda: None)
+    keeper.listen_for_drain()
+    keeper.start()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(50):  # some rounds of the housekeeper, in which it has read the signal
+            wait_for(ticks)
+    keeper.stop()
+    assert drains == [1]

@@ -27,10 +27,10 @@ def tools() -> TextTools:
 
 @pytest.fixture
 def works(tools: TextTools):
-    def parse(model=ENSEMBLE, triton=TritonConfig(), **inputs: np.ndarray) -> list[Work]:
+    def parse(model=ENSEMBLE, triton=TritonConfig(), max_seq_len=64, **inputs: np.ndarray) -> list[Work]:
         inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
         batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
-        info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
+        info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))
         return parse_text_requests(batch, ServingContext(EngineConfig(triton=triton), info), Parameters(), tools)
 
     return parse
@@ -108,6 +108,20 @@ def test_bad_text_is_refused_in_one_sentence(works, inputs: dict[str, np.ndarray
     inputs = {"max_tokens": ints(4), **inputs}
     with pytest.raises(InvalidRequest, match=message):
         works(**inputs)
+
+
+def test_an_integer_that_python_does_not_read_is_refused_as_what_it_is(works) -> None:
+    messages = '[{"role": "user", "content": %s}]' % ("9" * 4301)
+    with pytest.raises(InvalidRequest, match="messages holds an integer of more than 4300 digits; send it as a string"):
+        works(messages=strings(messages), max_seq_len=128)
+
+
+def test_as_many_bytes_of_text_as_the_limits_say_are_read(works) -> None:
+    words = {"stop_words": strings("s" * 4096), "embedding_bias_words": strings("w" * 65_536)}
+    work = works(text_input=strings("a"), embedding_bias_weights=floats(1.0), **words)[0]
+    assert work.request.sampling_config.logit_bias
+    with pytest.raises(InvalidRequest, match="65537 bytes, the limit is 65536 .limits.max_bias_bytes."):
+        works(text_input=strings("a"), embedding_bias_words=strings(["w" * 65_536 + "w"]))
 
 
 def test_a_session_turn_may_generate_nothing(works) -> None:

@@ -127,7 +127,29 @@ def test_a_request_of_no_rows_is_refused() -> None:
         works({name: array[:0] for name, array in token_inputs([[1]]).items()})
 
 
+def test_as_many_rows_as_the_limit_are_served() -> None:
+    assert len(works(token_inputs([[1], [2]]), max_rows=2)) == 2
+
+
 REFUSED = [spec for spec in TOKEN_MODEL.inputs if spec.target == "refused"]
+# What clients of tensorrtllm_backend send without asking for anything, written down apart from the table.
+NEUTRAL = {
+    "num_return_sequences": [1],
+    "beam_width": [1],
+    "return_context_logits": [False],
+    "return_generation_logits": [False],
+    "lora_task_id": [0],
+    "guided_decoding_guide_type": [b""],
+    "guided_decoding_guide": [b""],
+    "runtime_top_p_decay": [1.0],
+    "encoder_output_lengths": [0],
+    "mrope_position_deltas": [0],
+    "skip_cross_attn_blocks": [False],
+    "retention_decode_priority": [35],
+    "lookahead_window_size": [0],
+    "lookahead_ngram_size": [0],
+    "lookahead_verification_set_size": [0],
+}
 
 
 def filled(spec: Input, value: object) -> np.ndarray:
@@ -145,9 +167,16 @@ def test_what_is_not_built_is_refused_when_used(spec: Input) -> None:
 @pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: spec.name)
 def test_what_is_not_built_may_be_sent_empty_or_neutral(spec: Input) -> None:
     empty = np.zeros([1, *(0 if size == -1 else size for size in spec.dims)], NUMPY_TYPES[spec.dtype])
-    neutral = [filled(spec, value.encode() if isinstance(value, str) else value) for value in spec.neutral]
+    neutral = [filled(spec, value) for value in NEUTRAL.get(spec.name, [])]
     for array in [*neutral, *([empty] if empty.size == 0 else [])]:
         assert parse(**{spec.name: array})[0] == parse()[0]
+
+
+def test_only_the_known_neutral_values_ask_for_nothing() -> None:
+    table = {
+        spec.name: [value.encode() if isinstance(value, str) else value for value in spec.neutral] for spec in REFUSED
+    }
+    assert {name: values for name, values in table.items() if values} == NEUTRAL
 
 
 def test_what_has_no_meaning_here_is_accepted_and_changes_nothing() -> None:
@@ -200,7 +229,7 @@ def test_parameters_carry_a_timeout_in_microseconds_from_either_transport() -> N
     assert parse_parameters(2_500_000, "{}").timeout_s == 2.5
     assert parse_parameters(0, '{"timeout": 100000}').timeout_s == 0.1
     assert parse_parameters(0, "").timeout_s is None
-    assert parse_parameters(0, '{"cache_salt": "x"}').cache_salt == "x"
+    assert parse_parameters(0, '{"cache_salt": "x"}').namespace == "x"
     for wrong in ('{"timeout": -1}', '{"timeout": "soon"}', '{"timeout": true}', '{"cache_salt": 3}'):
         with pytest.raises(InvalidRequest):
             parse_parameters(0, wrong)

@@ -176,6 +176,25 @@ def test_deeply_nested_messages_are_refused() -> None:
         ChatTemplate(CHATML).render([{"role": "user", "content": content}])
 
 
+@pytest.mark.parametrize(("depth", "refused"), [(16, False), (17, True)])
+def test_a_message_may_be_nested_sixteen_levels_deep(depth: int, refused: bool) -> None:
+    content: Any = "x"
+    for _ in range(depth):
+        content = [content]
+    template = ChatTemplate("{{ messages[0].content | tojson }}")
+    if refused:
+        with pytest.raises(InvalidRequest, match="nested deeper than 16"):
+            template.render([{"role": "user", "content": content}])
+    else:
+        assert template.render([{"role": "user", "content": content}]) == "[" * 16 + '"x"' + "]" * 16
+
+
+def test_of_a_message_only_what_is_null_is_left_out() -> None:
+    template = ChatTemplate("{% for key in messages[0] %}{{ key }}={{ messages[0][key] | tojson }} {% endfor %}")
+    message = {"role": "", "content": "", "flag": False, "count": 0, "list": [], "object": {}, "nothing": None}
+    assert template.render([message]) == 'role="" content="" flag=false count=0 list=[] object={} '
+
+
 def test_a_result_beyond_the_cap_is_cut_off_while_it_is_rendered() -> None:
     template = ChatTemplate("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", max_chars=1000)
     with pytest.raises(InvalidRequest, match="longer than 1000 characters"):

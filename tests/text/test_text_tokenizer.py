@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,23 @@ def test_words_without_a_spelling_and_empty_words_are_refused(family_tokenizers:
         words_token_ids(family_tokenizers["byte_level_bpe"], ["a", ""])
     both = words_token_ids(family_tokenizers["byte_level_bpe"], ["a", "b", "a"])
     assert len(both) == 4
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(family_tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer, text = family_tokenizers["byte_level_bpe"], "lorem ipsum dolor " * 100_000
+    over = threading.Event()
+    seen = [time.monotonic()]
+
+    def watch() -> None:
+        while not over.is_set():
+            time.sleep(0.001)
+            seen.append(time.monotonic())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.monotonic()
+    tokenizer.encode(text)
+    took = time.monotonic() - began
+    over.set()
+    watcher.join()
+    assert max(later - earlier for earlier, later in zip(seen, seen[1:])) < took / 2
