@@ -135,7 +135,7 @@ def test_a_loop_that_sleeps_is_in_no_turn():
     """Or an idle engine would be killed for its long step."""
     seen: list[int | None] = []
     loop = make_loop(seen)
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     for number in (1, 2):
         loop.post(Submit(number, Request([1], 5)))

@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +55,10 @@ class Peer:
         self.sock.sendall(encode_frame(Submit(MINE | number, Request([1], 1))))
 
     def receive(self) -> Message | None:
-        """The next message that is no heartbeat; None at the end of the stream."""
+        """The next message that is no heartbeat; None at the end of the stream. AssertionError when none comes for 5 s."""
+        deadline = time.monotonic() + 5
         while (frame := receive_frame(self.sock)) is not None:
+            assert time.monotonic() < deadline, "only heartbeats come"
             if not isinstance(message := decode_message(frame), Heartbeat):
                 return message
         return None

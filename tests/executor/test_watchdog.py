@@ -15,6 +15,7 @@ import pytest
 from backend.api import EngineUnavailable, ErrorCode, Request
 from backend.api.config import TritonConfig
 from backend.executor import Executor
+from backend.executor.supervisor import MAX_RESTARTS
 from backend.executor.transport import wait_until
 from tests.executor.hash_engine import HANGS
 from tests.executor.helpers import CONFIG, drain, tokens_of
@@ -42,6 +43,10 @@ def guest(owner: Executor, tmp_path: Path) -> Iterator[Executor]:
         yield executor
 
 
+def set_patience(owner: Executor, seconds: float) -> None:
+    owner._process._limits = TritonConfig(watchdog_timeout_s=seconds)
+
+
 def check_that_it_serves(executor: Executor) -> None:
     assert wait_until(executor.is_ready, 10)
     request_id = executor.enqueue_request(Request([1, 2], 4, streaming=True))
@@ -49,16 +54,18 @@ def check_that_it_serves(executor: Executor) -> None:
 
 
 def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner, guest):
+    set_patience(owner, 60.0)
     check_that_it_serves(owner)
     stopped, answers = owner._process.pid, queue.SimpleQueue()
     os.kill(stopped, signal.SIGSTOP)
     for executor in (owner, guest):
         executor.submit(Request([3, 4], 200), answers.put)  # nobody knows yet
     for executor in (owner, guest):
-        assert wait_until(lambda: not executor.is_ready(), PATIENCE_S)
+        assert wait_until(lambda: not executor.is_ready(), 10)
         with pytest.raises(EngineUnavailable, match="no sign of life"):
             executor.submit(Request([1], 1), answers.put)
     assert owner._process.pid == stopped and answers.empty(), "those in flight wait while it may come back"
+    set_patience(owner, PATIENCE_S)
     assert [answers.get(timeout=10).error_code for _ in range(2)] == [ErrorCode.UNAVAILABLE] * 2
     for executor in (owner, guest):
         check_that_it_serves(executor)
@@ -66,10 +73,11 @@ def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner,
 
 
 def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner):
+    set_patience(owner, 60.0)
     stopped = owner._process.pid
     os.kill(stopped, signal.SIGSTOP)
     request_id = owner.enqueue_request(Request([3, 4], 20, streaming=True))
-    assert wait_until(lambda: not owner.is_ready(), PATIENCE_S)
+    assert wait_until(lambda: not owner.is_ready(), 10)
     os.kill(stopped, signal.SIGCONT)
     assert tokens_of(drain(owner, [request_id])[request_id]) == oracle([3, 4], 20, 1000)
     check_that_it_serves(owner)
@@ -92,3 +100,19 @@ def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner):
         owner.submit(Request([1] * 100_000, 1), answers.put)
     assert owner._process.num_deaths == 0
     assert {answers.get(timeout=10).error_code for _ in range(20)} == {ErrorCode.UNAVAILABLE}
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(owner, guest):
+    owner._process._policy._pause_s = 0.01
+    answers = queue.SimpleQueue()
+    told = []
+    for _ in range(MAX_RESTARTS + 1):
+        assert wait_until(owner.is_ready, 10) and not owner.has_given_up
+        owner.submit(Request([3, 4], 250), answers.put)
+        os.kill(owner._process.pid, signal.SIGKILL)
+        told.append(answers.get(timeout=10).error_msg)
+    assert ["restart the server" in message for message in told] == [False] * MAX_RESTARTS + [True]
+    assert owner.has_given_up and not owner.is_ready() and not guest.has_given_up
+    with pytest.raises(EngineUnavailable, match="died 6 times .* restart the server"):
+        owner.submit(Request([1], 1), answers.put)
+    assert wait_until(lambda: not guest.is_ready(), 5) and answers.empty()

@@ -148,7 +148,7 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     ),
     "a_closed_client_connects_again": (
         change(SocketTransport, "close", ("        self._closed.set()\n", "")),
-        EXECUTOR,
+        ["tests/executor/test_socket.py::test_a_client_that_was_shut_down_stays_away"],  # all others take long then
     ),
     "time_in_which_it_hung_counts_as_quiet": (
         change(EngineProcess, "_book_death", (" - self._stuck_s", "")),
