@@ -74,9 +74,9 @@ def read_bytes(directory: Path, name: str, most_bytes: int) -> bytes | None:
 
 
 def read_text(directory: Path, name: str, most_bytes: int) -> str | None:
-    """Like `read_bytes`, of UTF-8, with lines that end in \\n."""
+    """Like `read_bytes`, of UTF-8."""
     content = read_bytes(directory, name, most_bytes)
-    return None if content is None else decoded(content, name).replace("\r\n", "\n").replace("\r", "\n")
+    return None if content is None else decoded(content, name)
 
 
 def read_object(directory: Path, name: str) -> dict[str, Any] | None:

@@ -19,11 +19,10 @@ from backend.models.loader import MAX_POSITIONS, open_directory, resolve_model_p
 from backend.models.weight_files import tensor_names
 from backend.quant.checkpoint import new_folder
 from backend.text import tokenizer
-from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
 from tests.model.hostile import CASES, base
 from tests.model.hostile.base import WEIGHTS, Case, deep, write, write_json
-from tests.model.hostile.readers import fault_of_sentence, outcome, read
+from tests.model.hostile.readers import fault_of_sentence, interrupted, outcome, read
 from tests.model.test_loading import load
 
 
@@ -104,6 +103,14 @@ def test_a_file_that_grows_while_it_is_read_is_cut_off(directory: Path, monkeypa
         read_text(directory, "a", 10)
 
 
+def test_a_pipe_that_takes_the_place_of_a_file_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+    monkeypatch.setattr(model_files, "find_file", lambda directory, name, most=None: directory / name)
+    with interrupted(), pytest.raises(ConfigError, match="config.json is empty"):
+        read_object(directory, "config.json")
+
+
 @pytest.mark.parametrize("opening, closing", [("[", "]"), ('{"a":', "}")])
 def test_json_may_be_nested_as_deep_as_the_limit_and_no_deeper(opening: str, closing: str) -> None:
     assert "a" in parse_object(deep(MAX_DEPTH - 1, opening, closing), "config.json")
@@ -163,16 +170,13 @@ def test_added_tokens_are_compared_once_each(directory: Path, monkeypatch: pytes
     calls: list[None] = []
     count = 300
     monkeypatch.setattr(tokenizer, "repr", lambda token: calls.append(None) or repr(token), raising=False)
-    tokens = {str(40 + index): {"content": f"<{index}>"} for index in range(count)}
+    contents = [f"<{index}>" for index in range(count)]
+    flags = dict(special=True, lstrip=False, rstrip=False, single_word=False, normalized=False)
+    tokens = {str(28 + index): {"content": content, **flags} for index, content in enumerate(contents)}
+    base.merged("tokenizer.json", added_tokens=[{"id": int(key), **token} for key, token in tokens.items()])(directory)
     write_json(directory / "tokenizer_config.json", {"added_tokens_decoder": tokens})
     assert Tokenizer.from_directory(directory).vocab_size == len(base.WORDS) + count
     assert len(calls) <= 3 * count
-
-
-def test_a_template_with_windows_line_ends_is_that_with_unix_ones(directory: Path) -> None:
-    (directory / "chat_template.jinja").write_bytes(b"{{ messages[0].content }}\r\nb\rc")
-    template = ChatTemplate.from_directory(directory, Tokenizer.from_directory(directory))
-    assert template.render([{"role": "user", "content": "a"}]) == "a\nb\nc"
 
 
 def test_a_copied_folder_brings_nothing_from_outside(directory: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def outcome(reader: Reader, directory: Path) -> Outcome:
     before = _reset_peak()
     error: BaseException | None = None
     try:
-        with _interrupted():
+        with interrupted():
             read(reader, directory)
     except KeyboardInterrupt:
         raise
@@ -73,7 +73,7 @@ def outcome(reader: Reader, directory: Path) -> Outcome:
 
 
 @contextmanager
-def _interrupted() -> Iterator[None]:
+def interrupted() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise TimeoutError(f"took more than {TOO_LONG_S} s")
 

@@ -39,6 +39,7 @@ def _nested(levels: int) -> dict[str, object]:
 def _code(directory: Path) -> None:
     """A tokenizer that wants Python of its own to be run."""
     (directory / JSON).unlink()
+    (directory / "vocab.txt").write_text("a\n")
     (directory / "evil.py").write_text("open('was-run', 'w')\nclass Evil: pass\n")
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     (directory / SETTINGS).write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map}))
