@@ -21,6 +21,10 @@ MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
+def acquire(semaphore: threading.Semaphore) -> None:
+    assert semaphore.acquire(timeout=20)
+
+
 class Hostile(InferenceRequest):
     """A request whose methods raise as Triton's do for bytes that are no UTF-8."""
 
@@ -192,11 +196,12 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, e
 
 
 def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(server, executor, monkeypatch) -> None:
-    def answer_at_once(request, on_response) -> int:
+    def answer_at_once(asked, on_response) -> int:
         request_id = 7 + len(executor.requests)
-        executor.requests[request_id] = request
-        result = Result([[request.input_token_ids[0]]], is_final=True, is_sequence_final=True)
+        executor.requests[request_id] = asked
+        result = Result([[asked.input_token_ids[0]]], is_final=True, is_sequence_final=True)
         on_response(Response(request_id, result_or_none=result))
+        acquire(request.sender.entered)  # the sender has dealt with it before the next row is started
         return request_id
 
     monkeypatch.setattr(executor, "submit", answer_at_once)
@@ -243,10 +248,6 @@ def make_text_server(make_server, executor, front):
 
 def ask(text: str = "a", request_id: str = "", **extra) -> InferenceRequest:
     return InferenceRequest({"text_input": strings(text), "max_tokens": ints(4), **extra}, request_id)
-
-
-def acquire(semaphore: threading.Semaphore) -> None:
-    assert semaphore.acquire(timeout=20)
 
 
 def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(make_text_server, executor, front) -> None:
