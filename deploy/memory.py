@@ -13,6 +13,8 @@ import resource
 import time
 from pathlib import Path
 
+from deploy.processes import read_stat
+
 MAX_STACK_BYTES = 64 << 30  # times 256 threads: an eighth of the address space
 MIN_STACK_BYTES = 8 << 20  # Linux's own default
 THREADS = 256  # of a server under load; about 130 when idle
@@ -49,12 +51,13 @@ def spare_children_the_stack(pid: int) -> None:
     """Give the process back the soft stack limit of this one, once its C library has read its own (it has, as soon as
     there is a second thread): its threads keep their large stacks, and the stubs and the engine begin with the usual.
 
-    Does nothing to a process that is gone, or that has but one thread after 5 s.
+    Does nothing to a process that has ended, or that has but one thread after 5 s.
     """
     deadline = time.monotonic() + 5.0
     try:
         while len(os.listdir(f"/proc/{pid}/task")) < 2:
-            if time.monotonic() > deadline:
+            stat = read_stat(pid)
+            if stat is None or stat.state in "ZX" or time.monotonic() > deadline:
                 return
             time.sleep(0.002)
         _, hard = resource.prlimit(pid, resource.RLIMIT_STACK)

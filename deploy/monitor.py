@@ -105,5 +105,7 @@ class Monitor:
         except probe.ProbeFailed as failure:  # a server that is stopped or ending; the next look tries again
             log.debug("readiness not told: %s", failure)
             return
-        if was != ready:
-            log.warning("the server says %s: %s", "ready" if ready else "not ready", self._verdict.unready or "a stub")
+        if was and not ready:
+            log.warning("not ready: %s", self._verdict.unready or "a stub has ended")
+        elif ready and not was:
+            log.warning("ready again")

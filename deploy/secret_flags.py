@@ -91,13 +91,14 @@ def _wait_for_the_stop(pid: int) -> None:
             raise NotTraced("it has ended")
         if _runs_with_visible_flags(pid):
             raise NotTraced("tracing is not allowed here")
-        time.sleep(0.002)
+        time.sleep(0.001)
     raise NotTraced(f"it did not begin within {_WAIT_S:.0f} s")
 
 
 def _runs_with_visible_flags(pid: int) -> bool:
+    """Whether it has been executed, and without marks. In the middle of an exec there is no command line at all."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return b"deploy.spawn" not in words and not any(word.startswith(MARK.encode()) for word in words)
+    return words[0] != b"" and b"deploy.spawn" not in words and not any(word.startswith(MARK.encode()) for word in words)
 
 
 def _libc() -> ctypes.CDLL:

@@ -1,8 +1,8 @@
 """`everbatch serve`: keep one TritonServer alive until told to stop.
 
 Triton notices neither a stub that dies or stops nor an engine that is gone. So the supervisor asks the server about its
-processes, and starts the whole of it again, with back-off: for ever if it was ready in between, and until MAX_FAILURES in a
-row if it was not. An engine that was given up ends everything. A restart must be ready within a minute, or three times
+processes, and starts the whole of it again, with back-off: for ever if it was ready in between, and until failure
+MAX_FAILURES in a row if it was not. An engine that was given up ends everything. A restart must be ready within a minute, or three times
 what the first start took; one that hangs is started over.
 First Ctrl-C or SIGTERM: drain and stop. Second: now. A server that never came up is not started again, unless it died of
 something that does not come twice.
@@ -22,7 +22,7 @@ from typing import Protocol, Self
 from deploy.errors import Failure, ServerFailed
 from deploy.server import StartCancelled
 
-MAX_FAILURES = 5  # in a row, without having been ready
+MAX_FAILURES = 5  # in a row, without being ready in between
 MAX_FIRST_STARTS = 3
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
@@ -155,7 +155,7 @@ class _Supervision:
             return False
         delay = self.back_off.failed(time.monotonic())
         if delay is None:
-            self.reporter.problem(f"{failure.text}; {MAX_FAILURES} starts in a row have failed, giving up")
+            self.reporter.problem(f"{failure.text}; failure {MAX_FAILURES} since it was ready, giving up")
             return False
         self.reporter.problem(f"{failure.text}; starting the server again in {delay:g} s")
         self.signals.wait(delay)
