@@ -43,7 +43,7 @@ class Monitor:
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s
         self._verdict = health.Verdict()
         self._answered_at = time.monotonic()
-        self._trust_after = 0.0
+        self._trust_after = self._next_live = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everbatch-monitor", daemon=True)
 
@@ -71,16 +71,18 @@ class Monitor:
         return None
 
     def _run(self) -> None:
-        next_live = 0.0
         while not self._wait():
-            now = time.monotonic()
-            if now >= self._trust_after:
-                self._verdict = health.judge(health.read(self._directory, time.monotonic_ns()))
-            self._tell(self._verdict.unready is None and not self._dead_stubs())
-            if now >= next_live:
-                next_live = now + LIVE_EVERY_S
-                self._ask_whether_live()
-                log_files.cut_if_long(self._log_path)
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._trust_after:
+            self._verdict = health.judge(health.read(self._directory, time.monotonic_ns()))
+        self._tell(self._verdict.unready is None and not self._dead_stubs())
+        if now >= self._next_live:
+            self._next_live = now + LIVE_EVERY_S
+            self._ask_whether_live()
+            log_files.cut_if_long(self._log_path)
 
     def _wait(self) -> bool:
         """Until the next look; returns whether it is the end. After a stop of this process itself nobody is judged
