@@ -1,0 +1,108 @@
+"""What Triton does not notice the launcher does: stopped processes, dead stubs, and who may see and use the admin key."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from deploy import health, memory
+from deploy.processes import stubs_of
+from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.test_engine_death import engine_pid
+from tests.e2e.wire import eventually, post
+
+
+@pytest.fixture(scope="module")
+def watched_server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("watched")) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+def readiness(server, timeout_s: float = 10.0) -> int:
+    try:
+        with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout_s) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def seconds_until(condition, limit_s: float = 30.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def both_say(server, ready: bool) -> bool:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        return (readiness(server) == 200) == ready and client.is_server_ready() == ready
+
+
+def signs(server) -> list[health.Report]:
+    return health.read(server._health_directory, time.monotonic_ns())
+
+
+@pytest.mark.parametrize("who", ["engine", "stub"])
+def test_a_stopped_process_makes_the_server_not_ready_within_two_seconds_until_it_goes_on(watched_server, who):
+    server = watched_server
+    assert eventually(lambda: len(signs(server)) == 3, 10), "every stub gives signs of life"
+    assert eventually(lambda: both_say(server, True), 10)
+    pid = engine_pid(server) if who == "engine" else stubs_of(server.pid)[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        took = seconds_until(lambda: readiness(server) != 200)
+        assert both_say(server, False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert took <= 2.0
+    assert eventually(lambda: both_say(server, True), 20)
+    assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
+    with serve(tmp_path, "triton.watchdog_timeout_s=3") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        assert server.failure() is None
+        os.kill(server.pid, signal.SIGSTOP)
+        assert eventually(lambda: server.failure() is not None, 20)
+        assert "has not answered" in server.failure().text
+        server.kill()
+    assert not server.processes()
+
+
+def test_a_dead_stub_makes_the_server_not_ready_and_is_a_failure(tmp_path):
+    with serve(tmp_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        os.kill(stubs_of(server.pid)[0].pid, signal.SIGKILL)
+        seconds_until(lambda: readiness(server) != 200)
+        assert "died" in server.failure().text
+
+
+def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server):
+    server = watched_server
+    load = f"{server.http_url}/v2/repository/models/everbatch_not_ready/load"
+    assert post(load, {})[0] == 403
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/repository/index", data=b"{}", headers={"x-everbatch-admin": server.admin_key}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text = response.read().decode()
+    assert "tensorrt_llm" in text and "everbatch_not_ready" not in text
+
+
+def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server):
+    pids = watched_server.processes()
+    assert len(pids) >= 5, "server, three stubs, engine"
+    for pid in pids:
+        assert watched_server.admin_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    sizes = {int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * memory.PAGE_BYTES for pid in pids[1:]}
+    assert max(sizes) < 100 << 30
