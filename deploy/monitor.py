@@ -44,6 +44,7 @@ class Monitor:
         self._verdict = health.Verdict()
         self._answered_at = time.monotonic()
         self._trust_after = self._next_live = 0.0
+        self._refused = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everbatch-monitor", daemon=True)
 
@@ -105,8 +106,11 @@ class Monitor:
         try:
             self._readiness.tell(ready)
         except probe.ProbeFailed as failure:  # a server that is stopped or ending; the next look tries again
-            log.debug("readiness not told: %s", failure)
+            if not self._refused:
+                log.warning("the server was not told that it is %s: %s", "ready" if ready else "not ready", failure)
+            self._refused = True
             return
+        self._refused = False
         if was and not ready:
             log.warning("not ready: %s", self._verdict.unready or "a stub has ended")
         elif ready and not was:

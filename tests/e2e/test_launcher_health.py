@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -12,9 +17,10 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpcclient
 
-from deploy import health, memory
+from deploy import ROOT, health, memory
+from deploy.ports import Ports
 from deploy.processes import stubs_of
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import eventually, post
 
@@ -51,12 +57,11 @@ def signs(server) -> list[health.Report]:
     return health.read(server._health_directory, time.monotonic_ns())
 
 
-@pytest.mark.parametrize("who", ["engine", "stub"])
-def test_a_stopped_process_makes_the_server_not_ready_within_two_seconds_until_it_goes_on(watched_server, who):
+def test_a_stopped_engine_makes_the_server_not_ready_within_two_seconds_until_it_goes_on(watched_server):
     server = watched_server
     assert eventually(lambda: len(signs(server)) == 3, 10), "every stub gives signs of life"
     assert eventually(lambda: both_say(server, True), 10)
-    pid = engine_pid(server) if who == "engine" else stubs_of(server.pid)[0].pid
+    pid = engine_pid(server)
     os.kill(pid, signal.SIGSTOP)
     try:
         took = seconds_until(lambda: readiness(server) != 200)
@@ -66,6 +71,19 @@ def test_a_stopped_process_makes_the_server_not_ready_within_two_seconds_until_i
     assert took <= 2.0
     assert eventually(lambda: both_say(server, True), 20)
     assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_within_two_seconds_and_fail(tmp_path, number):
+    """Triton 24.10 itself kills a stub that has been stopped for about a second, and then serves on without it."""
+    with serve(tmp_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        assert eventually(lambda: both_say(server, True), 10)
+        os.kill(stubs_of(server.pid)[0].pid, number)
+        assert seconds_until(lambda: readiness(server) != 200) <= 2.0
+        assert both_say(server, False)
+        assert eventually(lambda: server.failure() is not None, 20)
+        assert "died" in server.failure().text
 
 
 def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
@@ -79,12 +97,28 @@ def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
     assert not server.processes()
 
 
-def test_a_dead_stub_makes_the_server_not_ready_and_is_a_failure(tmp_path):
-    with serve(tmp_path) as server:
-        server.wait_ready(START_TIMEOUT_S)
-        os.kill(stubs_of(server.pid)[0].pid, signal.SIGKILL)
-        seconds_until(lambda: readiness(server) != 200)
-        assert "died" in server.failure().text
+def test_an_engine_that_was_given_up_ends_serve_with_status_one():
+    """The sign is written by hand, for a model of that name; serve knows only signs."""
+    ports = Ports.free()
+    root = Path(tempfile.mkdtemp(prefix="eb-"))  # short enough for the socket, and so for the signs beside it
+    health_directory = root / f"serve-{ports.http}" / "health"
+    command = [sys.executable, "-P", "-m", "deploy.cli", "serve", *(f"--set={setting}" for setting in EXACT)]
+    command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "EVERBATCH_RUN_ROOT": str(root)}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    try:
+        assert launcher.stdout is not None
+        assert any("Ctrl-C stops it" in line for line in launcher.stdout)
+        health_directory.mkdir(exist_ok=True)
+        sign = {"state": "given_up", "pid": 1, "at_ns": time.monotonic_ns()}
+        (health_directory / "by_hand").write_text(json.dumps(sign))
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.terminate()
+        launcher.wait()
+        shutil.rmtree(root)
+    assert launcher.returncode == 1
+    assert "the engine of model by_hand ended too often and was given up" in said
 
 
 def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server):
