@@ -29,7 +29,8 @@ def test_where_address_space_is_counted_the_stacks_take_half_of_it_but_no_less_t
 
 def test_a_limit_on_address_space_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.memory.resource.getrlimit", lambda which: (5 << 40, -1))
-    assert (memory._countable_address_space() or 0) <= 5 << 40
+    found = memory._countable_address_space()
+    assert found is not None and found <= 5 << 40
 
 
 def test_a_container_with_little_memory_counts_instead_of_its_machine(

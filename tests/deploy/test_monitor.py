@@ -133,6 +133,14 @@ def test_a_tritonserver_that_does_not_answer_for_longer_than_the_watchdog_is_a_f
         watched.monitor.stop()
 
 
+def test_a_log_that_grows_too_long_is_put_aside(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module.log_files, "limit_bytes", lambda path: 10)
+    log = watched.directory.parent / "server.log"
+    log.write_text("more than ten bytes")
+    watched.until(lambda: log.stat().st_size == 0)
+    assert log.with_name("server.log.1").read_text() == "more than ten bytes"
+
+
 def test_after_a_stop_of_the_launcher_itself_nobody_is_judged_before_they_had_the_time_to_give_a_sign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

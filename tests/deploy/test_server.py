@@ -11,6 +11,7 @@ import pytest
 
 from backend.api.config import EngineConfig
 from deploy import memory, rundir, secret_flags, tritonserver
+from deploy.errors import ServerFailed
 from deploy.server import TritonServer
 from deploy.tritonserver import Installation
 
@@ -118,3 +119,14 @@ def test_a_server_that_has_ended_has_failed_with_its_status(server: TritonServer
     server._process.wait()
     failure = server.failure()
     assert failure is not None and failure.text == "tritonserver ended with status -9"
+
+
+@pytest.mark.parametrize("last_words, by_chance", [("boost::interprocess::lock_exception", True), ("segfault", False)])
+def test_a_start_that_died_of_a_lock_may_be_tried_again(
+    installation: Installation, server: TritonServer, last_words: str, by_chance: bool
+) -> None:
+    installation.binary.write_text(f"#!{sys.executable}\nraise SystemExit({last_words!r})\n")
+    server.start()
+    with pytest.raises(ServerFailed) as failed:
+        server.wait_ready(60)
+    assert failed.value.by_chance == by_chance
