@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class UserError(Exception):
     """Something the user can change; the message is one sentence with the value, the limit and the remedy."""
@@ -10,13 +12,25 @@ class UserError(Exception):
 
 
 class ServerFailed(Exception):
-    """The server did not start or did not stay up; `log_tail` holds the last lines it wrote."""
+    """The server did not start or did not stay up; `log_tail` holds the last lines it wrote.
+
+    `by_chance`: the same start may well succeed when it is tried again.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, log_tail: str = ""):
+    def __init__(self, message: str, log_tail: str = "", *, by_chance: bool = False):
         super().__init__(message)
         self.log_tail = log_tail
+        self.by_chance = by_chance
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a server that was ready has to end. `final`: it is not worth starting again from here."""
+
+    text: str
+    final: bool = False
 
 
 class SetupError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from dataclasses import dataclass
 
@@ -72,6 +73,15 @@ def _bind(host: str, port: int) -> socket.socket:
 def reachable(host: str) -> str:
     """The address at which a client on this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`. Asks the resolver; unknown names are not."""
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)
 
 
 def url_host(host: str) -> str:

@@ -1,6 +1,7 @@
-"""Does a server really answer? Readiness endpoints keep saying 200 after the stub has died, so one token is generated.
+"""Does a server really answer? At its start one token is generated; after that its readiness is asked, which the launcher
+keeps true (deploy/readiness.py), and the signs of life of its stubs (deploy/health.py).
 
-Also the container's health check:  python -m deploy.probe [http://127.0.0.1:8000] [MODEL]
+Also the container's health check:  python -m deploy.probe [http://127.0.0.1:8000] [RUN_DIRECTORY/health]
 """
 
 from __future__ import annotations
@@ -8,7 +9,12 @@ from __future__ import annotations
 import http.client
 import json
 import sys
+import time
 import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy import health
 
 
 class ProbeFailed(Exception):
@@ -16,14 +22,20 @@ class ProbeFailed(Exception):
 
 
 def request(
-    url: str, method: str, path: str, body: dict[str, object] | None = None, timeout_s: float = 5.0
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, object] | None = None,
+    timeout_s: float = 5.0,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """One HTTP exchange: status and body. Raises ProbeFailed when there is no answer within `timeout_s` per read."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=timeout_s)
     try:
         payload = None if body is None else json.dumps(body)
-        connection.request(method, path, body=payload, headers={"Content-Type": "application/json"} if body else {})
+        kind = {"Content-Type": "application/json"} if body else {}
+        connection.request(method, path, body=payload, headers={**kind, **(headers or {})})
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
@@ -32,10 +44,20 @@ def request(
         connection.close()
 
 
-def is_ready(url: str) -> bool:
-    """True once the port is open and every model has loaded (which says nothing about the stubs)."""
+def is_ready(url: str, timeout_s: float = 5.0) -> bool:
+    """True once the port is open and every model has loaded. Under the launcher that holds for the stubs and the
+    engine too (deploy/readiness.py); a plain tritonserver says nothing about them.
+    """
     try:
-        return request(url, "GET", "/v2/health/ready")[0] == 200
+        return request(url, "GET", "/v2/health/ready", timeout_s=timeout_s)[0] == 200
+    except ProbeFailed:
+        return False
+
+
+def is_live(url: str, timeout_s: float) -> bool:
+    """Whether the server answers at all within `timeout_s`."""
+    try:
+        return request(url, "GET", "/v2/health/live", timeout_s=timeout_s)[0] == 200
     except ProbeFailed:
         return False
 
@@ -55,13 +77,16 @@ def generate_one_token(url: str, model: str = "ensemble", timeout_s: float = 60.
 
 
 def main(arguments: list[str]) -> int:
+    """Exit status 0 when healthy. Asks nothing of the engine, so it does not wait behind the work of a busy server."""
     url = arguments[0] if arguments else "http://127.0.0.1:8000"
-    model = arguments[1] if len(arguments) > 1 else "ensemble"
-    try:
-        generate_one_token(url, model, timeout_s=20.0)
-    except ProbeFailed as failure:
-        print(failure, file=sys.stderr)
+    if not is_ready(url, timeout_s=10.0):
+        print(f"{url} is not ready", file=sys.stderr)
         return 1
+    if len(arguments) > 1:
+        verdict = health.judge(health.read(Path(arguments[1]), time.monotonic_ns()))
+        if verdict.unready is not None:
+            print(verdict.unready, file=sys.stderr)
+            return 1
     return 0
 
 

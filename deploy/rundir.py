@@ -4,7 +4,8 @@
     config.json       the effective configuration, as the engine reads it
     backends/python/  links into the wheel
     models/           a rendered copy of the model repository, only where a setting changes it
-    server.log        what the server, its stubs and the engine write
+    server.log        what the server, its stubs and the engine write; server.log.1 to .9 are older ones
+    health/           signs of life of the stubs; beside the socket, wherever that is
     admin.key         secret of the restricted APIs, 0600
     engine.sock       the engine's socket, unless this path is too long for one
 """

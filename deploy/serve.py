@@ -16,7 +16,7 @@ from backend.api.errors import ConfigError
 from deploy import ROOT, rundir
 from deploy.errors import UserError
 from deploy.model_source import resolve_model
-from deploy.ports import Ports
+from deploy.ports import Ports, is_loopback
 from deploy.report import ConsoleReporter, differences, effective
 from deploy.server import TritonServer
 from deploy.supervisor import StopSignals, supervise
@@ -68,12 +68,24 @@ def serve(options: ServeOptions, console: Console) -> int:
         console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
     changed = " ".join(f"--set {setting}" for setting in differences(config))
     console.print(f"changed: {escape(changed) or 'nothing'}", highlight=False, soft_wrap=True)
+    if not is_loopback(options.host):
+        console.print(f"[yellow]{escape(exposed(options))}[/yellow]", highlight=False, soft_wrap=True)
     with StopSignals() as signals:
         if options.verbose:
             threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
         status = supervise(server, ConsoleReporter(console, server), signals, options.ready_timeout_s)
     console.print("stopped; no process of it is left")
     return status
+
+
+def exposed(options: ServeOptions) -> str:
+    """What to know before others can reach the server."""
+    return (
+        f"warning: others reach this server on {options.host}; Triton limits neither who asks nor how much: some bodies of "
+        "a few MB end it. Let only a proxy with a body limit of 1 MB, time limits, TLS and keys reach ports "
+        f"{options.ports.http} and {options.ports.grpc}, and nobody {options.ports.metrics} "
+        "(deploy/nginx.conf is one for nginx; docs/behind-a-proxy.md)"
+    )
 
 
 def _follow(path: Path, console: Console) -> None:

@@ -24,11 +24,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from backend.api.config import EngineConfig
-from deploy import ROOT, probe, rundir, server_log, tritonserver
-from deploy.errors import ServerFailed
+from deploy import ROOT, health, log_files, memory, probe, rundir, secret_flags, server_log, tritonserver
+from deploy.errors import Failure, ServerFailed
+from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
     Process,
@@ -39,6 +40,7 @@ from deploy.processes import (
     send_signal,
     stubs_of,
 )
+from deploy.readiness import Readiness
 
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
 KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
@@ -92,6 +94,9 @@ class TritonServer:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._temporary_socket_directory: Path | None = None
         self._stubs: list[Process] = []
+        self._health_directory: Path | None = None
+        self._monitor: Monitor | None = None
+        self._memory_limit: int | None = None
 
     # ---- addresses ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +139,8 @@ class TritonServer:
         rundir.write_private(self.run_dir / "admin.key", self.admin_key + "\n")
         sockets, temporary = rundir.socket_directory(self.run_dir)
         self._temporary_socket_directory = sockets if temporary else None
+        self._health_directory = sockets / "health"
+        health.clear(self._health_directory)
         command = tritonserver.command_line(
             installation,
             repository=repository,
@@ -141,7 +148,6 @@ class TritonServer:
             host=self.host,
             ports=self.ports,
             shm_prefix=self._shm_prefix,
-            admin_key=self.admin_key,
             exit_timeout_s=self.exit_timeout_s,
             extra=self._extra_flags,
         )
@@ -150,6 +156,7 @@ class TritonServer:
             config_file=config_file,
             socket_directory=sockets,
             run_id=self.run_id,
+            admin_key=self.admin_key,
             exit_timeout_s=self.exit_timeout_s,
         )
         self._start_janitor()
@@ -182,6 +189,7 @@ class TritonServer:
             self._generate_first_token(deadline)
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
+        self._watch()
 
     def stop(self, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> None:
         """End the server and everything it started; drain for at most `timeout_s` (the exit timeout when unset).
@@ -189,6 +197,7 @@ class TritonServer:
         With `cancelled()` true the rest of the wait is skipped. Afterwards no process and no shared memory of it is
         left.
         """
+        self._stop_watching()
         if self._process is not None:
             self._drain(self.exit_timeout_s + KILL_MARGIN_S if timeout_s is None else timeout_s, cancelled)
         self._sweep()
@@ -217,6 +226,16 @@ class TritonServer:
     def stub_pids(self) -> list[int]:
         """Process ids of the stubs that live now."""
         return [process.pid for process in stubs_of(self.pid)] if self.running() else []
+
+    def failure(self) -> Failure | None:
+        """Why a server that was ready must be ended now; None = all is well, or wait_ready() has not returned yet."""
+        if not self.running():
+            return Failure(f"tritonserver ended with status {self.exit_status}")
+        if dead := self.dead_stubs():
+            return Failure(f"stub process {dead[0].pid} died")
+        if self._monitor is not None and (found := self._monitor.failure()):
+            return found
+        return self._too_large()
 
     def dead_stubs(self) -> list[Process]:
         """Stubs that were there when the server became ready and are not any more: Triton itself never tells."""
@@ -249,17 +268,58 @@ class TritonServer:
         )
 
     def _start_process(self, command: list[str], variables: dict[str, str]) -> None:
-        spawn = [sys.executable, "-P", "-m", "deploy.spawn", str(os.getpid()), str(tritonserver.STACK_BYTES)]
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                spawn + command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=variables,
-            )
+        with log_files.begin(self.log_path) as log:
+            self._process = self._spawn(command, variables, log)
+            try:
+                secret_flags.reveal(self.pid)
+            except secret_flags.NotTraced:
+                pass  # it runs with its flags in sight, and has said so in the log; or it has ended, which is seen later
+            except OSError as error:
+                self._process.kill()
+                self._process.wait()
+                log.write(f"everbatch: every user of this machine sees the admin key ({error.strerror})\n".encode())
+                self._process = self._spawn(secret_flags.visible(command, variables), variables, log)
+        memory.spare_children_the_stack(self.pid)
+
+    def _spawn(self, command: list[str], variables: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        spawn = [sys.executable, "-P", "-m", "deploy.spawn", str(os.getpid()), str(memory.stack_bytes())]
+        return subprocess.Popen(
+            spawn + command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=variables,
+        )
+
+    def _watch(self) -> None:
+        """Look after the server from now on, until it is stopped."""
+        self._memory_limit = memory.limit_bytes(self.pid)
+        model = self._probe_model or next(path.parent.name for path in self._model_repository.glob("*/config.pbtxt"))
+        self._monitor = Monitor(
+            self.http_url,
+            self._health_directory or self.run_dir / "health",
+            self.log_path,
+            Readiness(self.http_url, self.admin_key, model),
+            self.dead_stubs,
+            self.config.triton.watchdog_timeout_s,
+        )
+        self._monitor.start()
+
+    def _stop_watching(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
+    def _too_large(self) -> Failure | None:
+        try:
+            resident = memory.resident_bytes(self.pid)
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended; the next look says so
+            return None
+        if self._memory_limit is None or resident <= self._memory_limit:
+            return None
+        limit = f"{self._memory_limit / 1e9:.1f} GB, half of what was free"
+        return Failure(f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests")
 
     def _check_start(self, deadline: float, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         if cancelled():
@@ -270,6 +330,7 @@ class TritonServer:
             raise ServerFailed(
                 f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}",
                 self.log_tail(),
+                by_chance=server_log.died_by_chance(server_log.tail(self.log_path)),
             )
         if time.monotonic() > deadline:
             raise ServerFailed(
@@ -307,6 +368,7 @@ class TritonServer:
 
     def _sweep(self) -> None:
         """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
+        self._stop_watching()
         left = kill_run(self.run_id)
         if self._process is not None:
             self._process.wait()

@@ -16,6 +16,7 @@ _NOISE = (  # normal on a machine without a GPU, and Triton's tables and progres
 )
 _REASON = re.compile(r"(?:ConfigError|EngineUnavailable): (.+)$")
 _UNLOADING = "All models are stopped, unloading models"
+_BY_CHANCE = "boost::interprocess::lock_exception"  # a stub and Triton, at their first message; seen once
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
 
 
@@ -43,6 +44,11 @@ def reason(lines: list[str]) -> str | None:
     """The one sentence with which the engine refused to start, if it did."""
     found = (match.group(1).strip() for line in lines if (match := _REASON.search(line.split("\\n\\nAt:")[0])))
     return next(found, None)
+
+
+def died_by_chance(lines: list[str]) -> bool:
+    """Whether the server died of something that does not come again when it is started again."""
+    return any(_BY_CHANCE in line for line in lines)
 
 
 def engine_phase(lines: list[str]) -> str | None:

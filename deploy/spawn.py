@@ -2,7 +2,7 @@
 
 Runs in the child between fork and exec of the server (instead of subprocess's preexec_fn, which is unsafe beside
 threads). Keeps the pid. Order: ask for SIGKILL at the parent's death, then look whether the parent died before that,
-then exec.
+raise the stack limit, then exec; a command with marks of secret flags is stopped there for its parent (deploy/secret_flags.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import resource
 import signal
 import sys
+
+from deploy import secret_flags
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,16 +26,19 @@ def main(arguments: list[str]) -> None:
     if os.getppid() != parent:
         sys.exit(f"the launcher (pid {parent}) ended before its server was started")
     raise_stack_limit(stack_bytes)
+    if secret_flags.visible(command, os.environ) != command and not secret_flags.trace_me():
+        print("everbatch: tracing is not allowed here, so every user of this machine sees the admin key", flush=True)
+        command = secret_flags.visible(command, os.environ)
     os.execv(command[0], command)
 
 
 def raise_stack_limit(stack_bytes: int) -> None:
     """Raise the soft stack limit, which is also the stack size of the server's threads, as far as the hard one
-    allows.
+    allows. No limit means threads of 2 MB to glibc, so that is less than any.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = stack_bytes if hard == resource.RLIM_INFINITY else min(stack_bytes, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if stack_bytes > 0 and (soft == resource.RLIM_INFINITY or soft < wanted):
         resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
 

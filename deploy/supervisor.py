@@ -1,8 +1,11 @@
 """`everbatch serve`: keep one TritonServer alive until told to stop.
 
-A stub that dies is invisible to Triton: its streams hang and every endpoint still says 200. So the supervisor watches
-the processes and starts the whole server again, with back-off; after MAX_FAILURES within WINDOW_S it gives up.
-First Ctrl-C or SIGTERM: drain and stop. Second: now. A server that never came up is not started again.
+Triton notices neither a stub that dies or stops nor an engine that is gone. So the supervisor asks the server about its
+processes, and starts the whole of it again, with back-off: for ever if it was ready in between, and until failure
+MAX_FAILURES in a row if it was not. An engine that was given up ends everything. A restart must be ready within a minute, or three times
+what the first start took; one that hangs is started over.
+First Ctrl-C or SIGTERM: drain and stop. Second: now. A server that never came up is not started again, unless it died of
+something that does not come twice.
 """
 
 from __future__ import annotations
@@ -16,30 +19,29 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
-from deploy.errors import ServerFailed
-from deploy.processes import Process
+from deploy.errors import Failure, ServerFailed
 from deploy.server import StartCancelled
 
-MAX_FAILURES = 5
+MAX_FAILURES = 5  # in a row, without being ready in between
+MAX_FIRST_STARTS = 3
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 30.0
+MAX_DELAY_S = 60.0
+MIN_RESTART_S = 60.0
+RESTART_FACTOR = 3.0  # of the first start
 POLL_S = 0.25
 
 
 class Server(Protocol):
     """What the supervisor needs of a TritonServer."""
 
-    @property
-    def exit_status(self) -> int | None: ...
     def start(self) -> None: ...
     def wait_ready(
         self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool]
     ) -> None: ...
     def stop(self, *, cancelled: Callable[[], bool]) -> None: ...
     def kill(self) -> None: ...
-    def running(self) -> bool: ...
-    def dead_stubs(self) -> list[Process]: ...
+    def failure(self) -> Failure | None: ...
 
 
 class Reporter(Protocol):
@@ -84,72 +86,102 @@ class StopSignals:
             os.read(self._read, 64)
 
 
-class FailureWindow:
-    """Failures of the last WINDOW_S seconds, and how long to wait after the latest."""
+class BackOff:
+    """How long to wait after a failure, and when to give up."""
 
     def __init__(self, limit: int = MAX_FAILURES, window_s: float = WINDOW_S):
         self.limit, self.window_s = limit, window_s
+        self._in_a_row = 0
         self._times: deque[float] = deque()
 
-    def add(self, now: float) -> float | None:
+    def ready(self) -> None:
+        """The server was ready: what failed before does not count against it any more, but the delay stays."""
+        self._in_a_row = 0
+
+    def failed(self, now: float) -> float | None:
         """Count a failure at `now` (seconds). Returns the delay before the next start, or None to give up."""
+        self._in_a_row += 1
         self._times.append(now)
         while now - self._times[0] > self.window_s:
             self._times.popleft()
-        if len(self._times) >= self.limit:
+        if self._in_a_row >= self.limit:
             return None
-        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (len(self._times) - 1))
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(len(self._times) - 1, 16))
+
+
+class _Supervision:
+    """One run of supervise()."""
+
+    def __init__(self, server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float):
+        self.server, self.reporter, self.signals = server, reporter, signals
+        self.timeout_s = self.first_timeout_s = ready_timeout_s
+        self.starts = 0
+        self.was_ready = False
+        self.back_off = BackOff()
+
+    def live(self) -> Failure | None:
+        """One life of the server: start it, and wait until a signal (None) or a failure. Raises StartCancelled, and
+        ServerFailed if the first start does not succeed.
+        """
+        try:
+            self._start()
+        except ServerFailed as error:
+            if not self.was_ready and not (error.by_chance and self.starts < MAX_FIRST_STARTS):
+                raise
+            return Failure(str(error))
+        while not self.signals.stop_asked():
+            if failure := self.server.failure():
+                return failure
+            self.signals.wait(POLL_S)
+        return None
+
+    def _start(self) -> None:
+        self.reporter.phase("starting tritonserver")
+        self.starts += 1
+        began = time.monotonic()
+        self.server.start()
+        self.server.wait_ready(self.timeout_s, on_phase=self.reporter.phase, cancelled=self.signals.stop_asked)
+        if not self.was_ready:
+            took_s = time.monotonic() - began
+            self.timeout_s = min(self.first_timeout_s, max(MIN_RESTART_S, RESTART_FACTOR * took_s))
+        self.was_ready = True
+        self.back_off.ready()
+        self.reporter.ready()
+
+    def go_on_after(self, failure: Failure) -> bool:
+        """Report the failure and wait; returns whether to start again."""
+        if failure.final:
+            self.reporter.problem(f"{failure.text}; stopping the server")
+            return False
+        delay = self.back_off.failed(time.monotonic())
+        if delay is None:
+            self.reporter.problem(f"{failure.text}; failure {MAX_FAILURES} since it was ready, giving up")
+            return False
+        self.reporter.problem(f"{failure.text}; starting the server again in {delay:g} s")
+        self.signals.wait(delay)
+        return True
 
 
 def supervise(server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> int:
-    """Run until a signal (returns 0) or too many failures (returns 1). Nothing is left running afterwards.
+    """Run until a signal (returns 0), or until starting again is of no use (returns 1). Nothing is left running
+    afterwards.
 
     Raises UserError or ServerFailed when the very first start does not succeed.
     """
-    failures = FailureWindow()
-    was_ready = False
+    supervision = _Supervision(server, reporter, signals, ready_timeout_s)
     try:
         while True:
-            try:
-                _start(server, reporter, signals, ready_timeout_s)
-                was_ready = True
-                problem = _watch(server, signals)
-            except StartCancelled:
-                return 0
-            except ServerFailed as failure:
-                if not was_ready:
-                    raise
-                problem = str(failure)
-            if problem is None:
+            failure = supervision.live()
+            if failure is None:
                 reporter.stopping()
                 server.stop(cancelled=signals.now_asked)
                 return 0
             server.kill()
-            delay = failures.add(time.monotonic())
-            if delay is None:
-                reporter.problem(f"{problem}; failure {MAX_FAILURES} within {WINDOW_S / 60:.0f} minutes, giving up")
+            if not supervision.go_on_after(failure):
                 return 1
-            reporter.problem(f"{problem}; starting the server again in {delay:g} s")
-            signals.wait(delay)
             if signals.stop_asked():
                 return 0
+    except StartCancelled:
+        return 0
     finally:
         server.kill()
-
-
-def _start(server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> None:
-    reporter.phase("starting tritonserver")
-    server.start()
-    server.wait_ready(ready_timeout_s, on_phase=reporter.phase, cancelled=signals.stop_asked)
-    reporter.ready()
-
-
-def _watch(server: Server, signals: StopSignals) -> str | None:
-    """Block until a signal (returns None) or a failure (returns what happened)."""
-    while not signals.stop_asked():
-        if not server.running():
-            return f"tritonserver ended with status {server.exit_status}"
-        if dead := server.dead_stubs():
-            return f"stub process {dead[0].pid} died"
-        signals.wait(POLL_S)
-    return None

@@ -1,6 +1,6 @@
 """Which tritonserver, with which flags and which environment. Nothing here starts a process.
 
-The three hard facts (shared/docs/triton-server-notes.md): the stub finds its Python through PATH and not through
+The three hard facts: the stub finds its Python through PATH and not through
 PYTHONPATH; it must embed the libpython of that Python; and every response or readiness default that leaves this machine
 is a decision, so addresses are given explicitly and the dangerous APIs ask for a secret.
 """
@@ -14,14 +14,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import ROOT, libpython
+from deploy import ROOT, libpython, secret_flags
 from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
-STACK_BYTES = 256 << 20  # a 5 MB HTTP body overflows the default 8 MB stack of this server (CVE-2025-23310)
+SECRET_FLAGS = {  # by the variable that holds the flag; see deploy/secret_flags.py
+    "EVERBATCH_HTTP_RESTRICTION": f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}=",
+    "EVERBATCH_GRPC_RESTRICTION": f"--grpc-restricted-protocol={RESTRICTED_APIS}:{ADMIN_HEADER}=",
+}
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,12 @@ def command_line(
     host: str,
     ports: Ports,
     shm_prefix: str,
-    admin_key: str,
     exit_timeout_s: int,
     extra: tuple[str, ...] = (),
 ) -> list[str]:
-    """The server's command. The admin key guards loading code, shared memory, logging and tracing."""
+    """The server's command, with marks where the flags with the admin key go (environment() has their text). The key
+    guards loading code, shared memory, logging and tracing.
+    """
     command = [str(installation.binary)]
     if backend_directory is not None:
         command.append(f"--backend-directory={backend_directory}")
@@ -104,8 +108,9 @@ def command_line(
         f"--grpc-port={ports.grpc}",
         f"--metrics-port={ports.metrics}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
-        f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}={admin_key}",
-        f"--grpc-restricted-protocol={RESTRICTED_APIS}:{ADMIN_HEADER}={admin_key}",
+        "--model-control-mode=explicit",  # the launcher switches readiness by it (deploy/readiness.py)
+        "--load-model=*",
+        *(secret_flags.mark(name) for name in SECRET_FLAGS),
         *extra,
     ]
 
@@ -116,6 +121,7 @@ def environment(
     config_file: Path,
     socket_directory: Path,
     run_id: str,
+    admin_key: str,
     exit_timeout_s: int,
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
@@ -130,6 +136,7 @@ def environment(
         for directory in libpython.search_path():
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
     variables[RUN_ID_VARIABLE] = run_id
+    variables |= {name: flag + admin_key for name, flag in SECRET_FLAGS.items()}
     variables["EVERBATCH_CONFIG"] = str(config_file)
     variables["EVERBATCH_RUN_DIR"] = str(socket_directory)
     variables["EVERBATCH_BACKEND_PATH"] = str(ROOT)

@@ -164,3 +164,19 @@ def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pyt
     monkeypatch.setattr(cli.subprocess, "run", run)
     assert CliRunner().invoke(app, ["test", "--schedules", "100000"]).exit_code == 5
     assert seen["EVERBATCH_SCHEDULES"] == "100000"
+
+
+@pytest.mark.parametrize("host, warned", [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_address_that_others_reach_is_warned_about_with_what_must_stand_in_front(
+    host: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "supervise", lambda *_: 0)
+    output = CliRunner().invoke(app, ["serve", *on_free_ports(), "--host", host]).output
+    assert ("warning: others reach this server" in output) == warned
+    assert ("deploy/nginx.conf" in output and "docs/behind-a-proxy.md" in output) == warned
+
+
+def test_what_the_warning_names_is_there() -> None:
+    text = serve.exposed(ServeOptions(host="0.0.0.0"))
+    for name in ("deploy/nginx.conf", "docs/behind-a-proxy.md"):
+        assert name in text and (ROOT / name).is_file()

@@ -6,12 +6,13 @@ There is no Docker engine where the tests run, so structure and values are what 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from deploy import ROOT
+from deploy import ROOT, rundir
 
 COMPOSE = ROOT / "docker-compose.yml"
 DURATION = re.compile(r"^(\d+h)?(\d+m)?(\d+s)?$")
@@ -19,7 +20,7 @@ BYTES = re.compile(r"^\d+(b|k|kb|m|mb|g|gb)$")
 PORT = re.compile(r"^(127\.0\.0\.1:)?\d+:\d+$")
 SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
     "build": dict, "image": str, "init": bool, "user": str, "read_only": bool, "cap_drop": list, "security_opt": list,
-    "shm_size": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str), "volumes": list, "ports": list,
+    "shm_size": (str, int), "mem_limit": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str), "volumes": list, "ports": list,
     "command": (list, str), "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list,
     "deploy": dict,
 }  # fmt: skip
@@ -53,6 +54,7 @@ def test_a_service_has_only_known_keys_with_the_right_types(service: dict[str, A
 
 def test_values_have_the_forms_of_the_specification(service: dict[str, Any]) -> None:
     assert BYTES.match(service["shm_size"])
+    assert BYTES.match(re.sub(r"^\$\{[A-Z_]+:-(.*)\}$", r"\1", service["mem_limit"]))
     assert all(PORT.match(port) for port in service["ports"])
     assert DURATION.match(service["stop_grace_period"])
     assert all(isinstance(limit, (int, dict)) for limit in service["ulimits"].values())
@@ -83,7 +85,7 @@ def test_the_container_has_few_rights(service: dict[str, Any]) -> None:
 
 def test_the_engine_has_shared_memory_and_the_http_front_its_stack(service: dict[str, Any]) -> None:
     assert service["shm_size"] == "1gb"
-    assert service["ulimits"]["stack"] >= 256 << 20
+    assert service["ulimits"]["stack"]["hard"] == -1
 
 
 def test_the_container_waits_longer_than_the_exit_timeout(service: dict[str, Any]) -> None:
@@ -92,8 +94,19 @@ def test_the_container_waits_longer_than_the_exit_timeout(service: dict[str, Any
     assert seconds(service["stop_grace_period"]) > exit_timeout + 10
 
 
-def test_health_is_one_real_request(service: dict[str, Any]) -> None:
-    assert service["healthcheck"]["test"][:5] == ["CMD", "python3", "-P", "-m", "deploy.probe"]
+def test_health_is_asked_of_readiness_and_of_the_signs_of_life_in_the_run_directory(
+    service: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *command, url, directory = service["healthcheck"]["test"]
+    assert command == ["CMD", "python3", "-P", "-m", "deploy.probe"]
+    port = int(url.rpartition(":")[2])
+    root = re.search(r"EVERBATCH_RUN_ROOT=(\S+)", (ROOT / "deploy" / "Dockerfile").read_text())
+    assert root is not None
+    monkeypatch.setenv("EVERBATCH_RUN_ROOT", root[1])
+    run_directory = rundir.default_run_directory(f"serve-{port}")
+    assert Path(directory) == run_directory / "health"
+    assert len(bytes(run_directory / "engine.sock")) <= rundir.MAX_SOCKET_PATH, "else the signs lie elsewhere"
+    assert any(entry.startswith(f"{root[1]}:") for entry in service["tmpfs"])
 
 
 def test_the_image_starts_the_supervisor_as_another_user_from_a_pinned_official_tag() -> None:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from deploy.errors import UserError
-from deploy.ports import Ports, check_port, reachable, url_host
+from deploy.ports import Ports, check_port, is_loopback, reachable, url_host
 
 
 def test_free_ports_are_three_different_ones_that_can_be_bound() -> None:
@@ -52,3 +52,13 @@ def test_a_client_reaches_a_server_on_every_interface_through_the_loopback() -> 
     assert reachable("0.0.0.0") == "127.0.0.1"
     assert reachable("127.0.0.5") == "127.0.0.5"
     assert url_host(reachable("::")) == "[::1]"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost"])
+def test_only_this_machine_reaches_a_loopback_address(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "no-such-host.invalid"])
+def test_everything_else_may_be_reached_by_others(host: str) -> None:
+    assert not is_loopback(host)

@@ -56,11 +56,16 @@ def test_a_zombie_does_not_count_as_alive() -> None:
     assert processes.read_stat(child.pid) is None
 
 
-def test_a_reused_pid_is_not_taken_for_the_former_process(bystander: subprocess.Popen[bytes]) -> None:
-    former = processes.Process(bystander.pid, start=1)
-    processes.send_signal(former, signal.SIGKILL)
-    assert not former.alive()
-    assert bystander.poll() is None
+def test_a_reused_pid_is_not_taken_for_the_former_process() -> None:
+    """The bystander answers after the signal has been sent: one that SIGKILL has reached says nothing any more."""
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bystander:
+        assert bystander.stdin is not None and bystander.stdout is not None
+        former = processes.Process(bystander.pid, start=1)
+        assert not former.alive()
+        processes.send_signal(former, signal.SIGKILL)
+        bystander.stdin.write(b"still here\n")
+        bystander.stdin.flush()
+        assert bystander.stdout.readline() == b"still here\n"
 
 
 def test_a_stub_is_known_by_its_program_and_its_parent(tmp_path: Path) -> None:

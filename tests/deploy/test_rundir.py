@@ -72,6 +72,19 @@ def test_a_long_run_directory_gets_a_short_socket_directory(tmp_path: Path) -> N
         sockets.rmdir()
 
 
+def test_a_path_is_measured_in_bytes_and_not_in_letters(tmp_path: Path) -> None:
+    """60 letters of two bytes each: short enough to count, too long for a socket."""
+    directory = Path("/tmp", "ä" * 60)
+    assert len(str(directory / "engine.sock")) < rundir.MAX_SOCKET_PATH < len(bytes(directory / "engine.sock"))
+    sockets, temporary = rundir.socket_directory(directory)
+    try:
+        assert temporary and sockets != directory
+        assert len(bytes(sockets / "engine.sock")) <= rundir.MAX_SOCKET_PATH
+    finally:
+        if temporary:
+            sockets.rmdir()
+
+
 def test_a_decoupled_repository_is_served_as_it_is(repository: Path, tmp_path: Path) -> None:
     assert rundir.render_repository(repository, tmp_path / "copy", decoupled=True) == repository
     assert not (tmp_path / "copy").exists()

@@ -4,43 +4,45 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploy.errors import ServerFailed
-from deploy.processes import Process
-from deploy.supervisor import FailureWindow, StopSignals, supervise
+from deploy.errors import Failure, ServerFailed
+from deploy.supervisor import BackOff, StopSignals, supervise
 
 
 class ScriptedServer:
-    """Each life follows one step of the script: up, stub dies, server dies, does not start."""
+    """Each life follows one step of the script: up, stub dies, does not start, dies by chance, given up."""
+
+    FAILURES = {
+        "stub dies": Failure("stub process 77 died"),
+        "server dies": Failure("tritonserver ended with status -11"),
+        "given up": Failure("the engine of model tensorrt_llm was given up", final=True),
+    }
 
     def __init__(self, script: list[str], at_end: Callable[[], None]):
         self.script = script
         self.at_end = at_end
         self.lives = 0
         self.calls: list[str] = []
-        self.exit_status: int | None = None
+        self.timeouts: list[float] = []
 
     def start(self) -> None:
         self.calls.append("start")
         self.lives += 1
 
     def wait_ready(self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool]) -> None:
+        self.timeouts.append(timeout_s)
         if self.step == "does not start":
             raise ServerFailed("it did not start", "the log")
+        if self.step == "dies by chance":
+            raise ServerFailed("it died", by_chance=True)
 
-    def running(self) -> bool:
+    def failure(self) -> Failure | None:
         if self.step == "up":
             self.at_end()
-        if self.step == "server dies":
-            self.exit_status = -11
-            return False
-        return True
-
-    def dead_stubs(self) -> list[Process]:
-        return [Process(77, 1)] if self.step == "stub dies" else []
+        return self.FAILURES.get(self.step)
 
     def stop(self, *, cancelled: Callable[[], bool]) -> None:
         self.calls.append("stop")
@@ -82,14 +84,14 @@ class CountedSignals(StopSignals):
         self.waits.append(seconds)
 
 
-def run(script: list[str]) -> tuple[int, ScriptedServer, Recorder, CountedSignals]:
+def run(script: list[str], timeout_s: float = 1.0) -> tuple[int, ScriptedServer, Recorder, CountedSignals]:
     signals, recorder = CountedSignals(), Recorder()
 
     def at_end() -> None:
         signals.count = 1
 
     server = ScriptedServer(script, at_end)
-    return supervise(server, recorder, signals, 1.0), server, recorder, signals
+    return supervise(server, recorder, signals, timeout_s), server, recorder, signals
 
 
 def test_a_signal_stops_the_server_and_the_status_is_zero() -> None:
@@ -113,12 +115,49 @@ def test_a_crashed_server_is_started_again() -> None:
     assert "status -11" in recorder.problems[0]
 
 
-def test_the_fifth_failure_within_ten_minutes_ends_with_status_one() -> None:
-    status, server, recorder, signals = run(["stub dies"] * 9)
+def test_a_server_that_was_ready_in_between_is_never_given_up() -> None:
+    status, server, recorder, signals = run(["server dies"] * 12 + ["up"])
+    assert status == 0
+    assert server.lives == 13 and recorder.ready_count == 13
+    assert signals.waits[:-1] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0, 60.0]
+
+
+def test_the_fifth_failure_since_it_was_ready_ends_with_status_one() -> None:
+    status, server, recorder, signals = run(["stub dies"] + ["does not start"] * 9)
     assert status == 1
     assert server.lives == 5
     assert "giving up" in recorder.problems[-1]
-    assert [wait for wait in signals.waits if wait >= 0.5] == [0.5, 1.0, 2.0, 4.0]
+    assert server.calls[-1] == "kill"
+
+
+def test_an_engine_that_was_given_up_ends_everything_at_once_with_status_one() -> None:
+    status, server, recorder, signals = run(["given up", "up"])
+    assert status == 1
+    assert server.lives == 1 and "kill" in server.calls and "stop" not in server.calls
+    assert "was given up" in recorder.problems[0]
+    assert signals.waits == []
+
+
+def test_a_restart_gets_a_minute_and_the_first_start_all_the_time_it_was_given() -> None:
+    _, server, _, _ = run(["stub dies", "stub dies", "up"], timeout_s=600.0)
+    assert server.timeouts == [600.0, 60.0, 60.0]
+
+
+def test_a_restart_gets_three_times_what_a_slow_first_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 100.0, 101.0, 102.0])
+    monkeypatch.setattr("deploy.supervisor.time.monotonic", lambda: next(clock))
+    assert run(["stub dies", "up"], timeout_s=600.0)[1].timeouts == [600.0, 300.0]
+    clock = iter([0.0, 100.0, 101.0, 102.0])
+    assert run(["stub dies", "up"], timeout_s=200.0)[1].timeouts == [200.0, 200.0]
+
+
+def test_a_first_start_that_died_by_chance_is_tried_twice_more() -> None:
+    status, server, recorder, _ = run(["dies by chance", "dies by chance", "up"])
+    assert (status, server.lives, recorder.ready_count) == (0, 3, 1)
+    server = ScriptedServer(["dies by chance"], lambda: None)
+    with pytest.raises(ServerFailed):
+        supervise(server, Recorder(), CountedSignals(), 1.0)
+    assert server.lives == 3
 
 
 def test_a_restart_that_does_not_come_up_counts_as_a_failure() -> None:
@@ -136,13 +175,22 @@ def test_a_first_start_that_fails_is_not_tried_again_and_leaves_nothing() -> Non
 
 
 def test_old_failures_are_forgotten() -> None:
-    window = FailureWindow(limit=3, window_s=100.0)
-    assert [window.add(now) for now in (0.0, 10.0)] == [0.5, 1.0]
-    assert window.add(105.0) == 1.0  # the first one is out of the window
-    assert window.add(106.0) is None
+    back_off = BackOff(limit=9, window_s=100.0)
+    assert [back_off.failed(now) for now in (0.0, 10.0)] == [0.5, 1.0]
+    assert back_off.failed(105.0) == 1.0  # the first one is out of the window
 
 
-def test_signals_are_counted_and_end_a_wait() -> None:
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """Python's own handlers: a shell's background job begins with SIGINT ignored, and so does what it starts."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield
+    for number, handler in zip(numbers, former, strict=True):
+        signal.signal(number, handler)
+
+
+def test_signals_are_counted_and_end_a_wait(usual_handlers: None) -> None:
     with StopSignals() as signals:
         assert not signals.stop_asked()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -152,3 +200,16 @@ def test_signals_are_counted_and_end_a_wait() -> None:
         signals.wait(60.0)
         assert signals.now_asked()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_that_ends_a_terminal_or_a_container_stops_the_server(
+    number: signal.Signals, usual_handlers: None
+) -> None:
+    """With another handler than the default for SIGHUP, whose default would end the tests too."""
+    with StopSignals() as signals:
+        assert signal.getsignal(number) == signals._handle
+        os.kill(os.getpid(), number)
+        signals.wait(60.0)
+        assert signals.stop_asked()
+    assert signal.getsignal(number) is signal.default_int_handler

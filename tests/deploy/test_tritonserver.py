@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, libpython, tritonserver
+from deploy import ROOT, libpython, secret_flags, tritonserver
 from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.tritonserver import Installation
@@ -17,7 +17,7 @@ from deploy.tritonserver import Installation
 def flags(**changes: object) -> list[str]:
     options: dict[str, object] = dict(
         repository=Path("/models"), backend_directory=None, host="127.0.0.1", ports=Ports(1, 2, 3), shm_prefix="p_",
-        admin_key="secret", exit_timeout_s=7,
+        exit_timeout_s=7,
     )  # fmt: skip
     return tritonserver.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]
 
@@ -28,6 +28,7 @@ def variables(installation: Installation, **base: str) -> dict[str, str]:
         config_file=Path("/r/config.json"),
         socket_directory=Path("/r"),
         run_id="id",
+        admin_key="secret",
         exit_timeout_s=7,
         base=base,
     )
@@ -39,12 +40,18 @@ def test_every_port_is_bound_to_the_given_address_only() -> None:
         assert f"--{name}-port={port}" in flags()
 
 
-def test_dangerous_apis_ask_for_the_secret_on_both_protocols() -> None:
+def test_dangerous_apis_ask_for_the_secret_on_both_protocols_and_the_command_line_does_not_hold_it() -> None:
+    revealed = secret_flags.visible(flags(), variables(Installation(Path("/bin/server"))))
     for flag in ("--http-restricted-api", "--grpc-restricted-protocol"):
-        (value,) = [item for item in flags() if item.startswith(flag)]
-        assert value.endswith("=secret")
+        (value,) = [item for item in revealed if item.startswith(flag)]
+        assert value.endswith(f"{tritonserver.ADMIN_HEADER}=secret")
         for api in ("model-repository", "shared-memory", "logging", "trace"):
             assert api in value
+    assert not any("secret" in item for item in flags())
+
+
+def test_readiness_can_be_switched_by_loading_models() -> None:
+    assert {"--model-control-mode=explicit", "--load-model=*"} <= set(flags())
 
 
 def test_the_model_file_is_imported_once_and_the_shared_memory_is_ours() -> None:

@@ -1,0 +1,70 @@
+"""What the stubs of a server say about themselves: RUN_DIR/health/MODEL, written twice a second by each model's stub.
+
+    {"state": "ready" | "unavailable" | "draining" | "given_up", "pid": 4711, "at_ns": CLOCK_MONOTONIC}
+
+Triton notices neither a stub that is dead or stopped nor an engine that is gone; these files tell. A model that writes
+none (of a repository of the user's own) is not judged. Pure: files and a time in, a verdict out. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+SILENT_S = 1.5  # three signs of life that did not come
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last sign of life of a model's stub; `age_s`: how long ago it was given."""
+
+    model: str
+    state: str
+    pid: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`unready`: why requests cannot be served now; None = they can. `given_up`: the model whose engine is not started
+    again. `silent`: the longest silent stub and the seconds since its last sign of life.
+    """
+
+    unready: str | None = None
+    given_up: str | None = None
+    silent: Report | None = None
+
+
+def clear(directory: Path) -> None:
+    """Remove what a former server has left in `directory`, so that nothing old is taken for a sign of life."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def read(directory: Path, now_ns: int) -> list[Report]:
+    """The reports that lie in `directory`, by model. What cannot be read is left out: files are replaced as a whole,
+    so that is never one of a stub of ours.
+    """
+    found = []
+    for path in sorted(directory.glob("[!.]*")):
+        try:
+            sign = json.loads(path.read_text())
+            age_s = (now_ns - int(sign["at_ns"])) / 1e9
+            found.append(Report(path.name, str(sign["state"]), int(sign["pid"]), age_s))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def judge(reports: list[Report]) -> Verdict:
+    """What the reports come to."""
+    given_up = next((report.model for report in reports if report.state == "given_up"), None)
+    silent = max((report for report in reports if report.age_s > SILENT_S), key=lambda r: r.age_s, default=None)
+    busy = next((report for report in reports if report.state != "ready"), None)
+    unready = None
+    if silent is not None:
+        unready = f"the stub of model {silent.model} (pid {silent.pid}) has been silent for {silent.age_s:.1f} s"
+    elif busy is not None:
+        unready = f"model {busy.model} is {busy.state}"
+    return Verdict(unready, given_up, silent)

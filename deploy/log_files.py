@@ -1,0 +1,49 @@
+"""The files of a server's log: NAME is being written, NAME.1 to NAME.9 are the ones before it, newest first.
+
+A start begins a new file, so what a crash has said stays. A file that grows too long while the server runs is copied aside
+and emptied: the server keeps it open in append mode, and so goes on at its new end. What it writes during the copy is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+KEPT = 10  # the one that is being written included
+MAX_BYTES = 64 << 20
+DISK_SHARE = 32  # a file takes at most this part of its file system, so all of them less than a third
+
+
+def begin(path: Path) -> BinaryIO:
+    """Put the former log aside and open a new one, in append mode, readable by this user only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        _make_room(path)
+        path.rename(_numbered(path, 1))
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "ab", buffering=0)
+
+
+def cut_if_long(path: Path) -> None:
+    """Put the content aside and empty the file once it is longer than limit_bytes()."""
+    if path.is_file() and path.stat().st_size > limit_bytes(path):
+        _make_room(path)
+        shutil.copyfile(path, _numbered(path, 1))
+        os.truncate(path, 0)
+
+
+def limit_bytes(path: Path) -> int:
+    """How long the file may become where it lies."""
+    return min(MAX_BYTES, shutil.disk_usage(path.parent).total // DISK_SHARE)
+
+
+def _make_room(path: Path) -> None:
+    """Shift the older files by one; the oldest is lost."""
+    for number in range(KEPT - 2, 0, -1):
+        if _numbered(path, number).exists():
+            _numbered(path, number).replace(_numbered(path, number + 1))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

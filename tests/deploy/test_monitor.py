@@ -1,0 +1,230 @@
+"""Who is not well makes the server say so, and who stays unwell ends it; and how Triton is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploy import monitor as monitor_module
+from deploy.monitor import Monitor
+from deploy.probe import ProbeFailed
+from deploy.processes import Process
+from deploy.readiness import SENTINEL, Readiness
+
+
+class Told:
+    """A Readiness that remembers what it was told, and wakes who waits for it."""
+
+    def __init__(self) -> None:
+        self.told_ready = True
+        self.refuse = False
+        self.history: list[bool] = []
+
+    def tell(self, ready: bool) -> None:
+        if self.refuse:
+            raise ProbeFailed("no answer")
+        if ready != self.told_ready:
+            self.history.append(ready)
+        self.told_ready = ready
+
+
+class Watched:
+    """A monitor without a server: its clock goes fast, and `live` says whether tritonserver answers."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0):
+        monkeypatch.setattr(monitor_module, "POLL_S", 0.005)
+        monkeypatch.setattr(monitor_module, "LIVE_EVERY_S", 0.005)
+        monkeypatch.setattr(monitor_module.probe, "is_live", lambda url, timeout_s: self.live)
+        self.live = True
+        self.told = Told()
+        self.dead: list[Process] = []
+        self.directory = directory / "health"
+        self.directory.mkdir()
+        self.monitor = Monitor(
+            "http://127.0.0.1:1",
+            self.directory,
+            directory / "server.log",
+            self.told,  # type: ignore[arg-type]
+            lambda: self.dead,
+            watchdog_s,
+        )
+        self.monitor.start()
+
+    def sign(self, state: str, age_s: float = 0.0) -> None:
+        text = json.dumps({"state": state, "pid": 1, "at_ns": time.monotonic_ns() - int(age_s * 1e9)})
+        fresh = self.directory / ".fresh"
+        fresh.write_text(text)
+        fresh.replace(self.directory / "a")
+
+    def until(self, condition: Callable[[], object], sign: str | None = None) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen within 30 s"
+            if sign is not None:
+                self.sign(sign)
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    made = Watched(tmp_path, monkeypatch)
+    yield made
+    made.monitor.stop()
+
+
+def test_readiness_follows_the_signs_of_life(watched: Watched) -> None:
+    watched.until(lambda: not watched.told.told_ready, sign="unavailable")
+    watched.until(lambda: watched.told.told_ready, sign="ready")
+    watched.until(lambda: not watched.told.told_ready)  # silence
+    assert watched.told.history == [False, True, False]
+    assert watched.monitor.failure() is None
+
+
+def test_a_dead_stub_makes_the_server_not_ready(watched: Watched) -> None:
+    watched.dead.append(Process(77, 1))
+    watched.until(lambda: not watched.told.told_ready)
+
+
+def test_what_the_server_did_not_take_is_told_again(watched: Watched) -> None:
+    watched.told.refuse = True
+    watched.sign("unavailable")
+    asked = watched.told.history
+    watched.until(lambda: not (watched.directory / ".fresh").exists())
+    watched.told.refuse = False
+    watched.until(lambda: asked == [False], sign="unavailable")
+
+
+def test_an_engine_that_was_given_up_is_a_final_failure(watched: Watched) -> None:
+    watched.until(lambda: watched.monitor.failure() is not None, sign="given_up")
+    failure = watched.monitor.failure()
+    assert failure is not None and failure.final and "model a" in failure.text
+
+
+def test_a_stub_that_is_silent_for_longer_than_the_watchdog_is_a_failure(watched: Watched) -> None:
+    watched.sign("ready", age_s=59)
+    watched.until(lambda: not watched.told.told_ready)
+    assert watched.monitor.failure() is None
+    watched.sign("ready", age_s=61)
+    watched.until(lambda: watched.monitor.failure() is not None)
+    failure = watched.monitor.failure()
+    assert failure is not None and not failure.final
+    assert "stub of model a" in failure.text and "triton.watchdog_timeout_s" in failure.text
+
+
+def test_a_tritonserver_that_does_not_answer_for_longer_than_the_watchdog_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch, watchdog_s=0.5)
+    try:
+        assert watched.monitor.failure() is None
+        watched.live = False
+        watched.until(lambda: watched.monitor.failure() is not None)
+        failure = watched.monitor.failure()
+        assert failure is not None and "tritonserver has not answered" in failure.text
+        watched.live = True
+        watched.until(lambda: watched.monitor.failure() is None)
+    finally:
+        watched.monitor.stop()
+
+
+def test_a_log_that_grows_too_long_is_put_aside(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module.log_files, "limit_bytes", lambda path: 10)
+    log = watched.directory.parent / "server.log"
+    log.write_text("more than ten bytes")
+    watched.until(lambda: log.stat().st_size == 0)
+    assert log.with_name("server.log.1").read_text() == "more than ten bytes"
+
+
+def test_after_a_stop_of_the_launcher_itself_nobody_is_judged_before_they_had_the_time_to_give_a_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait that takes far longer than it was asked to: SIGSTOP, or a machine that slept. The clock is the test's."""
+    watched = Watched(tmp_path, monkeypatch)
+    watched.monitor.stop()
+    now = [time.monotonic()]
+    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(monitor_module.time, "monotonic_ns", lambda: int(now[0] * 1e9))
+    watched.live = False
+    watched.sign("ready")
+
+    def sleep(seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr(watched.monitor._end, "wait", lambda timeout: sleep(100.0))
+    watched.monitor._wait()
+    watched.monitor._look()
+    assert watched.monitor.failure() is None and watched.told.told_ready
+    monkeypatch.setattr(watched.monitor._end, "wait", sleep)
+    sleep(monitor_module.PAUSE_S)
+    watched.monitor._wait()
+    watched.monitor._look()
+    assert not watched.told.told_ready, "still silent: now it counts"
+
+
+class Triton(BaseHTTPRequestHandler):
+    """Answers as tritonserver 24.10 does: loads of an unknown backend fail, and a model's last load decides."""
+
+    requests: list[tuple[str, str | None, dict]] = []
+    failing = False
+
+    def do_GET(self) -> None:
+        tensor = {"name": "x", "data_type": "TYPE_INT32", "dims": ["1"]}
+        inputs = [{**tensor, "name": "o", "optional": True}, tensor]
+        self._answer(200, {"max_batch_size": 4, "input": inputs, "output": [{**tensor, "name": "y"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).requests.append((self.path, self.headers["x-everbatch-admin"], body))
+        broken = "config" in body["parameters"] and "backend" in json.loads(body["parameters"]["config"])
+        self._answer(503 if self.failing else 400 if broken else 200, {})
+
+    def _answer(self, status: int, body: dict) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def triton() -> Iterator[tuple[str, type[Triton]]]:
+    handler = type("Handler", (Triton,), {"requests": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+def test_not_ready_is_a_load_that_fails_and_ready_one_that_succeeds_and_is_undone(
+    triton: tuple[str, type[Triton]],
+) -> None:
+    url, handler = triton
+    readiness = Readiness(url, "key", "ensemble")
+    for ready in (True, False, False, True, True):
+        readiness.tell(ready)
+    paths = [path.removeprefix(f"/v2/repository/models/{SENTINEL}/") for path, _, _ in handler.requests]
+    assert paths == ["load", "load", "unload"]
+    assert {key for _, key, _ in handler.requests} == {"key"}
+    ensemble = json.loads(handler.requests[1][2]["parameters"]["config"])
+    assert ensemble["ensemble_scheduling"]["step"][0]["input_map"] == {"x": "x"}, "optional inputs are left out"
+
+
+def test_a_server_that_does_not_take_it_is_still_what_it_was(triton: tuple[str, type[Triton]]) -> None:
+    url, handler = triton
+    handler.failing = True
+    readiness = Readiness(url, "key", "ensemble")
+    with pytest.raises(ProbeFailed, match="503"):
+        readiness.tell(False)
+    assert readiness.told_ready
+    handler.failing = False
+    readiness.tell(False)
+    assert not readiness.told_ready

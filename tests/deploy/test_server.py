@@ -1,0 +1,132 @@
+"""The life of a server around a stand-in for tritonserver: a script that writes its flags into the log and waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backend.api.config import EngineConfig
+from deploy import memory, rundir, secret_flags, tritonserver
+from deploy.errors import ServerFailed
+from deploy.server import TritonServer
+from deploy.tritonserver import Installation
+
+SCRIPT = f"""#!{sys.executable}
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("\\n".join(sys.argv[1:]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installation:
+    script = tmp_path / "tritonserver"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    monkeypatch.setattr(tritonserver, "find_installation", lambda: Installation(script))
+    return Installation(script)
+
+
+@pytest.fixture
+def server(installation: Installation, tmp_path: Path) -> Iterator[TritonServer]:
+    server = TritonServer(EngineConfig(), run_dir=tmp_path / "run")
+    yield server
+    server.kill()
+
+
+def wait_for(text: str, path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while text not in path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def test_the_server_gets_the_admin_key_and_its_command_line_does_not_show_it(server: TritonServer) -> None:
+    server.start()
+    said = wait_for("--grpc-restricted-protocol", server.log_path)
+    assert said.count(f"{tritonserver.ADMIN_HEADER}={server.admin_key}") == 2
+    for pid in server.processes():
+        assert server.admin_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_where_the_flags_cannot_be_hidden_the_server_runs_all_the_same_and_the_log_says_so(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(secret_flags, "reveal", refuse)
+    server.start()
+    said = wait_for("--grpc-restricted-protocol", server.log_path)
+    assert said.count(f"{tritonserver.ADMIN_HEADER}={server.admin_key}") == 2
+    assert "every user of this machine sees the admin key" in said
+
+
+def test_a_start_keeps_the_log_of_the_one_before(server: TritonServer) -> None:
+    for _ in range(2):
+        server.start()
+        wait_for("--grpc-restricted-protocol", server.log_path)
+        server.kill()
+    logs = [server.log_path, server.log_path.with_name("server.log.1")]
+    assert all("--grpc-restricted-protocol" in log.read_text() for log in logs)
+
+
+def test_a_start_removes_the_signs_of_life_of_the_one_before(server: TritonServer) -> None:
+    stale = server.run_dir / "health" / "ensemble"
+    if rundir.socket_directory(server.run_dir)[1]:
+        pytest.skip("the temporary directory of this machine is too long for a socket")
+    stale.parent.mkdir(parents=True)
+    stale.write_text('{"state": "given_up", "pid": 1, "at_ns": 1}')
+    server.start()
+    assert not stale.exists()
+
+
+def test_no_temporary_socket_directory_is_left_even_without_a_janitor(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "sockets"
+    monkeypatch.setattr("deploy.rundir.tempfile.mkdtemp", lambda prefix: made.mkdir() or str(made))
+    server = TritonServer(EngineConfig(), run_dir=tmp_path / ("long" * 30))
+
+    def fail() -> None:
+        assert made.is_dir()
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(server, "_start_janitor", fail)
+    with pytest.raises(OSError, match="no process"):
+        server.start()
+    server.kill()
+    assert not made.exists()
+
+
+def test_a_server_that_has_grown_too_large_has_failed(server: TritonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.start()
+    assert server.failure() is None
+    monkeypatch.setattr(server, "_memory_limit", memory.resident_bytes(server.pid) // 2)
+    failure = server.failure()
+    assert failure is not None and "GB" in failure.text and not failure.final
+
+
+def test_a_server_that_has_ended_has_failed_with_its_status(server: TritonServer) -> None:
+    server.start()
+    assert server._process is not None
+    server._process.kill()
+    server._process.wait()
+    failure = server.failure()
+    assert failure is not None and failure.text == "tritonserver ended with status -9"
+
+
+@pytest.mark.parametrize("last_words, by_chance", [("boost::interprocess::lock_exception", True), ("segfault", False)])
+def test_a_start_that_died_of_a_lock_may_be_tried_again(
+    installation: Installation, server: TritonServer, last_words: str, by_chance: bool
+) -> None:
+    installation.binary.write_text(f"#!{sys.executable}\nraise SystemExit({last_words!r})\n")
+    server.start()
+    with pytest.raises(ServerFailed) as failed:
+        server.wait_ready(60)
+    assert failed.value.by_chance == by_chance

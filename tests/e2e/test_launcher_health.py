@@ -1,0 +1,144 @@
+"""What Triton does not notice the launcher does: stopped processes, dead stubs, and who may see and use the admin key."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from deploy import ROOT, health, memory
+from deploy.ports import Ports
+from deploy.processes import stubs_of
+from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
+from tests.e2e.test_engine_death import engine_pid
+from tests.e2e.wire import eventually, post
+
+
+@pytest.fixture(scope="module")
+def watched_server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("watched")) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+def readiness(server, timeout_s: float = 10.0) -> int:
+    try:
+        with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout_s) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def seconds_until(condition, limit_s: float = 30.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def both_say(server, ready: bool) -> bool:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        return (readiness(server) == 200) == ready and client.is_server_ready() == ready
+
+
+def signs(server) -> list[health.Report]:
+    return health.read(server._health_directory, time.monotonic_ns())
+
+
+def test_a_stopped_engine_makes_the_server_not_ready_within_two_seconds_until_it_goes_on(watched_server):
+    server = watched_server
+    assert eventually(lambda: len(signs(server)) == 3, 10), "every stub gives signs of life"
+    assert eventually(lambda: both_say(server, True), 10)
+    pid = engine_pid(server)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        took = seconds_until(lambda: readiness(server) != 200)
+        assert both_say(server, False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert took <= 2.0
+    assert eventually(lambda: both_say(server, True), 20)
+    assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_within_two_seconds_and_fail(tmp_path, number):
+    """Triton 24.10 itself kills some stubs that have been stopped for about a second, and then serves on without them;
+    the others are silent until the watchdog's time is over.
+    """
+    with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        assert eventually(lambda: both_say(server, True), 10)
+        os.kill(stubs_of(server.pid)[0].pid, number)
+        assert seconds_until(lambda: readiness(server) != 200) <= 2.0
+        assert both_say(server, False)
+        assert eventually(lambda: server.failure() is not None, 20)
+        assert "died" in server.failure().text or number == signal.SIGSTOP and "silent" in server.failure().text
+
+
+def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
+    with serve(tmp_path, "triton.watchdog_timeout_s=3") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        assert server.failure() is None
+        os.kill(server.pid, signal.SIGSTOP)
+        assert eventually(lambda: server.failure() is not None, 20)
+        assert "has not answered" in server.failure().text
+        server.kill()
+    assert not server.processes()
+
+
+def test_an_engine_that_was_given_up_ends_serve_with_status_one():
+    """The sign is written by hand, for a model of that name; serve knows only signs."""
+    ports = Ports.free()
+    root = Path(tempfile.mkdtemp(prefix="eb-"))  # short enough for the socket, and so for the signs beside it
+    health_directory = root / f"serve-{ports.http}" / "health"
+    command = [sys.executable, "-P", "-m", "deploy.cli", "serve", *(f"--set={setting}" for setting in EXACT)]
+    command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "EVERBATCH_RUN_ROOT": str(root)}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    try:
+        assert launcher.stdout is not None
+        assert any("Ctrl-C stops it" in line for line in launcher.stdout)
+        health_directory.mkdir(exist_ok=True)
+        sign = {"state": "given_up", "pid": 1, "at_ns": time.monotonic_ns()}
+        (health_directory / "by_hand").write_text(json.dumps(sign))
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.terminate()
+        launcher.wait()
+        shutil.rmtree(root)
+    assert launcher.returncode == 1
+    assert "the engine of model by_hand ended too often and was given up" in said
+
+
+def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server):
+    server = watched_server
+    load = f"{server.http_url}/v2/repository/models/everbatch_not_ready/load"
+    assert post(load, {})[0] == 403
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/repository/index", data=b"{}", headers={"x-everbatch-admin": server.admin_key}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text = response.read().decode()
+    assert "tensorrt_llm" in text and "everbatch_not_ready" not in text
+
+
+def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server):
+    pids = watched_server.processes()
+    assert len(pids) >= 5, "server, three stubs, engine"
+    for pid in pids:
+        assert watched_server.admin_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    sizes = {int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * memory.PAGE_BYTES for pid in pids[1:]}
+    assert max(sizes) < 100 << 30
