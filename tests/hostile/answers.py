@@ -25,7 +25,7 @@ _TRITON = (
     (INVALID, r"expected number of inputs|missing required input|byte size mismatch|incomplete string data"),
     (INVALID, r"has invalid type|can not convert|failed to parse model version|model version|must be|expected \d+ inputs"),
     (INVALID, r"cannot parse|Unable to |duplicate|invalid|expects|expected|exceeds|incompatible|should|missing|not specified"),
-    (INVALID, r"already exists in request|unable to find data|has no shape|does not match other inputs"),
+    (INVALID, r"already exists in request|was not found in the JSON|must not be specified|unable to find data|has no shape|does not match other inputs"),
     (INVALID, r"parameter keys starting with 'triton_' are reserved|length indicator"),
     (UNAVAILABLE, r"restricted"),
 )
@@ -48,7 +48,7 @@ def classify(case: Case, reply: Reply) -> str:
     if reply.ending == "left":
         return LEFT
     if reply.ending == "none":
-        return NO_END
+        return LEFT if case.incomplete else NO_END
     if reply.ending == "cut":
         return CUT if case.incomplete else NO_END
     if ours := _OURS.search(reply.errors):

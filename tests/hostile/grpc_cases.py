@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -60,16 +61,16 @@ def case(rng: random.Random, kind: str, name: str, model: str, *messages: Any, *
     return Case(kind, f"{method}: {name}", model, call, string_length=fatal)
 
 
-def replace_input(message: Any, spec: Input, shape: list[int], raw: bytes, dtype: str = "") -> None:
+def replace_input(message: Any, spec: Input, shape: list[int], raw: bytes, dtype: str | None = None) -> None:
     """Set one input, in its place if it is there already."""
     for index, tensor in enumerate(message.inputs):
         if tensor.name == spec.name:
             del tensor.shape[:]
             tensor.shape.extend(shape)
-            tensor.datatype = dtype or tensor.datatype
+            tensor.datatype = tensor.datatype if dtype is None else dtype
             message.raw_input_contents[index] = raw
             return
-    add_input(message, spec.name, dtype or spec.dtype, shape, raw)
+    add_input(message, spec.name, spec.dtype if dtype is None else dtype, shape, raw)
 
 
 def any_spec(rng: random.Random, model: str) -> Input:
@@ -204,7 +205,8 @@ def cancelled(rng: random.Random, model: str) -> Case:
 def half_closed(rng: random.Random, model: str) -> Case:
     """Streams of no request, or of many requests good and bad."""
     messages = [(bad_value if rng.random() < 0.5 else sessions)(rng, model).call.messages[0] for _ in range(rng.randrange(5))]
-    return case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
+    found = case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
+    return found if messages else replace(found, incomplete=True)  # Triton never ends a stream of no request
 
 
 NAMES = (

@@ -50,7 +50,7 @@ class Sender:
         if isinstance(case.call, HttpExchange):
             reply = self._http(case.call, deadline, case.incomplete)
         else:
-            reply = self._grpc(case.call, deadline)
+            reply = self._grpc(case.call, began + 2 * INCOMPLETE_S if case.incomplete else deadline)
         reply.seconds = time.monotonic() - began
         return reply
 
