@@ -26,20 +26,39 @@ LARGE_DEADLINE_S = 240.0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("command", nargs="?", default="fuzz", choices=("fuzz", "growth", "cancels", "starts"))
     parser.add_argument("--cases", type=int, help="how many requests (fuzz: 20000; growth: 1000 of each class)")
     parser.add_argument("--seed", type=int, default=0, help="which ones; the same seed sends the same requests")
     parser.add_argument("--workers", type=int, default=8, help="clients at a time")
     parser.add_argument("--model", choices=MODELS, help="one model instead of all")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), default=[], help="one class of requests; may be repeated")
-    parser.add_argument("--with-grpc-error", choices=GRPC_ERROR_SHARE, default="half", help="how many gRPC calls carry triton_grpc_error")
-    parser.add_argument("--known-fatal", action="store_true", help="also STRING tensors of wrong length with that metadata")
+    parser.add_argument(
+        "--kind", action="append", choices=sorted(KINDS), default=[], help="one class of requests; may be repeated"
+    )
+    parser.add_argument(
+        "--with-grpc-error",
+        choices=GRPC_ERROR_SHARE,
+        default="half",
+        help="how many gRPC calls carry triton_grpc_error",
+    )
+    parser.add_argument(
+        "--known-fatal",
+        action="store_true",
+        help="that metadata also where it is fatal by a documented bug:\nSTRING tensors of wrong length, several requests on a stream",
+    )
     parser.add_argument("--large", action="store_true", help="then the named requests of many megabytes, one by one")
-    parser.add_argument("--replay", metavar="SEED:INDEX", help="send one request of a run (give the run's other options too) and show it")
+    parser.add_argument(
+        "--replay",
+        metavar="SEED:INDEX",
+        help="send one request of a run (give the run's other options too) and show it",
+    )
     parser.add_argument("--cycles", type=int, default=6000, help="cancels: how many streams")
     parser.add_argument("--times", type=int, default=45, help="starts: how many")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], help="section.key=value of the server's configuration")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], help="section.key=value of the server's configuration"
+    )
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     return parser.parse_args()
 
@@ -103,7 +122,9 @@ def main() -> int:
     if args.command == "fuzz":
         shown, found, failed = fuzz(args, directory)
     elif args.command == "growth":
-        shown, found, failed = growth.run(directory, args.cases or 1000, args.seed, tuple(args.kind) or tuple(KINDS), tell)
+        shown, found, failed = growth.run(
+            directory, args.cases or 1000, args.seed, tuple(args.kind) or tuple(KINDS), tell
+        )
     elif args.command == "cancels":
         shown, found, failed = cycles.cancels(directory, args.cycles, args.seed, args.workers, tell)
     else:

@@ -21,19 +21,44 @@ _TRITON = (
     (UNSUPPORTED, r"doesn't support models with decoupled|not currently supported|decoupled transaction"),
     (NOT_FOUND, r"unknown model|is not found|has no available versions|Not Found|Unimplemented"),
     (INVALID, r"failed to parse the request JSON buffer|attempt to (?:access|get) |Unable to parse"),
-    (INVALID, r"unexpected (?:inference input|shape|inference output)|unexpected (?:additional|number of)|data-type is"),
+    (
+        INVALID,
+        r"unexpected (?:inference input|shape|inference output)|unexpected (?:additional|number of)|data-type is",
+    ),
     (INVALID, r"expected number of inputs|missing required input|byte size mismatch|incomplete string data"),
-    (INVALID, r"has invalid type|can not convert|failed to parse model version|model version|must be|expected \d+ inputs"),
-    (INVALID, r"cannot parse|Unable to |duplicate|invalid|expects|expected|exceeds|incompatible|should|missing|not specified"),
-    (INVALID, r"already exists in request|was not found in the JSON|must not be specified|unable to find data|has no shape|does not match other inputs"),
+    (
+        INVALID,
+        r"has invalid type|can not convert|failed to parse model version|model version|must be|expected \d+ inputs",
+    ),
+    (
+        INVALID,
+        r"cannot parse|Unable to |duplicate|invalid|expects|expected|exceeds|incompatible|should|missing|not specified",
+    ),
+    (
+        INVALID,
+        r"already exists in request|was not found in the JSON|must not be specified|unable to find data|has no shape|"
+        r"does not match other inputs",
+    ),
     (INVALID, r"parameter keys starting with 'triton_' are reserved|length indicator"),
     (UNAVAILABLE, r"restricted"),
 )
-_BY_HTTP = {400: INVALID, 403: UNAVAILABLE, 404: NOT_FOUND, 405: UNSUPPORTED, 411: INVALID, 413: INVALID, 415: INVALID, 501: UNSUPPORTED}
+_BY_HTTP = {
+    400: INVALID,
+    403: UNAVAILABLE,
+    404: NOT_FOUND,
+    405: UNSUPPORTED,
+    411: INVALID,
+    413: INVALID,
+    415: INVALID,
+    501: UNSUPPORTED,
+}
 _BY_GRPC = {1: CANCELLED, 3: INVALID, 5: NOT_FOUND, 12: UNSUPPORTED, 14: UNAVAILABLE}
 
 _LEAKS = (
-    ("a path", re.compile(r"(?<![\w:.<])/(?:tmp|home|usr|opt|root|var|proc|dev|etc|lib|srv|mnt|work|workspace|app)/[\w.\-/]+")),
+    (
+        "a path",
+        re.compile(r"(?<![\w:.<])/(?:tmp|home|usr|opt|root|var|proc|dev|etc|lib|srv|mnt|work|workspace|app)/[\w.\-/]+"),
+    ),
     ("a Python file", re.compile(r"\w{1,40}\.py\b")),
     ("a traceback", re.compile(r"Traceback|\bFile \"|\bAt:\n")),
     ("a line number", re.compile(r"\bline \d+\b|\.(?:py|cc|cpp|h)[:(]\d+")),

@@ -32,7 +32,9 @@ class Canary:
         except Exception as error:  # whatever the honest client runs into is the finding
             return [f"an honest request failed: {type(error).__name__}: {str(error)[:200]}"]
         wrong = [
-            f"{name} answered {found[name]!r}, not {self._expected[name]!r}" for name in found if found[name] != self._expected[name]
+            f"{name} answered {found[name]!r}, not {self._expected[name]!r}"
+            for name in found
+            if found[name] != self._expected[name]
         ]
         if not eventually(self._idle, 30):
             wrong.append("requests or KV blocks stay in use although every client is gone")

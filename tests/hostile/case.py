@@ -34,13 +34,18 @@ class Case:
     model: str
     call: HttpExchange | GrpcCall
     incomplete: bool = False  # the server rightly waits for the rest, or hangs up: no answer is expected
-    string_length: bool = False  # holds a STRING tensor whose length is wrong: fatal together with triton_grpc_error
+    string_length: bool = False  # holds a STRING tensor whose length is wrong
     large: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that the client sends."""
         return sum(map(len, self.call.pieces if isinstance(self.call, HttpExchange) else self.call.messages))
+
+    @property
+    def known_fatal(self) -> bool:
+        """Whether triton_grpc_error makes it fatal to tritonserver, by a documented bug that no model can prevent."""
+        return self.string_length or (isinstance(self.call, GrpcCall) and len(self.call.messages) > 1)
 
     def with_grpc_error(self, wanted: bool) -> Case:
         """The same case, if it is a gRPC call with or without the metadata."""

@@ -20,11 +20,15 @@ def cancel_case(seed: int, index: int) -> Case:
     rng = random.Random(f"cancel {seed}:{index}")
     model = rng.choice(MODELS)
     message = grpc_cases.streamed(grpc_cases.base(model, max_tokens=rng.choice((40, 400, 1500))), model)
-    call = GrpcCall("ModelStreamInfer", (message.SerializeToString(),), leave_after=rng.choice((0, 0, 1, 1, 2, 3, 8, 20, 40)))
+    call = GrpcCall(
+        "ModelStreamInfer", (message.SerializeToString(),), leave_after=rng.choice((0, 0, 1, 1, 2, 3, 8, 20, 40))
+    )
     return Case("cancel", f"cancelled after {call.leave_after} responses", model, call)
 
 
-def cancels(directory: Path, count: int, seed: int, workers: int, tell: Callable[[str], None]) -> tuple[str, dict, bool]:
+def cancels(
+    directory: Path, count: int, seed: int, workers: int, tell: Callable[[str], None]
+) -> tuple[str, dict, bool]:
     """Cancel `count` gRPC streams midway; a canary, and a look for what stays in use, after each 500."""
     target = Target(directory)
     campaign = Campaign(target, Settings(workers=workers), tell)
@@ -47,11 +51,22 @@ def starts(directory: Path, times: int, tell: Callable[[str], None]) -> tuple[st
             target.start()
             seconds.append(time.monotonic() - began)
         except ServerFailed as failure:
-            failures.append({"start": n, "after s": time.monotonic() - began, "said": str(failure), "log": str(target.server.log_path)})
+            failures.append(
+                {
+                    "start": n,
+                    "after s": time.monotonic() - began,
+                    "said": str(failure),
+                    "log": str(target.server.log_path),
+                }
+            )
         finally:
             target.stop()
-        tell(f"{n + 1}/{times} starts, {len(failures)} failed, the last took {time.monotonic() - began:.1f} s with its stop")
+        tell(
+            f"{n + 1}/{times} starts, {len(failures)} failed, the last took {time.monotonic() - began:.1f} s with its stop"
+        )
     longest = max(seconds, default=0.0)
-    shown = f"{times} starts, {len(failures)} failed, longest {longest:.1f} s, shortest {min(seconds, default=0.0):.1f} s"
+    shown = (
+        f"{times} starts, {len(failures)} failed, longest {longest:.1f} s, shortest {min(seconds, default=0.0):.1f} s"
+    )
     shown += "".join(f"\n  start {f['start']}: {f['said'][:600]} (log {f['log']})" for f in failures)
     return shown, {"starts": times, "seconds": seconds, "failures": failures}, bool(failures)

@@ -13,7 +13,9 @@ from tests.hostile.target import Target
 SHOWN = ("tritonserver", "stub tensorrt_llm", "stub ensemble", "stub tensorrt_llm_bls", "engine")
 
 
-def run(directory: Path, cases: int, seed: int, kinds: tuple[str, ...], tell: Callable[[str], None]) -> tuple[str, dict, bool]:
+def run(
+    directory: Path, cases: int, seed: int, kinds: tuple[str, ...], tell: Callable[[str], None]
+) -> tuple[str, dict, bool]:
     """Resident megabytes before, after half and after all of the cases of each class."""
     found: dict[str, dict] = {}
     for kind in kinds:

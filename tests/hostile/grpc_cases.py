@@ -115,7 +115,21 @@ def bad_dtype(rng: random.Random, model: str) -> Case:
     return case(rng, "grpc-dtypes", name, model, message, string_length=length_is_wrong and dtype != "BYTES")
 
 
-SHAPES = ([], [1], [1, 1, 1], [0, 1], [1, 0], [2, 1], [-1, 1], [1, -1], [2**62, 4], [2**63 - 1], [2**32, 2**32], [1] * 200, [1, 2**40])
+SHAPES = (
+    [],
+    [1],
+    [1, 1, 1],
+    [0, 1],
+    [1, 0],
+    [2, 1],
+    [-1, 1],
+    [1, -1],
+    [2**62, 4],
+    [2**63 - 1],
+    [2**32, 2**32],
+    [1] * 200,
+    [1, 2**40],
+)
 
 
 def bad_shape(rng: random.Random, model: str) -> Case:
@@ -146,7 +160,15 @@ def string_length(rng: random.Random, model: str) -> Case:
     spec = rng.choice(specs)
     raw = rng.choice(
         (
-            *(b"", b"\1", b"\5\0\0\0abc", b"\xff\xff\xff\xffabc", b"\xff\xff\xff\x7f", b"\0\0\0\0\0\0\0\0", b"\1\0\0\0a\1\0\0\0b"),
+            *(
+                b"",
+                b"\1",
+                b"\5\0\0\0abc",
+                b"\xff\xff\xff\xffabc",
+                b"\xff\xff\xff\x7f",
+                b"\0\0\0\0\0\0\0\0",
+                b"\1\0\0\0a\1\0\0\0b",
+            ),
             *(b"\0\0\0\0a", b"\1\0\0", rng.randbytes(rng.randrange(40)), struct.pack("<I", 2**31) + b"a"),
         )
     )
@@ -167,7 +189,13 @@ def bad_inputs(rng: random.Random, model: str) -> Case:
     elif way == 1:
         add_input(message, values.text(rng).encode("utf-8", "replace").decode(), "INT32", [1, 1], bytes(4))
     elif way == 2:
-        add_input(message, message.inputs[0].name, message.inputs[0].datatype, list(message.inputs[0].shape), message.raw_input_contents[0])
+        add_input(
+            message,
+            message.inputs[0].name,
+            message.inputs[0].datatype,
+            list(message.inputs[0].shape),
+            message.raw_input_contents[0],
+        )
     elif way == 3:
         message.raw_input_contents.append(b"more contents than inputs")
     elif way == 4:
@@ -176,14 +204,26 @@ def bad_inputs(rng: random.Random, model: str) -> Case:
         message.inputs[-1].contents.bytes_contents.append(rng.randbytes(4))
     else:
         message.inputs[0].contents.fp32_contents.append(1.0)
-    return case(rng, "grpc-inputs", ("missing", "unknown", "twice", "too many contents", "typed", "both forms")[way], model, message)
+    return case(
+        rng,
+        "grpc-inputs",
+        ("missing", "unknown", "twice", "too many contents", "typed", "both forms")[way],
+        model,
+        message,
+    )
 
 
 def rows(rng: random.Random, model: str) -> Case:
     """Several rows, some of them refused while the others run."""
     count = rng.choice((2, 2, 3, 8, 64, 65))
     message = base(model, count, rng.choice((2, 10, 30)))
-    spec = rng.choice([spec for spec in MODELS[model].inputs if spec.dims == (1,) and spec.target.startswith(("sampling", "session", "request"))])
+    spec = rng.choice(
+        [
+            spec
+            for spec in MODELS[model].inputs
+            if spec.dims == (1,) and spec.target.startswith(("sampling", "session", "request"))
+        ]
+    )
     if spec.dtype == "STRING":
         raw = b"".join(values.element(rng, "STRING") for _ in range(count))
     else:
@@ -204,14 +244,34 @@ def cancelled(rng: random.Random, model: str) -> Case:
 
 def half_closed(rng: random.Random, model: str) -> Case:
     """Streams of no request, or of many requests good and bad."""
-    messages = [(bad_value if rng.random() < 0.5 else sessions)(rng, model).call.messages[0] for _ in range(rng.randrange(5))]
+    messages = [
+        (bad_value if rng.random() < 0.5 else sessions)(rng, model).call.messages[0] for _ in range(rng.randrange(5))
+    ]
     found = case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
     return found if messages else replace(found, incomplete=True)  # Triton never ends a stream of no request
 
 
 NAMES = (
-    *("timeout", "cache_salt", "request_type", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_size"),
-    *("triton_enable_empty_final_response", "triton_final_response", "shared_memory_region", "namespace", "", "\0", "x" * 3000, "a"),
+    *(
+        "timeout",
+        "cache_salt",
+        "request_type",
+        "priority",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "binary_data_size",
+    ),
+    *(
+        "triton_enable_empty_final_response",
+        "triton_final_response",
+        "shared_memory_region",
+        "namespace",
+        "",
+        "\0",
+        "x" * 3000,
+        "a",
+    ),
 )
 
 
@@ -237,8 +297,12 @@ def parameters(rng: random.Random, model: str) -> Case:
     if rng.random() < 0.3:
         output = message.outputs.add()
         output.name = rng.choice(("text_output", "output_ids", "unknown", ""))
-        output.parameters[rng.choice(("classification", "shared_memory_region", "binary_data"))].int64_param = rng.choice((-1, 3, 2**31))
-    return case(rng, "grpc-parameters", f"parameters {', '.join(key[:20] for key in message.parameters)}", model, message)
+        output.parameters[
+            rng.choice(("classification", "shared_memory_region", "binary_data"))
+        ].int64_param = rng.choice((-1, 3, 2**31))
+    return case(
+        rng, "grpc-parameters", f"parameters {', '.join(key[:20] for key in message.parameters)}", model, message
+    )
 
 
 def sessions(rng: random.Random, model: str) -> Case:
@@ -246,7 +310,9 @@ def sessions(rng: random.Random, model: str) -> Case:
     message = base(model)
     add_input(message, "CORRID", "UINT64", [1, 1], packed("UINT64", rng.choice((0, 1, 2, 3, 4, 2**64 - 1))))
     for name in rng.sample(("START", "END", "STOP", "step", "session_len"), rng.randrange(5)):
-        add_input(message, name, "INT32", [1, 1], packed("INT32", rng.choice((0, 1, 1, -1, 2, 30, 2**31 - 1, -(2**31)))))
+        add_input(
+            message, name, "INT32", [1, 1], packed("INT32", rng.choice((0, 1, 1, -1, 2, 30, 2**31 - 1, -(2**31))))
+        )
     return case(rng, "grpc-sessions", "odd flags of a session", model, message)
 
 
@@ -267,7 +333,9 @@ def names(rng: random.Random, model: str) -> Case:
     elif way == 1:
         message.model_name = rng.choice(("", "nothing", "../tensorrt_llm", "x" * 5000, "ensemble\0", "."))
     elif way == 2:
-        message.model_version = rng.choice(("0", "-1", "x", "2", "99999999999999999999", "1.0", "../1", " 1", "1" * 5000))
+        message.model_version = rng.choice(
+            ("0", "-1", "x", "2", "99999999999999999999", "1.0", "../1", " 1", "1" * 5000)
+        )
     else:
         field = rng.choice(("id", "model_name"))
         setattr(message, field, _MARK)

@@ -22,7 +22,9 @@ def base(model: str) -> Fields:
 
 
 def body(fields: Fields) -> bytes:
-    return ("{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in fields.items()) + "}").encode("utf-8", "surrogatepass")
+    return ("{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in fields.items()) + "}").encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def request(path: str, data: bytes, headers: str = "") -> bytes:
@@ -85,12 +87,31 @@ def bad_depth(rng: random.Random, model: str) -> Case:
     name = rng.choice((any_input(rng, model), "parameters", "unknown"))
     if rng.random() < 0.3:
         return post("http-depth", f"{depth} levels without a request", model, nested.encode(), rng.choice(VERBS))
-    return post("http-depth", f"{name} has {depth} levels", model, body({**base(model), name: nested}), rng.choice(VERBS))
+    return post(
+        "http-depth", f"{name} has {depth} levels", model, body({**base(model), name: nested}), rng.choice(VERBS)
+    )
 
 
 PARAMETERS = (
-    *("timeout", "cache_salt", "request_type", "priority", "sequence_id", "sequence_start", "sequence_end", "namespace"),
-    *("binary_data", "binary_data_output", "triton_enable_empty_final_response", "triton_grpc_error", "headers", "", "a\0b"),
+    *(
+        "timeout",
+        "cache_salt",
+        "request_type",
+        "priority",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "namespace",
+    ),
+    *(
+        "binary_data",
+        "binary_data_output",
+        "triton_enable_empty_final_response",
+        "triton_grpc_error",
+        "headers",
+        "",
+        "a\0b",
+    ),
     *("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "binary_data_size", "classification"),
 )
 
@@ -121,8 +142,12 @@ def bad_id(rng: random.Random, model: str) -> Case:
 
 
 def _message(rng: random.Random) -> str:
-    role = rng.choice(('"user"', '"system"', '"\\ud800"', "null", "7", '"' + "r" * 3000 + '"', json.dumps(values.text(rng))))
-    content = rng.choice((json.dumps(values.text(rng)), values.json_oddity(rng), values.json_number(rng), "[" * 40 + "]" * 40))
+    role = rng.choice(
+        ('"user"', '"system"', '"\\ud800"', "null", "7", '"' + "r" * 3000 + '"', json.dumps(values.text(rng)))
+    )
+    content = rng.choice(
+        (json.dumps(values.text(rng)), values.json_oddity(rng), values.json_number(rng), "[" * 40 + "]" * 40)
+    )
     extra = rng.choice(("", "", f', "name": {values.json_oddity(rng)}', ', "tool_calls": [{"function": {}}]'))
     return f'{{"role": {role}, "content": {content}{extra}}}'
 
@@ -131,16 +156,26 @@ def bad_text(rng: random.Random, model: str) -> Case:
     """Texts, chats, words and biases that a tokenizer or a template may choke on."""
     fields = base(model)
     if model == "tensorrt_llm":
-        fields |= {name: values.json_number(rng) for name in rng.sample(("end_id", "pad_id", "CORRID", "step", "START"), 2)}
+        fields |= {
+            name: values.json_number(rng) for name in rng.sample(("end_id", "pad_id", "CORRID", "step", "START"), 2)
+        }
         return post("http-text", "odd numbers beside tokens", model, body(fields), rng.choice(VERBS))
     pick = rng.randrange(5)
     if pick == 0:
-        fields = {"max_tokens": "2", "messages": json.dumps("[" + ", ".join(_message(rng) for _ in range(rng.randrange(3))) + "]")}
+        fields = {
+            "max_tokens": "2",
+            "messages": json.dumps("[" + ", ".join(_message(rng) for _ in range(rng.randrange(3))) + "]"),
+        }
     elif pick == 1:
-        fields[rng.choice(("stop_words", "bad_words"))] = json.dumps([values.text(rng) for _ in range(rng.randrange(6))])
+        fields[rng.choice(("stop_words", "bad_words"))] = json.dumps(
+            [values.text(rng) for _ in range(rng.randrange(6))]
+        )
     elif pick == 2:
         words = [values.text(rng) for _ in range(rng.randrange(4))]
-        fields |= {"embedding_bias_words": json.dumps(words), "embedding_bias_weights": f"[{', '.join(values.json_number(rng) for _ in words)}]"}
+        fields |= {
+            "embedding_bias_words": json.dumps(words),
+            "embedding_bias_weights": f"[{', '.join(values.json_number(rng) for _ in words)}]",
+        }
     elif pick == 3:
         fields["text_input"] = json.dumps(values.text(rng) * rng.choice((1, 1, 1, 300)))
     else:
@@ -149,12 +184,36 @@ def bad_text(rng: random.Random, model: str) -> Case:
 
 
 REFUSED = (
-    *('"n": 5', '"best_of": 100000', '"num_return_sequences": 1000000', '"beam_width": 2147483647', '"logit_bias": {"1": 1e308}'),
+    *(
+        '"n": 5',
+        '"best_of": 100000',
+        '"num_return_sequences": 1000000',
+        '"beam_width": 2147483647',
+        '"logit_bias": {"1": 1e308}',
+    ),
     *('"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(((((a+)+)+)+)+$"', '"use_beam_search": true'),
-    *('"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{\\"$ref\\": \\"#\\"}"', '"prompt_logprobs": 100000'),
-    *('"return_context_logits": true', '"lora_task_id": 18446744073709551615', '"logprobs": 1e9', '"echo": true', '"suffix": "x"'),
-    *('"response_format": {"type": "json_object"}', '"tools": [{}]', '"model": "' + "../" * 30 + '"', '"lora_path": "../../.."'),
-    *('"trust_remote_code": true', '"chat_template": "{{ cycler.__init__.__globals__ }}"', '"truncate_prompt_tokens": -1'),
+    *(
+        '"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{\\"$ref\\": \\"#\\"}"',
+        '"prompt_logprobs": 100000',
+    ),
+    *(
+        '"return_context_logits": true',
+        '"lora_task_id": 18446744073709551615',
+        '"logprobs": 1e9',
+        '"echo": true',
+        '"suffix": "x"',
+    ),
+    *(
+        '"response_format": {"type": "json_object"}',
+        '"tools": [{}]',
+        '"model": "' + "../" * 30 + '"',
+        '"lora_path": "../../.."',
+    ),
+    *(
+        '"trust_remote_code": true',
+        '"chat_template": "{{ cycler.__init__.__globals__ }}"',
+        '"truncate_prompt_tokens": -1',
+    ),
 )
 
 
@@ -169,7 +228,9 @@ def odd_session(rng: random.Random, model: str) -> Case:
     """Sessions with flags that contradict each other, of a few ids, so that they meet."""
     fields = base(model)
     fields["CORRID"] = str(rng.choice((1, 2, 3, 4, 0, -1, 2**64 - 1, 2**64)))
-    for name in rng.sample(("START", "END", "STOP", "step", "session_len", "session_full_history"), rng.randrange(1, 5)):
+    for name in rng.sample(
+        ("START", "END", "STOP", "step", "session_len", "session_full_history"), rng.randrange(1, 5)
+    ):
         fields[name] = rng.choice(("0", "1", "-1", "2", "2147483647", "true", "null", str(rng.randrange(40))))
     return post("http-sessions", "odd flags of a session", model, body(fields), rng.choice(VERBS))
 
@@ -194,12 +255,22 @@ def infer(rng: random.Random, model: str) -> Case:
         (
             {},
             {"binary_data_size": rng.choice((-1, 0, 4, 2**31, 2**63 - 1, "4"))},
-            {"shared_memory_region": "r", "shared_memory_byte_size": rng.choice((0, 4, 2**62)), "shared_memory_offset": 2**62},
+            {
+                "shared_memory_region": "r",
+                "shared_memory_byte_size": rng.choice((0, 4, 2**62)),
+                "shared_memory_offset": 2**62,
+            },
         )
     )
     if rng.random() < 0.4:
         del tensor["data"]
-    data = json.dumps({"id": values.text(rng), "inputs": [tensor] * rng.choice((0, 1, 2)), "outputs": rng.choice(([], [{}], [{"name": "x"}]))})
+    data = json.dumps(
+        {
+            "id": values.text(rng),
+            "inputs": [tensor] * rng.choice((0, 1, 2)),
+            "outputs": rng.choice(([], [{}], [{"name": "x"}])),
+        }
+    )
     binary = rng.randbytes(rng.choice((0, 4, 40)))
     length = rng.choice((len(data), len(data), 0, -1, len(data) + 1000, 2**40, "x"))
     header = rng.choice(("", f"Inference-Header-Content-Length: {length}\r\n"))

@@ -37,16 +37,38 @@ def chunks(rng: random.Random, model: str) -> Case:
     parts = [data[i : i + size] for i in range(0, len(data), size)]
     extension = rng.choice(("", "", ";a=b", ";" + "x" * 500, " "))
     lines = b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension.encode(), part) for part in parts)
-    end = rng.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nTrailer: x\r\n\r\n", b"", b"-1\r\n\r\n", b"ffffffffffffffff\r\n", b"zz\r\n", b"0\r\n\r\n0\r\n\r\n"))
+    end = rng.choice(
+        (
+            b"0\r\n\r\n",
+            b"0\r\n\r\n",
+            b"0\r\nTrailer: x\r\n\r\n",
+            b"",
+            b"-1\r\n\r\n",
+            b"ffffffffffffffff\r\n",
+            b"zz\r\n",
+            b"0\r\n\r\n0\r\n\r\n",
+        )
+    )
     beside = ["Content-Length: 5"] if rng.random() < 0.2 else []
     encoding = rng.choice(("chunked", "chunked", "Chunked", "gzip, chunked", "identity", "xchunked"))
-    return _case(f"chunks of {size}, then {end[:8]!r}", model, _head(model, f"Transfer-Encoding: {encoding}", *beside), lines, end)
+    return _case(
+        f"chunks of {size}, then {end[:8]!r}",
+        model,
+        _head(model, f"Transfer-Encoding: {encoding}", *beside),
+        lines,
+        end,
+    )
 
 
 def many_chunks(rng: random.Random, model: str) -> Case:
     """A body of spaces in chunks of one byte, far below what overflows a stack."""
     count = rng.choice((500, 5000, 20_000))
-    return _case(f"{count} chunks of one byte", model, _head(model, "Transfer-Encoding: chunked"), b"1\r\n \r\n" * count + b"0\r\n\r\n")
+    return _case(
+        f"{count} chunks of one byte",
+        model,
+        _head(model, "Transfer-Encoding: chunked"),
+        b"1\r\n \r\n" * count + b"0\r\n\r\n",
+    )
 
 
 def headers(rng: random.Random, model: str) -> Case:
@@ -73,13 +95,57 @@ def headers(rng: random.Random, model: str) -> Case:
 
 
 PATHS = (
-    *("/", "//", "/v2", "/v2/", "/v3", "/v2/models", "/v2/models//generate", "/v2/models/{m}/versions/9/generate", "/%00", "/%ff"),
-    *("/v2/models/{m}/versions/x/generate", "/v2/models/{m}/versions/99999999999999999999/generate", "/v2/models/..%2f../generate"),
-    *("/v2/models/../../../../etc/generate", "/v2/models/%2e%2e/config", "/v2/models/{m}/nothing", "/v2/models/{m}/infer/../generate"),
-    *("/v2/repository/index", "/v2/repository/models/{m}/unload", "/v2/repository/models/{m}/load", "/v2/logging", "/v2/trace/setting"),
-    *("/v2/systemsharedmemory/status", "/v2/systemsharedmemory/region/r/register", "/v2/cudasharedmemory/region/r/register"),
-    *("/v2/models/{m}/config", "/v2/models/{m}/stats", "/v2/models/{m}/ready", "/v2/health/ready", "/metrics", "/generate?x=" + "y" * 9000),
-    *("http://127.0.0.1:9/v2", "*", "/v2/models/" + "a" * 20_000 + "/generate", "/v2/models/{m}/generate?a=%zz&b[]=1", "?", "/v2#x"),
+    *(
+        "/",
+        "//",
+        "/v2",
+        "/v2/",
+        "/v3",
+        "/v2/models",
+        "/v2/models//generate",
+        "/v2/models/{m}/versions/9/generate",
+        "/%00",
+        "/%ff",
+    ),
+    *(
+        "/v2/models/{m}/versions/x/generate",
+        "/v2/models/{m}/versions/99999999999999999999/generate",
+        "/v2/models/..%2f../generate",
+    ),
+    *(
+        "/v2/models/../../../../etc/generate",
+        "/v2/models/%2e%2e/config",
+        "/v2/models/{m}/nothing",
+        "/v2/models/{m}/infer/../generate",
+    ),
+    *(
+        "/v2/repository/index",
+        "/v2/repository/models/{m}/unload",
+        "/v2/repository/models/{m}/load",
+        "/v2/logging",
+        "/v2/trace/setting",
+    ),
+    *(
+        "/v2/systemsharedmemory/status",
+        "/v2/systemsharedmemory/region/r/register",
+        "/v2/cudasharedmemory/region/r/register",
+    ),
+    *(
+        "/v2/models/{m}/config",
+        "/v2/models/{m}/stats",
+        "/v2/models/{m}/ready",
+        "/v2/health/ready",
+        "/metrics",
+        "/generate?x=" + "y" * 9000,
+    ),
+    *(
+        "http://127.0.0.1:9/v2",
+        "*",
+        "/v2/models/" + "a" * 20_000 + "/generate",
+        "/v2/models/{m}/generate?a=%zz&b[]=1",
+        "?",
+        "/v2#x",
+    ),
 )
 
 
@@ -87,8 +153,15 @@ def paths(rng: random.Random, model: str) -> Case:
     """Other paths and methods; the guarded ones without their key."""
     data = rng.choice((b"", body(base(model)), b'{"key": "k", "offset": 0, "byte_size": 8}', b"[]"))
     path = rng.choice(PATHS).replace("{m}", model)
-    method = rng.choice(("POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "HEAD", "X" * 500, "get", ""))
-    return _case(f"{method[:10]} {path[:50]}", model, _head(model, f"Content-Length: {len(data)}", method=method, path=path), data)
+    method = rng.choice(
+        ("POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "HEAD", "X" * 500, "get", "")
+    )
+    return _case(
+        f"{method[:10]} {path[:50]}",
+        model,
+        _head(model, f"Content-Length: {len(data)}", method=method, path=path),
+        data,
+    )
 
 
 def versions(rng: random.Random, model: str) -> Case:
@@ -99,7 +172,15 @@ def versions(rng: random.Random, model: str) -> Case:
 
 def garbage(rng: random.Random, model: str) -> Case:
     """No HTTP at all: random bytes, TLS, HTTP/2, line ends."""
-    junk = rng.choice((rng.randbytes(300), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n" * 500, b"\0" * 2000))
+    junk = rng.choice(
+        (
+            rng.randbytes(300),
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"\r\n" * 500,
+            b"\0" * 2000,
+        )
+    )
     return _case(f"bytes {junk[:8]!r}", model, junk)
 
 

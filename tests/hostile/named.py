@@ -51,8 +51,12 @@ def small() -> tuple[Case, ...]:
     texts: tuple[Callable[[str], Case], ...] = (
         lambda model: messages(model, 10, "a lone surrogate as role", '[{"role": "\\ud800", "content": "a"}]'),
         lambda model: messages(model, 10, "a lone surrogate as content", '[{"role": "user", "content": "\\ud800"}]'),
-        lambda model: messages(model, 10, "a lone surrogate as key", '[{"role": "user", "content": "a", "\\ud800": "b"}]'),
-        lambda model: messages(model, 12, "an integer of 4,400 digits", f'[{{"role": "user", "content": {"1" * 4400}}}]'),
+        lambda model: messages(
+            model, 10, "a lone surrogate as key", '[{"role": "user", "content": "a", "\\ud800": "b"}]'
+        ),
+        lambda model: messages(
+            model, 12, "an integer of 4,400 digits", f'[{{"role": "user", "content": {"1" * 4400}}}]'
+        ),
         lambda model: bias_words(model, 100_000),
     )
     everywhere: tuple[Callable[[str], Case], ...] = (
@@ -63,7 +67,9 @@ def small() -> tuple[Case, ...]:
         lambda model: raw_field(model, 12, "a parameter that is no UTF-8", b'"cache_salt": "\xff"'),
         lambda model: raw_field(model, 12, "a parameter's name that is no UTF-8", b'"\xff": "a"'),
         lambda model: raw_field(model, 12, "an id of 1 MB", b'"id": "' + b"i" * 1_000_000 + b'"'),
-        lambda model: raw_field(model, 12, "an id of 1 MB that is refused", b'"id": "' + b"i" * 1_000_000 + b'", "beam_width": 9'),
+        lambda model: raw_field(
+            model, 12, "an id of 1 MB that is refused", b'"id": "' + b"i" * 1_000_000 + b'", "beam_width": 9'
+        ),
         lambda model: salt(model, 300),
         lambda model: salt(model, MIB),
     )
@@ -87,7 +93,10 @@ def large() -> list[Case]:
 
 
 def _request_of(data: bytes) -> bytes:
-    return b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    return (
+        b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data)
+        + data
+    )
 
 
 def _chunked_head() -> bytes:

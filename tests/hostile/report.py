@@ -13,7 +13,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
     lines = []
     for row in [head, ["-" * width for width in widths], *rows]:
-        lines.append("  ".join(cell.ljust(width) if n == 0 else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))))
+        lines.append(
+            "  ".join(
+                cell.ljust(width) if n == 0 else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))
+            )
+        )
     return "\n".join(lines)
 
 
@@ -32,7 +36,9 @@ def by_kind(tally: Tally) -> str:
     found = [name for name in (*answers.ALL, "lost with the server") if any(key[1] == name for key in tally.kinds)]
     short = [name.split(" ")[0].lower().replace("_argument", "") for name in found]
     kinds = sorted({kind for kind, _ in tally.kinds})
-    return table(["request", *short], [[kind, *(str(tally.kinds[kind, name] or "") for name in found)] for kind in kinds])
+    return table(
+        ["request", *short], [[kind, *(str(tally.kinds[kind, name] or "") for name in found)] for kind in kinds]
+    )
 
 
 def memory(tally: Tally) -> str:
@@ -48,10 +54,14 @@ def memory(tally: Tally) -> str:
 def text(tally: Tally, show: int = 8) -> str:
     """The whole report for a person."""
     parts = [by_class(tally), by_kind(tally), memory(tally)]
-    parts.append(f"{tally.num_cases} cases, {tally.canaries} canaries, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB")
+    parts.append(
+        f"{tally.num_cases} cases, {tally.canaries} canaries, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
+    )
     for death in tally.deaths:
         said = death["explained by"] or "NOT EXPLAINED"
-        parts.append(f"death of {death['who']} (status {death['status']}) after {death['after']} cases: {said}; log {death['log']}")
+        parts.append(
+            f"death of {death['who']} (status {death['status']}) after {death['after']} cases: {said}; log {death['log']}"
+        )
         parts += [f"    {line}" for line in (death["backtrace"][:6] if not death["explained by"] else [])]
     for what, examples in tally.examples.items():
         parts.append(f"{what}: {len(examples)}")

@@ -156,7 +156,15 @@ class _Found:
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return self.reply("none")
-        cut = ("Socket closed", "Connection reset", "failed to connect", "Stream removed", "recvmsg", "GOAWAY", "Broken pipe")
+        cut = (
+            "Socket closed",
+            "Connection reset",
+            "failed to connect",
+            "Stream removed",
+            "recvmsg",
+            "GOAWAY",
+            "Broken pipe",
+        )
         if code == grpc.StatusCode.UNAVAILABLE and any(sign.lower() in details.lower() for sign in cut):
             return self.reply("cut")
         self._errors.append(details)

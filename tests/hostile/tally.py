@@ -104,11 +104,17 @@ class Tally:
 
     def failures(self) -> list[str]:
         """Why the run failed, in sentences; empty when it passed."""
-        wrong = [f"{self.count(found)} answers: {found}" for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED) if self.count(found)]
+        wrong = [
+            f"{self.count(found)} answers: {found}"
+            for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED)
+            if self.count(found)
+        ]
         if leaks := self.examples.get("leak"):
             wrong.append(f"{len(leaks)} leaks")
         if unexplained := [death for death in self.deaths if not death["explained by"]]:
-            wrong.append(f"{len(unexplained)} deaths that no documented bug explains: {', '.join(d['who'] for d in unexplained)}")
+            wrong.append(
+                f"{len(unexplained)} deaths that no documented bug explains: {', '.join(d['who'] for d in unexplained)}"
+            )
         if self.canary_failures:
             wrong.append(f"{len(self.canary_failures)} canaries failed: {self.canary_failures[0]}")
         if self.gave_up:
@@ -123,8 +129,8 @@ class Tally:
         bad = sum(self.count(found) for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED))
         return (
             f"{done}/{total} cases, {rate:.0f}/s, {(total - done) / max(rate, 0.1):.0f} s left, {bad} bad answers, "
-            f"{len(self.examples.get('leak', ()))} leaks, {len(self.deaths)} deaths, {len(self.canary_failures)} canaries failed, "
-            f"tritonserver {memory:.0f} MB"
+            f"{len(self.examples.get('leak', ()))} leaks, {len(self.deaths)} deaths, "
+            f"{len(self.canary_failures)} canaries failed, tritonserver {memory:.0f} MB"
         )
 
     def quantiles(self) -> dict[str, tuple[float, float]]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.api import load_config
 from deploy.processes import STUB_NAME, Process, processes_of_run
 from deploy.server import TritonServer
 from tests.e2e.conftest import EXACT
-from backend.api import load_config
 
 START_TIMEOUT_S = 180.0
 LOG_TAIL_BYTES = 64 << 10

@@ -20,11 +20,34 @@ TEXTS = (
 )
 # JSON texts of anything but a plain value of the right type
 JSON_ODDITIES = (
-    *("null", "true", "false", "{}", "[]", "[[]]", "[null]", "[{}]", '{"a": {"b": []}}', '"text"', '""', '"3"', '"1e5"'),
+    *(
+        "null",
+        "true",
+        "false",
+        "{}",
+        "[]",
+        "[[]]",
+        "[null]",
+        "[{}]",
+        '{"a": {"b": []}}',
+        '"text"',
+        '""',
+        '"3"',
+        '"1e5"',
+    ),
     *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "3.5", "-0", "-0.0", "01", "1.", ".5", "0x10", "+1"),
     *('"\\ud800"', '"\\udfff\\ud800"', '"\\u0000"', '"\\x41"', '"\t"', "'single'", "undefined", "1e2e3", "tru", "nul"),
 )
-BAD_UTF8 = (b"\xff", b"\xfe\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\xe2\x82", b"a\x80b", b"\xf0\x9f\x98")
+BAD_UTF8 = (
+    b"\xff",
+    b"\xfe\xff",
+    b"\xc0\x80",
+    b"\xed\xa0\x80",
+    b"\xf5\x80\x80\x80",
+    b"\xe2\x82",
+    b"a\x80b",
+    b"\xf0\x9f\x98",
+)
 
 PACK = {
     "BOOL": "<B",
@@ -42,7 +65,9 @@ def text(rng: random.Random) -> str:
     """A hostile text, now and then a random one."""
     if rng.random() < 0.8:
         return rng.choice(TEXTS)
-    return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x80, 0xD800)))) for _ in range(rng.randrange(60)))
+    return "".join(
+        chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x80, 0xD800)))) for _ in range(rng.randrange(60))
+    )
 
 
 def text_bytes(rng: random.Random) -> bytes:
@@ -73,7 +98,9 @@ def element(rng: random.Random, dtype: str) -> bytes:
         return struct.pack("<I", len(data)) + data
     if dtype.startswith("FP"):
         value = rng.choice(FLOATS)
-        return struct.pack(PACK[dtype], math.copysign(math.inf, value) if dtype == "FP16" and abs(value) > 6e4 else value)
+        return struct.pack(
+            PACK[dtype], math.copysign(math.inf, value) if dtype == "FP16" and abs(value) > 6e4 else value
+        )
     value = rng.choice(INTEGERS)
     bits = 8 * WIDTH[dtype]
     value &= (1 << bits) - 1
