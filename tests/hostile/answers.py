@@ -1,0 +1,110 @@
+"""What a reply means: its class, and whether it says more than a client should know."""
+
+from __future__ import annotations
+
+import re
+
+from tests.hostile.case import Case, GrpcCall, HttpExchange
+from tests.hostile.send import Reply
+
+OK, INVALID, UNSUPPORTED, NOT_FOUND = "OK", "INVALID_ARGUMENT", "UNSUPPORTED", "NOT_FOUND"
+UNAVAILABLE, CANCELLED, INTERNAL = "UNAVAILABLE", "CANCELLED", "INTERNAL"
+LEFT, CUT, NO_END, UNEXPLAINED = "left by the client", "hung up on", "without an end", "unexplained"
+ALL = (OK, INVALID, UNSUPPORTED, NOT_FOUND, UNAVAILABLE, CANCELLED, LEFT, CUT, INTERNAL, NO_END, UNEXPLAINED)
+
+MAX_SCANNED = 100_000  # characters of a reply that are looked through
+
+_OURS = re.compile(r"(?:^|: )\[(INVALID_ARGUMENT|NOT_FOUND|UNAVAILABLE|UNSUPPORTED|CANCELLED|INTERNAL)\] ")
+# What Triton 24.10 itself says to requests that are wrong, before the model sees them. Its HTTP front calls most of
+# them status 500 and its gRPC front INTERNAL, so the status says nothing.
+_TRITON = (
+    (UNSUPPORTED, r"doesn't support models with decoupled|not currently supported|decoupled transaction"),
+    (NOT_FOUND, r"unknown model|is not found|has no available versions|Not Found|Unimplemented"),
+    (INVALID, r"failed to parse the request JSON buffer|attempt to (?:access|get) |Unable to parse"),
+    (
+        INVALID,
+        r"unexpected (?:inference input|shape|inference output)|unexpected (?:additional|number of)|data-type is",
+    ),
+    (INVALID, r"expected number of inputs|missing required input|byte size mismatch|incomplete string data"),
+    (
+        INVALID,
+        r"has invalid type|can not convert|failed to parse model version|model version|must be|expected \d+ inputs",
+    ),
+    (
+        INVALID,
+        r"cannot parse|Unable to |duplicate|invalid|expects|expected|exceeds|incompatible|should|missing|not specified",
+    ),
+    (
+        INVALID,
+        r"already exists in request|was not found in the JSON|must not be specified|unable to find data|has no shape|"
+        r"does not match other inputs",
+    ),
+    (INVALID, r"parameter keys starting with 'triton_' are reserved|length indicator"),
+    (UNAVAILABLE, r"restricted"),
+)
+_BY_HTTP = {
+    400: INVALID,
+    403: UNAVAILABLE,
+    404: NOT_FOUND,
+    405: UNSUPPORTED,
+    411: INVALID,
+    413: INVALID,
+    415: INVALID,
+    501: UNSUPPORTED,
+}
+_BY_GRPC = {1: CANCELLED, 3: INVALID, 5: NOT_FOUND, 12: UNSUPPORTED, 14: UNAVAILABLE}
+
+_LEAKS = (
+    (
+        "a path",
+        re.compile(r"(?<![\w:.<])/(?:tmp|home|usr|opt|root|var|proc|dev|etc|lib|srv|mnt|work|workspace|app)/[\w.\-/]+"),
+    ),
+    ("a Python file", re.compile(r"\w{1,40}\.py\b")),
+    ("a traceback", re.compile(r"Traceback|\bFile \"|\bAt:\n")),
+    ("a line number", re.compile(r"\bline \d+\b|\.(?:py|cc|cpp|h)[:(]\d+")),
+    ("an address", re.compile(r"\b0x[0-9a-fA-F]{6,}\b")),
+    ("a shared memory region", re.compile(r"triton_python_backend_shm\w*")),
+    ("an exception's text", re.compile(r"\b[A-Z]\w{2,30}(?:Error|Exception): ")),
+)
+
+
+def classify(case: Case, reply: Reply) -> str:
+    """The class of one reply, one of ALL."""
+    if reply.ending == "left":
+        return LEFT
+    if reply.ending == "none":
+        return LEFT if case.incomplete else NO_END
+    if reply.ending == "cut":
+        return CUT if case.incomplete else NO_END
+    if ours := _OURS.search(reply.errors):
+        return INTERNAL if "[INTERNAL]" in reply.errors else ours.group(1)
+    if not reply.errors and reply.status in (0, 200):
+        return OK
+    for found, pattern in _TRITON:
+        if re.search(pattern, reply.errors):
+            return found
+    by_status = _BY_HTTP if reply.protocol == "http" else _BY_GRPC
+    if reply.status in by_status:
+        return by_status[reply.status]
+    return INTERNAL if reply.status in (500, 13) else UNEXPLAINED
+
+
+def leaks(case: Case, reply: Reply) -> list[str]:
+    """What the reply tells about the inside of the server and the client did not send itself."""
+    text = f"{reply.errors[:MAX_SCANNED]}\n{reply.other[:MAX_SCANNED]}"
+    found = []
+    for what, pattern in _LEAKS:
+        for match in pattern.finditer(text):
+            if not _sent(case, match.group()):
+                found.append(f"{what}: {match.group()[:80]!r}")
+                break
+    return found
+
+
+def _sent(case: Case, text: str) -> bool:
+    pieces = case.call.pieces if isinstance(case.call, HttpExchange) else case.call.messages
+    return any(text.encode() in piece for piece in pieces)
+
+
+def protocol(case: Case) -> str:
+    return "grpc" if isinstance(case.call, GrpcCall) else "http"

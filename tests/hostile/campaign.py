@@ -1,0 +1,128 @@
+"""Send a run of cases from several threads, look at the server after each chunk, start it again when it has died."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.hostile import answers, deaths
+from tests.hostile.canary import Canary
+from tests.hostile.case import Case
+from tests.hostile.send import Sender
+from tests.hostile.tally import Tally
+from tests.hostile.target import Target
+
+RECENT_S = 3.0  # a case that ended this long before a death is still a suspect
+GONE_S = 0.5  # a cut connection of a dying server: how long until the process is seen to have ended
+
+
+@dataclass(frozen=True)
+class Settings:
+    workers: int = 8
+    chunk: int = 500
+    deadline_s: float = 30.0
+    max_deaths: int = 20
+
+
+class Campaign:
+    """One run against one target. `tell(text)` shows progress; results are in `tally`."""
+
+    def __init__(self, target: Target, settings: Settings, tell: Callable[[str], None] = lambda text: None):
+        self._target = target
+        self._settings = settings
+        self._tell = tell
+        self.canary = Canary(target)
+        self.tally = Tally()
+
+    def start(self) -> None:
+        """Start the server and note what an honest client gets."""
+        self._target.start()
+        self.canary.learn()
+        self.sample()
+
+    def run(self, make: Callable[[int], Case], indexes: Sequence[int]) -> None:
+        """Send the cases of these places, in chunks; each chunk ends with a look at the processes and a canary."""
+        for first in range(0, len(indexes), self._settings.chunk):
+            todo = deque(indexes[first : first + self._settings.chunk])
+            while todo and not self.tally.gave_up:
+                _Volley(self._target, self._settings, self.tally, make, todo).fire()
+                self._look_after_deaths()
+            self._after_chunk()
+            self._tell(self.tally.line(min(len(indexes), first + self._settings.chunk), len(indexes)))
+            if self.tally.gave_up:
+                return
+
+    def sample(self) -> None:
+        self.tally.samples.append({"cases": self.tally.num_cases, **self._target.memory()})
+
+    def _after_chunk(self) -> None:
+        if self.tally.gave_up:
+            return
+        problems = self.canary.check()
+        self._look_after_deaths()  # the canary may be what a dying process could not bear
+        self.tally.canaries += 1
+        self.tally.canary_failures += [f"after {self.tally.num_cases} cases: {problem}" for problem in problems]
+        self.tally.log_bytes = self._target.log_bytes()
+        self.sample()
+
+    def _look_after_deaths(self) -> None:
+        """Note who has died, and start a server whose processes are not all there again."""
+        found = self._target.look()
+        for death in found:
+            self.tally.add_death(death, deaths.explanation(death, self.tally.suspects()))
+        if not found:
+            return
+        if len(self.tally.deaths) >= self._settings.max_deaths:
+            self.tally.gave_up = True
+            return
+        self._target.stop()
+        self._target.start()
+
+
+class _Volley:
+    """The cases of one chunk, sent until they are all done or tritonserver is gone."""
+
+    def __init__(self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]):
+        self._target, self._settings, self._tally, self._make, self._todo = target, settings, tally, make, todo
+        self._dead = threading.Event()
+
+    def fire(self) -> None:
+        threads = [threading.Thread(target=self._work, name=f"hostile-{n}") for n in range(self._settings.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _work(self) -> None:
+        server = self._target.server
+        sender = Sender(server.http_url, server.grpc_url, self._settings.deadline_s)
+        try:
+            while not self._dead.is_set():
+                try:
+                    index = self._todo.popleft()
+                except IndexError:
+                    return
+                self._one(sender, index)
+        finally:
+            sender.close()
+
+    def _one(self, sender: Sender, index: int) -> None:
+        case = self._make(index)
+        self._tally.begin(index, case)
+        reply = sender.send(case)
+        if reply.ending in ("cut", "none") and self._server_is_gone(case):
+            self._dead.set()
+            self._tally.lost(index, case)
+            return
+        self._tally.add(index, case, reply, answers.classify(case, reply), answers.leaks(case, reply))
+
+    def _server_is_gone(self, case: Case) -> bool:
+        deadline = time.monotonic() + (0 if case.incomplete else GONE_S)
+        while self._target.server.running():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True

@@ -1,0 +1,76 @@
+"""Deaths of tritonserver 24.10 that are its own, each by a bug that is documented, and how to tell them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.hostile.case import Case, GrpcCall, HttpExchange
+from tests.hostile.target import Death
+
+DEEP = 1 << 20  # nested lists, or chunks, in one body
+
+
+class Bug(NamedTuple):
+    name: str
+    sentence: str
+
+
+STRING_LENGTH = Bug(
+    "STRING length with triton_grpc_error",
+    "With the metadata triton_grpc_error a STRING tensor whose length contradicts its shape ends the server before a "
+    "model sees anything.",
+)
+SHARED_STREAM = Bug(
+    "several requests on a stream with triton_grpc_error",
+    "With the metadata triton_grpc_error the first refused request ends the stream and frees its state, and the answer "
+    "to another request of the same stream is then written to what was freed.",
+)
+REFUSAL = Bug(
+    "a refusal with triton_grpc_error",
+    "With the metadata triton_grpc_error even one refused request, answered by a single response with FINAL, now and then "
+    "(about once in 4,000 here) ends the stream in two threads of the gRPC front at once: it uses a state that it has freed.",
+)
+STACK = Bug(
+    "stack overflow by an HTTP body",
+    "The HTTP front parses nested JSON and copies chunks recursively, on a thread's stack, without a limit "
+    "(CVE-2025-23310 and CVE-2025-23311, fixed in 25.07).",
+)
+# Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
+# is handed to the gRPC front, as opposed to the front's own threads.
+_MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n +\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
+
+
+def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
+    """The documented bug that a death of tritonserver fits, given the requests of its last seconds; None without one.
+
+    A response that meets a freed stream is a bug of 24.10 where another request shares the stream; where the stream has
+    one request only, its model has said something after its error, which is ours to mend.
+    """
+    if death.who != "tritonserver" or death.status not in (-11, -6, -8):
+        return None
+    if any(isinstance(case.call, HttpExchange) and _depth(case) >= DEEP for case in suspects):
+        return STACK
+    strict = [case for case in suspects if isinstance(case.call, GrpcCall) and case.call.grpc_error]
+    if any(case.string_length for case in strict):
+        return STRING_LENGTH
+    if any(case.known_fatal for case in strict):
+        return SHARED_STREAM
+    return REFUSAL if strict and not _MODEL_ANSWERS.search(death.log_tail) else None
+
+
+def backtrace(death: Death, limit: int = 12) -> list[str]:
+    """The frames that tritonserver wrote when it died."""
+    lines = death.log_tail.splitlines()
+    frames = [
+        line.strip()
+        for line in lines
+        if re.match(r" *\d+# 0x|Signal \(\d+\) received|malloc|free\(\)|double free", line)
+    ]
+    return [re.sub(r" in \S*/", " in ", line)[:120] for line in frames][:limit]
+
+
+def _depth(case: Case) -> int:
+    assert isinstance(case.call, HttpExchange)
+    return max(sum(piece.count(sign) for piece in case.call.pieces) for sign in (b"[", b"{", b"1\r\n"))

@@ -1,0 +1,374 @@
+"""Malformed ModelStreamInfer and ModelInfer calls."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from backend.serving.tensors import MODELS, Input
+from tests.hostile import values
+from tests.hostile.case import Case, GrpcCall
+
+_STREAM, _UNARY = "ModelStreamInfer", "ModelInfer"
+_MARK = "IDMARKID"  # replaced by bytes that are no UTF-8 once the message is serialised
+
+
+def packed(dtype: str, *items: int | float | bytes) -> bytes:
+    """Raw contents of a tensor of these elements."""
+    if dtype == "STRING":
+        return b"".join(struct.pack("<I", len(item)) + item for item in items)
+    return struct.pack(f"<{len(items)}{values.PACK[dtype][1:]}", *items)
+
+
+def add_input(message: Any, name: str, dtype: str, shape: list[int], raw: bytes) -> None:
+    tensor = message.inputs.add()
+    tensor.name, tensor.datatype = name, "BYTES" if dtype == "STRING" else dtype
+    tensor.shape.extend(shape)
+    message.raw_input_contents.append(raw)
+
+
+def base(model: str, rows: int = 1, max_tokens: int = 3) -> Any:
+    """A request that is served: `rows` rows, of `max_tokens` tokens each."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    if model == "tensorrt_llm":
+        add_input(message, "input_ids", "INT32", [rows, 3], packed("INT32", *[5, 6, 7] * rows))
+        add_input(message, "input_lengths", "INT32", [rows, 1], packed("INT32", *[3] * rows))
+        add_input(message, "request_output_len", "INT32", [rows, 1], packed("INT32", *[max_tokens] * rows))
+    else:
+        add_input(message, "text_input", "STRING", [rows, 1], packed("STRING", *[b"a = "] * rows))
+        add_input(message, "max_tokens", "INT32", [rows, 1], packed("INT32", *[max_tokens] * rows))
+    return message
+
+
+def streamed(message: Any, model: str) -> Any:
+    """The same request, answered token by token."""
+    add_input(message, "streaming" if model == "tensorrt_llm" else "stream", "BOOL", [1, 1], b"\1")
+    return message
+
+
+def case(rng: random.Random, kind: str, name: str, model: str, *messages: Any, **more: Any) -> Case:
+    """A case of one call; one in ten goes to ModelInfer, which a decoupled model refuses."""
+    method = _UNARY if rng.random() < 0.1 and len(messages) == 1 else _STREAM
+    data = tuple(message if isinstance(message, bytes) else message.SerializeToString() for message in messages)
+    fatal = more.pop("string_length", False)
+    call = GrpcCall(method, data, keep_open=rng.random() < 0.3, **more)
+    return Case(kind, f"{method}: {name}", model, call, string_length=fatal)
+
+
+def replace_input(message: Any, spec: Input, shape: list[int], raw: bytes, dtype: str | None = None) -> None:
+    """Set one input, in its place if it is there already."""
+    for index, tensor in enumerate(message.inputs):
+        if tensor.name == spec.name:
+            del tensor.shape[:]
+            tensor.shape.extend(shape)
+            tensor.datatype = tensor.datatype if dtype is None else dtype
+            message.raw_input_contents[index] = raw
+            return
+    add_input(message, spec.name, spec.dtype if dtype is None else dtype, shape, raw)
+
+
+def any_spec(rng: random.Random, model: str) -> Input:
+    """Any input; the required ones often."""
+    specs = MODELS[model].inputs
+    return rng.choice(specs[:4] if rng.random() < 0.3 else specs)
+
+
+def _full_shape(rng: random.Random, spec: Input, rows: int = 1) -> list[int]:
+    return [rows, *(rng.choice((1, 2, 3, 7)) if size == -1 else size for size in spec.dims)]
+
+
+def _count(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def bad_value(rng: random.Random, model: str) -> Case:
+    """One to three inputs of the right type and rank, with any values."""
+    message, names = base(model), []
+    for _ in range(rng.randrange(1, 4)):
+        spec = any_spec(rng, model)
+        shape = _full_shape(rng, spec)
+        replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(_count(shape))))
+        names.append(spec.name)
+    return case(rng, "grpc-values", f"odd values in {', '.join(names)}", model, message)
+
+
+DTYPES = (*values.PACK, "BYTES", "BF16", "INT8", "UINT32", "FP64", "", "NONE", "\0", "X" * 300)
+
+
+def bad_dtype(rng: random.Random, model: str) -> Case:
+    spec, dtype = any_spec(rng, model), rng.choice(DTYPES)
+    shape = _full_shape(rng, spec)
+    raw = b"\1\0\0\0a" * _count(shape) if dtype == "BYTES" else bytes(values.WIDTH.get(dtype, 4) * _count(shape))
+    message = base(model)
+    replace_input(message, spec, shape, raw, dtype)
+    length_is_wrong = spec.dtype == "STRING" and dtype not in DTYPES[: len(values.PACK)]
+    name = f"{spec.name} as {dtype[:10]}"
+    return case(rng, "grpc-dtypes", name, model, message, string_length=length_is_wrong and dtype != "BYTES")
+
+
+SHAPES = (
+    [],
+    [1],
+    [1, 1, 1],
+    [0, 1],
+    [1, 0],
+    [2, 1],
+    [-1, 1],
+    [1, -1],
+    [2**62, 4],
+    [2**63 - 1],
+    [2**32, 2**32],
+    [1] * 200,
+    [1, 2**40],
+)
+
+
+def bad_shape(rng: random.Random, model: str) -> Case:
+    """Wrong ranks, zero, negative and overflowing sizes, other numbers of rows."""
+    spec, shape = any_spec(rng, model), list(rng.choice(SHAPES))
+    count = _count(shape)
+    count = count if 0 <= count <= 64 else rng.randrange(4)
+    message = base(model)
+    replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(count)))
+    wrong = spec.dtype == "STRING" and count != _count(shape)
+    return case(rng, "grpc-shapes", f"{spec.name} of shape {str(shape)[:30]}", model, message, string_length=wrong)
+
+
+def bad_length(rng: random.Random, model: str) -> Case:
+    """Contents longer or shorter than the shape says; of every type but STRING."""
+    specs = [spec for spec in MODELS[model].inputs if spec.dtype != "STRING"]
+    spec = rng.choice(specs)
+    shape = _full_shape(rng, spec)
+    right = _count(shape) * values.WIDTH[spec.dtype]
+    message = base(model)
+    replace_input(message, spec, shape, rng.randbytes(max(0, right + rng.choice((-right, -1, 1, 3, 1000)))))
+    return case(rng, "grpc-lengths", f"{spec.name} of a wrong length", model, message)
+
+
+def string_length(rng: random.Random, model: str) -> Case:
+    """STRING tensors whose lengths contradict the shape or each other."""
+    specs = [spec for spec in MODELS[model].inputs if spec.dtype == "STRING"]
+    spec = rng.choice(specs)
+    raw = rng.choice(
+        (
+            *(
+                b"",
+                b"\1",
+                b"\5\0\0\0abc",
+                b"\xff\xff\xff\xffabc",
+                b"\xff\xff\xff\x7f",
+                b"\0\0\0\0\0\0\0\0",
+                b"\1\0\0\0a\1\0\0\0b",
+            ),
+            *(b"\0\0\0\0a", b"\1\0\0", rng.randbytes(rng.randrange(40)), struct.pack("<I", 2**31) + b"a"),
+        )
+    )
+    message = base(model)
+    replace_input(message, spec, _full_shape(rng, spec), raw)
+    return case(rng, "grpc-string-lengths", f"{spec.name} holds {raw[:8]!r}", model, message, string_length=True)
+
+
+def bad_inputs(rng: random.Random, model: str) -> Case:
+    """Inputs that are missing, unknown, given twice, or in two forms at once."""
+    message = base(model)
+    way = rng.randrange(6)
+    if way == 0:
+        index = rng.randrange(len(message.inputs))
+        del message.inputs[index], message.raw_input_contents[index]
+        if rng.random() < 0.5:  # Triton only counts: an optional input makes up for it
+            add_input(message, "temperature", "FP32", [1, 1], packed("FP32", 1.0))
+    elif way == 1:
+        add_input(message, values.text(rng).encode("utf-8", "replace").decode(), "INT32", [1, 1], bytes(4))
+    elif way == 2:
+        add_input(
+            message,
+            message.inputs[0].name,
+            message.inputs[0].datatype,
+            list(message.inputs[0].shape),
+            message.raw_input_contents[0],
+        )
+    elif way == 3:
+        message.raw_input_contents.append(b"more contents than inputs")
+    elif way == 4:
+        del message.raw_input_contents[:]
+        message.inputs[-1].contents.int_contents.extend([3] * rng.randrange(3))
+        message.inputs[-1].contents.bytes_contents.append(rng.randbytes(4))
+    else:
+        message.inputs[0].contents.fp32_contents.append(1.0)
+    return case(
+        rng,
+        "grpc-inputs",
+        ("missing", "unknown", "twice", "too many contents", "typed", "both forms")[way],
+        model,
+        message,
+    )
+
+
+def rows(rng: random.Random, model: str) -> Case:
+    """Several rows, some of them refused while the others run."""
+    count = rng.choice((2, 2, 3, 8, 64, 65))
+    message = base(model, count, rng.choice((2, 10, 30)))
+    spec = rng.choice(
+        [
+            spec
+            for spec in MODELS[model].inputs
+            if spec.dims == (1,) and spec.target.startswith(("sampling", "session", "request"))
+        ]
+    )
+    if spec.dtype == "STRING":
+        raw = b"".join(values.element(rng, "STRING") for _ in range(count))
+    else:
+        odd = {rng.randrange(count)}
+        raw = b"".join(values.element(rng, spec.dtype) if n in odd else packed(spec.dtype, 1) for n in range(count))
+    replace_input(message, spec, [count, 1], raw)
+    if rng.random() < 0.5:
+        add_input(message, "streaming" if model == "tensorrt_llm" else "stream", "BOOL", [count, 1], b"\1" * count)
+    return case(rng, "grpc-rows", f"{count} rows, one with an odd {spec.name}", model, message)
+
+
+def cancelled(rng: random.Random, model: str) -> Case:
+    """A stream that is cancelled at once or midway."""
+    message = streamed(base(model, max_tokens=rng.choice((30, 300))), model)
+    more = [message] * rng.choice((0, 0, 3))
+    return case(rng, "grpc-cancelled", "cancelled", model, message, *more, leave_after=rng.choice((0, 1, 2, 9)))
+
+
+def half_closed(rng: random.Random, model: str) -> Case:
+    """Streams of no request, or of many requests good and bad."""
+    messages = [
+        (bad_value if rng.random() < 0.5 else sessions)(rng, model).call.messages[0] for _ in range(rng.randrange(5))
+    ]
+    found = case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
+    return found if messages else replace(found, incomplete=True)  # Triton never ends a stream of no request
+
+
+NAMES = (
+    *(
+        "timeout",
+        "cache_salt",
+        "request_type",
+        "priority",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "binary_data_size",
+    ),
+    *(
+        "triton_enable_empty_final_response",
+        "triton_final_response",
+        "shared_memory_region",
+        "namespace",
+        "",
+        "\0",
+        "x" * 3000,
+        "a",
+    ),
+)
+
+
+def parameters(rng: random.Random, model: str) -> Case:
+    """Parameters of every type under every name that means something."""
+    message = base(model)
+    for _ in range(rng.randrange(1, 4)):
+        name = rng.choice(NAMES)
+        value = message.parameters[name]
+        way = rng.randrange(6)
+        if way == 0:
+            value.bool_param = rng.random() < 0.5
+        elif way == 1:
+            value.int64_param = rng.choice((0, -1, 1, 2**63 - 1, -(2**63)))
+        elif way == 2:
+            value.string_param = values.text(rng)
+        elif way == 3:
+            value.double_param = rng.choice(values.FLOATS)
+        elif way == 4:
+            value.uint64_param = rng.choice((0, 1, 2**64 - 1))  # way 5: no value at all
+    if rng.random() < 0.3:
+        message.inputs[0].parameters[rng.choice(NAMES)].int64_param = rng.choice((-1, 0, 2**40))
+    if rng.random() < 0.3:
+        output = message.outputs.add()
+        output.name = rng.choice(("text_output", "output_ids", "unknown", ""))
+        output.parameters[
+            rng.choice(("classification", "shared_memory_region", "binary_data"))
+        ].int64_param = rng.choice((-1, 3, 2**31))
+    return case(
+        rng, "grpc-parameters", f"parameters {', '.join(key[:20] for key in message.parameters)}", model, message
+    )
+
+
+def sessions(rng: random.Random, model: str) -> Case:
+    """Odd flags of a few sessions that meet each other and those over HTTP."""
+    message = base(model)
+    add_input(message, "CORRID", "UINT64", [1, 1], packed("UINT64", rng.choice((0, 1, 2, 3, 4, 2**64 - 1))))
+    for name in rng.sample(("START", "END", "STOP", "step", "session_len"), rng.randrange(5)):
+        add_input(
+            message, name, "INT32", [1, 1], packed("INT32", rng.choice((0, 1, 1, -1, 2, 30, 2**31 - 1, -(2**31))))
+        )
+    return case(rng, "grpc-sessions", "odd flags of a session", model, message)
+
+
+def stops(rng: random.Random, model: str) -> Case:
+    """Stop requests for ids that nobody has, or no id."""
+    message = base(model)
+    message.id = rng.choice(("", "nobody", "1", "\ufeff", "x" * 5000))
+    add_input(message, "stop", "BOOL", [1, 1], rng.choice((b"\1", b"\1", b"\2", b"\xff")))
+    return case(rng, "grpc-stops", f"stop of {message.id[:10]!r}", model, message)
+
+
+def names(rng: random.Random, model: str) -> Case:
+    """Ids, model names and versions that are huge, unknown, or no UTF-8."""
+    message = base(model)
+    way = rng.randrange(4)
+    if way == 0:
+        message.id = rng.choice(("i" * 100_000, "\0", "../../x", "\U0001f600" * 50, "%s%n"))
+    elif way == 1:
+        message.model_name = rng.choice(("", "nothing", "../tensorrt_llm", "x" * 5000, "ensemble\0", "."))
+    elif way == 2:
+        message.model_version = rng.choice(
+            ("0", "-1", "x", "2", "99999999999999999999", "1.0", "../1", " 1", "1" * 5000)
+        )
+    else:
+        field = rng.choice(("id", "model_name"))
+        setattr(message, field, _MARK)
+        garbled = message.SerializeToString().replace(_MARK.encode(), b"\xff\xfe\xed\xa0\x80\xc0\x80a")
+        return case(rng, "grpc-names", f"{field} is no UTF-8", model, garbled)
+    return case(rng, "grpc-names", ("id", "model name", "version")[way], model, message)
+
+
+def garbled(rng: random.Random, model: str) -> Case:
+    """Bytes that are no ModelInferRequest, or were one before some of them were changed."""
+    data = bytearray(base(model).SerializeToString())
+    if rng.random() < 0.3:
+        data = bytearray(rng.randbytes(rng.choice((0, 1, 50, 4000))))
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(data) + 1)
+        data[place : place + rng.randrange(2)] = rng.randbytes(rng.randrange(2))
+    fatal = model != "tensorrt_llm"  # a changed length of text_input cannot be told from other changes
+    return case(rng, "grpc-bytes", "garbled bytes", model, bytes(data), string_length=fatal)
+
+
+KINDS: dict[str, Callable[[random.Random, str], Case]] = {
+    "grpc-values": bad_value,
+    "grpc-dtypes": bad_dtype,
+    "grpc-shapes": bad_shape,
+    "grpc-lengths": bad_length,
+    "grpc-string-lengths": string_length,
+    "grpc-inputs": bad_inputs,
+    "grpc-rows": rows,
+    "grpc-cancelled": cancelled,
+    "grpc-half-closed": half_closed,
+    "grpc-parameters": parameters,
+    "grpc-sessions": sessions,
+    "grpc-stops": stops,
+    "grpc-names": names,
+    "grpc-bytes": garbled,
+}

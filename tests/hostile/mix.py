@@ -1,0 +1,43 @@
+"""Which request comes at which place of a run: a function of the seed and the place alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.hostile import grpc_cases, http_cases, http_framing, named
+from tests.hostile.case import Case
+
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
+KINDS = {**http_cases.KINDS, "http-framing": http_framing.framing, **grpc_cases.KINDS}
+_TWICE = ("http-framing", "grpc-rows", "grpc-values", "grpc-cancelled")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a run sends. `grpc_error`: the share of gRPC calls with the metadata triton_grpc_error."""
+
+    seed: int
+    models: tuple[str, ...] = MODELS
+    kinds: tuple[str, ...] = ()  # empty: all, and the named requests first
+    grpc_error: float = 0.5
+    known_fatal: bool = False  # the metadata also where it is fatal by a documented bug
+
+    def case(self, index: int) -> Case:
+        """The request at place `index`, always the same."""
+        rng = random.Random(f"{self.seed}:{index}")
+        first = self.named()
+        found = first[index] if index < len(first) else self._drawn(rng)
+        wanted = rng.random() < self.grpc_error
+        return found.with_grpc_error(wanted and (self.known_fatal or not found.known_fatal))
+
+    def named(self) -> list[Case]:
+        """The named requests, which open a run of all kinds."""
+        return [] if self.kinds else [case for case in named.small() if case.model in self.models]
+
+    def _drawn(self, rng: random.Random) -> Case:
+        kind = rng.choice(self.kinds or (*KINDS, *_TWICE))
+        model = rng.choice(self.models)
+        if kind == "grpc-string-lengths" and model == "tensorrt_llm" and len(self.models) > 1:
+            model = rng.choice([name for name in self.models if name != model])
+        return KINDS[kind](rng, model)

@@ -1,0 +1,119 @@
+"""A short run of `python -m tests.hostile` against a real server, and what its own judgement rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import answers, deaths, report
+from tests.hostile.campaign import Campaign, Settings
+from tests.hostile.case import Case, GrpcCall
+from tests.hostile.http_cases import post
+from tests.hostile.mix import KINDS, Mix
+from tests.hostile.send import Reply
+from tests.hostile.target import Death, Target
+
+CASES = 400
+
+
+def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path):
+    """Without the metadata triton_grpc_error, whose deaths are tritonserver's own (docs/reliability.md)."""
+    target = Target(tmp_path)
+    campaign = Campaign(target, Settings(chunk=CASES // 2))
+    try:
+        campaign.start()
+        campaign.run(Mix(seed=7, grpc_error=0.0).case, range(CASES))
+    finally:
+        target.stop()
+    assert campaign.tally.num_cases == CASES and not campaign.tally.failures(), report.text(campaign.tally)
+
+
+def test_a_run_is_decided_by_its_seed():
+    first, second, other = Mix(3), Mix(3), Mix(4)
+    assert [first.case(index) for index in range(300)] == [second.case(index) for index in range(300)]
+    assert [first.case(index) for index in range(300)] != [other.case(index) for index in range(300)]
+
+
+def test_a_run_has_every_class_of_request_and_each_named_one():
+    mix = Mix(5)
+    found = [mix.case(index) for index in range(1500)]
+    assert {case.kind for case in found} >= {*KINDS, *(f"named-{number:02}" for number in (2, 4, 5, 10, 11, 12))}
+
+
+def test_what_is_known_to_be_fatal_is_sent_without_the_metadata_unless_asked_for():
+    def fatal(mix: Mix) -> list[Case]:
+        found = (mix.case(index) for index in range(2000))
+        return [c for c in found if isinstance(c.call, GrpcCall) and c.call.grpc_error and c.known_fatal]
+
+    assert not fatal(Mix(1, grpc_error=1.0))
+    assert fatal(Mix(1, grpc_error=1.0, known_fatal=True))
+
+
+CASE = post("http-text", "anything", "ensemble", b'{"text_input": "import app.py"}')
+LEAKS = {
+    "a path": "cannot open /usr/lib/python3/x",
+    "a Python file": "failed in server.py",
+    "a traceback": "message: oops\n\nAt:\n  something",
+    "a line number": "bad value, line 12",
+    "an address": "object at 0x7f00deadbeef",
+    "a shared memory region": "the key 'triton_python_backend_shm_region_ab12'",
+    "an exception's text": "UnicodeDecodeError: 'utf-8' codec",
+}
+
+
+@pytest.mark.parametrize("what", LEAKS)
+def test_a_reply_that_tells_of_the_inside_is_a_leak(what):
+    assert any(leak.startswith(what) for leak in answers.leaks(CASE, Reply("answered", "http", 400, LEAKS[what])))
+
+
+def test_what_the_client_sent_itself_is_no_leak():
+    assert answers.leaks(CASE, Reply("answered", "http", 400, "unknown input app.py; leave it out")) == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (Reply("answered", "http", 400, "[INVALID_ARGUMENT] top_p is 2"), answers.INVALID),
+        (Reply("answered", "http", 400, "[INTERNAL] the request could not be taken in"), answers.INTERNAL),
+        (Reply("answered", "http", 500, "something new"), answers.INTERNAL),
+        (Reply("answered", "http", 500, "failed to parse the request JSON buffer: x"), answers.INVALID),
+        (Reply("answered", "http", 200), answers.OK),
+        (Reply("answered", "grpc", 13, "something new"), answers.INTERNAL),
+        (Reply("answered", "grpc", 0, "something new"), answers.UNEXPLAINED),
+        (Reply("cut", "http"), answers.NO_END),
+        (Reply("none", "grpc"), answers.NO_END),
+    ],
+)
+def test_replies_are_classed_by_what_they_say(reply, found):
+    assert answers.classify(CASE, reply) == found
+
+
+def _grpc_case(*messages: bytes, string_length: bool = False) -> Case:
+    return Case(
+        "k", "n", "ensemble", GrpcCall("ModelStreamInfer", messages, grpc_error=True), string_length=string_length
+    )
+
+
+ANSWERING = (
+    "Signal (11) received.\n"
+    " 2# 0x000056327197B7BD in /x/tritonserver\n"
+    " 3# 0x00007F0000048390 in /x/libtritonserver-1.so\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("who", "status", "log", "suspects", "bug"),
+    [
+        ("tritonserver", -11, "", [_grpc_case(b"a", string_length=True)], deaths.STRING_LENGTH),
+        ("tritonserver", -11, ANSWERING, [_grpc_case(b"a", b"b")], deaths.SHARED_STREAM),
+        ("tritonserver", -11, "", [_grpc_case(b"a")], deaths.REFUSAL),
+        ("tritonserver", -11, ANSWERING, [_grpc_case(b"a")], None),
+        ("tritonserver", -11, "", [_grpc_case(b"a").with_grpc_error(False)], None),
+        ("tritonserver", -9, "", [_grpc_case(b"a")], None),
+        ("tritonserver", -11, "", [post("k", "n", "ensemble", b"[" * deaths.DEEP)], deaths.STACK),
+        ("engine", None, "", [_grpc_case(b"a", string_length=True)], None),
+    ],
+)
+def test_only_documented_bugs_explain_a_death(who, status, log, suspects, bug):
+    assert deaths.explanation(Death(who, status, log, Path("log")), suspects) == bug
