@@ -39,12 +39,12 @@ from rich.table import Table
 
 from backend.api import EngineConfig, Request
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.messages import Command, Hello
 from backend.core.step import ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Command, Hello
 from backend.engine.loop import EngineLoop
-from backend.engine.process import calm_garbage_collector
-from backend.engine.server import EngineServer
+from backend.executor.engine_process import calm_garbage_collector
+from backend.wire.server import EngineServer
 from benchmarks.admission import admission_table, measure_admission
 
 RESULTS = Path(__file__).parent / "results"
@@ -208,8 +208,7 @@ def run_loop(rows: int, queued: int, num_blocks: int) -> NullDevice:
     """An EngineLoop with an EngineServer in this process, its client in another one. Cold."""
     device = NullDevice(rows, num_blocks, is_cold=True)
     core = make_core(rows, device)
-    loop = EngineLoop(core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats))
-    thread = threading.Thread(target=loop.run)
+    loop = EngineLoop(core)
     arrived = threading.Semaphore(0)
 
     def post(command: Command) -> None:
@@ -219,6 +218,7 @@ def run_loop(rows: int, queued: int, num_blocks: int) -> NullDevice:
     with tempfile.TemporaryDirectory() as directory:
         socket_path = str(Path(directory) / "engine.sock")
         server = EngineServer(socket_path, post, lambda index: Hello(index, core.model, "", core.config))
+        thread = threading.Thread(target=loop.run, args=(server.deliver, server.publish_stats))
         arguments = [socket_path, str(rows + queued), str(num_blocks)]
         with subprocess.Popen([sys.executable, "-m", "benchmarks.scheduling", "client", *arguments]):
             for _ in range(rows + queued):  # so fast a device would be through with the first before the last is sent

@@ -28,8 +28,8 @@ from rich.table import Table
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.engine.process import SPIN_COUNT
 from backend.executor import Executor
+from backend.executor.engine_process import SPIN_COUNT
 from benchmarks.crowd import CrowdRow, measure_crowds
 
 RESULTS = Path(__file__).parent / "results"

@@ -29,10 +29,10 @@ from backend.core.step import SampledToken, StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
-from backend.engine.pool import num_pool_blocks
 from backend.engine.sessions import SessionTable
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
+from backend.kvcache.sizing import num_pool_blocks
 from backend.scheduler.scheduler import Scheduler, StepPlan
 
 log = logging.getLogger("everbatch.engine")

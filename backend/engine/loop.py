@@ -13,24 +13,17 @@ from collections.abc import Callable
 from backend.api.errors import EngineUnavailable
 from backend.api.response import Response
 from backend.api.stats import EngineStats
+from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
 from backend.engine.core import EngineCore
-from backend.engine.ipc import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
 
 MAX_IDLE_S = 1.0
+Deliver = Callable[[list[Response]], None]
+PublishStats = Callable[[EngineStats], None]
 
 
 class EngineLoop:
-    def __init__(
-        self,
-        core: EngineCore,
-        deliver: Callable[[list[Response]], None],
-        publish_stats: Callable[[EngineStats], None] = lambda stats: None,
-        stats_period_s: float = 1.0,
-    ):
-        """`deliver` and `publish_stats` are called from the thread that runs the loop and must not block."""
+    def __init__(self, core: EngineCore, stats_period_s: float = 1.0):
         self._core = core
-        self._deliver = deliver
-        self._publish_stats = publish_stats
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
         self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
@@ -49,8 +42,11 @@ class EngineLoop:
         self._stopping = True
         self._inbox.put(None)
 
-    def run(self) -> None:
-        """Serve until `stop`. Whatever ends it, every live request has been answered then."""
+    def run(self, deliver: Deliver, publish_stats: PublishStats = lambda stats: None) -> None:
+        """Serve until `stop`. Whatever ends it, every live request has been answered then.
+
+        `deliver` and `publish_stats` are called from this thread and must not block.
+        """
         try:
             while True:
                 self._begin_turn()
@@ -59,11 +55,11 @@ class EngineLoop:
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
                 if responses:
-                    self._deliver(responses)
-                self._report()
+                    deliver(responses)
+                self._report(publish_stats)
         finally:
             self._core.fail_all(EngineUnavailable("the engine is shutting down; send the request again later"))
-            self._deliver(self._core.take_responses())
+            deliver(self._core.take_responses())
             self.present_turn = None
 
     def _begin_turn(self) -> None:
@@ -102,8 +98,8 @@ class EngineLoop:
                     if request_id >> CLIENT_SHIFT == client_index:
                         self._core.cancel(request_id)
 
-    def _report(self) -> None:
+    def _report(self, publish_stats: PublishStats) -> None:
         now = time.monotonic()
         if now >= self._next_stats:
             self._next_stats = now + self._stats_period_s
-            self._publish_stats(self._core.stats())
+            publish_stats(self._core.stats())

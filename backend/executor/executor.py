@@ -24,15 +24,26 @@ from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    Command,
+    Heartbeat,
+    Hello,
+    Message,
+    Responses,
+    StopSession,
+    Submit,
+)
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
-from backend.engine.ipc import CLIENT_SHIFT, Cancel, Command, Heartbeat, Hello, Message, Responses, StopSession, Submit
 from backend.executor.mailbox import Mailboxes
-from backend.executor.transport import InProcessTransport, SocketTransport, Transport, wait_until
+from backend.executor.transport import InProcessTransport, Transport
 from backend.executor.watch import STALE_S, Watch
+from backend.wire.client import SocketTransport, wait_until
 
 if TYPE_CHECKING:
-    from backend.executor.supervisor import EngineProcess
+    from backend.executor.engine_supervisor import EngineProcess
 
 log = logging.getLogger("everbatch.executor")
 OnResponse = Callable[[Response], None]
@@ -89,7 +100,7 @@ class Executor:
     @classmethod
     def launch(cls, config: EngineConfig, socket_path: str) -> Executor:
         """Start an engine process and supervise it. Blocks until it is ready; raises what kept it from starting."""
-        from backend.executor.supervisor import EngineProcess
+        from backend.executor.engine_supervisor import EngineProcess
 
         process = EngineProcess(config, socket_path)
         process.start(config.triton.attach_timeout_s)

@@ -14,7 +14,7 @@ import logging
 import threading
 from typing import Protocol
 
-from backend.engine.ipc import HEARTBEAT_S
+from backend.core.messages import HEARTBEAT_S
 
 log = logging.getLogger("everbatch.executor")
 TICK_S = HEARTBEAT_S
@@ -22,7 +22,7 @@ STALE_S = 1.5
 
 
 class Watched(Protocol):
-    """backend.executor.supervisor.EngineProcess, as far as it is watched."""
+    """backend.executor.engine_supervisor.EngineProcess, as far as it is watched."""
 
     @property
     def num_signs(self) -> int:

@@ -7,7 +7,7 @@ import threading
 
 from backend.api import EngineConfig, Request, Response
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.engine.process import SPIN_COUNT, calm_garbage_collector
+from backend.executor.engine_process import SPIN_COUNT, calm_garbage_collector
 from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
 MIN_SLOTS = 32

@@ -34,7 +34,7 @@ def watched_server(tmp_path):
 
 def engine_pid(server) -> int | None:
     for pid in server.processes():
-        if b"backend.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"backend.executor.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     return None
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from backend.api import EngineConfig, EngineStats, ErrorCode, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig
 from backend.core.clock import ManualClock
+from backend.core.messages import Command, StopSession, Submit
 from backend.core.step import StepInput, StepOutput
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Command, StopSession, Submit
 from backend.engine.loop import EngineLoop
-from backend.executor.transport import wait_until
+from backend.wire.client import wait_until
 from tests.engine.driver import Driver, answer
 from tests.fakes.hash_worker import HashWorkerGroup
 
@@ -65,7 +65,7 @@ class Loop:
 
     def __init__(self, next_command: Callable[[Response], Command | None]):
         core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
-        self.loop = EngineLoop(core, self.deliver)
+        self.loop = EngineLoop(core)
         self.next_command = next_command
         self.responses: list[Response] = []
 
@@ -80,7 +80,7 @@ class Loop:
         for command in commands:
             self.loop.post(command)
         self.loop.stop(drain=True)
-        self.loop.run()
+        self.loop.run(self.deliver)
 
     def error_of(self, request_id: int) -> str | None:
         return next(r.error_or_none for r in self.responses if r.request_id == request_id and r.is_final)
@@ -118,7 +118,7 @@ def make_loop(seen: list[int | None]) -> EngineLoop:
             seen.append(loop.present_turn)
             super().submit(step)
 
-    loop = EngineLoop(EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), Spy()), lambda responses: None)
+    loop = EngineLoop(EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), Spy()))
     return loop
 
 
@@ -127,7 +127,7 @@ def test_each_step_is_in_a_turn_of_its_own():
     loop = make_loop(seen)
     loop.post(Submit(1, Request([1], 5)))
     loop.stop(drain=True)
-    loop.run()
+    loop.run(lambda responses: None)
     assert None not in seen and len(seen) == 5 and sorted(set(seen)) == seen
 
 
@@ -135,7 +135,7 @@ def test_a_loop_that_sleeps_is_in_no_turn():
     """Or an idle engine would be killed for its long step."""
     seen: list[int | None] = []
     loop = make_loop(seen)
-    thread = threading.Thread(target=loop.run, daemon=True)
+    thread = threading.Thread(target=loop.run, args=[lambda responses: None], daemon=True)
     thread.start()
     for number in (1, 2):
         loop.post(Submit(number, Request([1], 5)))
@@ -150,15 +150,15 @@ def test_a_loop_that_is_stopped_answers_everybody_who_is_live():
     for request_id in (1, 2):
         loop.loop.post(Submit(request_id, Request([1], 100)))
     loop.loop.stop()
-    loop.loop.run()
+    loop.loop.run(loop.deliver)
     assert [(r.request_id, r.error_code) for r in loop.responses] == [(i, ErrorCode.UNAVAILABLE) for i in (1, 2)]
 
 
 def test_statistics_are_published_once_in_a_period_however_many_steps_it_has():
     core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
     published: list[EngineStats] = []
-    loop = EngineLoop(core, lambda responses: None, published.append, stats_period_s=1000.0)
+    loop = EngineLoop(core, stats_period_s=1000.0)
     loop.post(Submit(1, Request([1], 20)))
     loop.stop(drain=True)
-    loop.run()
+    loop.run(lambda responses: None, published.append)
     assert len(published) == 1

@@ -1,4 +1,4 @@
-"""An engine process over the model-free worker group: `-m backend.engine.process --config FILE --socket PATH` without torch.
+"""An engine process over the model-free worker group: `-m backend.executor.engine_process --config FILE --socket PATH` without torch.
 
 A prompt that begins with HANGS never comes back from its step.
 """
@@ -11,11 +11,11 @@ import sys
 import threading
 
 from backend.api.config import load_config
+from backend.core.messages import Hello
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Hello
 from backend.engine.loop import EngineLoop
-from backend.engine.server import EngineServer
+from backend.wire.server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
 HANGS = 666
@@ -36,8 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config)
     core = EngineCore(config, HangingWorkerGroup(keep_trace=False))
-    server: EngineServer | None = None
-    loop = EngineLoop(core, lambda responses: server.deliver(responses))
+    loop = EngineLoop(core)
     server = EngineServer(
         arguments.socket,
         loop.post,
@@ -46,7 +45,7 @@ def main() -> None:
     )
     threading.Thread(target=lambda: (sys.stdin.read(), loop.stop()), daemon=True).start()
     print(json.dumps({"ready": True}), flush=True)
-    loop.run()
+    loop.run(server.deliver)
     server.close()
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from backend.api import EngineConfig, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.messages import Command, Hello, Message, Responses
 from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Command, Hello, Message, Responses
 from backend.engine.loop import EngineLoop
-from backend.engine.server import EngineServer
 from backend.executor import Executor
+from backend.wire.server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
 CONFIG = EngineConfig(
@@ -36,12 +36,9 @@ def make_executor(config: EngineConfig = CONFIG, **worker: object) -> Executor:
 def engine(socket_path: Path) -> Iterator[EngineCore]:
     """An engine that listens, in this process."""
     core = make_core()
-    server: EngineServer | None = None
-    loop = EngineLoop(
-        core, lambda responses: server.deliver(responses), lambda stats: server.publish_stats(stats), 0.01
-    )
+    loop = EngineLoop(core, stats_period_s=0.01)
     server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, args=(server.deliver, server.publish_stats))
     thread.start()
     try:
         yield core

@@ -8,7 +8,7 @@ import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Request, Response
 from backend.api.response import Result
-from backend.engine.ipc import Cancel, StopSession
+from backend.core.messages import Cancel, StopSession
 from backend.executor import Executor, mailbox
 from backend.executor.mailbox import Mailboxes
 from tests.executor.helpers import ScriptedTransport

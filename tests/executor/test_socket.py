@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, OutputConfig, Request, Response
-from backend.engine import ipc
-from backend.engine.ipc import MAX_FRAME_BYTES, receive_frame
 from backend.executor import Executor
-from backend.executor.transport import wait_until
+from backend.wire import framing
+from backend.wire.client import wait_until
+from backend.wire.framing import MAX_FRAME_BYTES, receive_frame
 from tests.executor.helpers import drain, engine, tokens_of
 from tests.fakes.hash_worker import oracle
 
@@ -90,7 +90,7 @@ def test_the_socket_is_private(tmp_path):
     [({"cache_salt": "x" * 20_000}, "takes 20.* bytes .* limit is 10000; shorten"), ({"cache_salt": "\ud800"}, "cannot be sent")],
 )
 def test_a_request_that_cannot_be_sent_fails_alone(tmp_path, monkeypatch, fields, message):
-    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 10_000)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 10_000)
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         running = client.enqueue_request(streaming([1], 200))
         with pytest.raises(InvalidRequest, match=message):
@@ -109,7 +109,7 @@ def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(
 
 def test_an_answer_that_is_too_large_fails_alone(tmp_path, monkeypatch):
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
-        monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 2000)
+        monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 2000)
         all_of_it = Request([2], 250, output_config=OutputConfig(return_log_probs=True))
         running, large = client.enqueue_requests([streaming([1], 200), all_of_it])
         got = drain(client, [running, large])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.executor import supervisor
-from backend.executor.supervisor import MAX_RESTARTS, QUIET_S, WINDOW_S, EngineProcess, RestartPolicy
-from backend.executor.transport import wait_until
+from backend.executor import engine_supervisor as supervisor
+from backend.executor.engine_supervisor import MAX_RESTARTS, QUIET_S, WINDOW_S, EngineProcess, RestartPolicy
+from backend.wire.client import wait_until
 
 READY = """echo '{"ready": true}'"""
 STAY = "read nothing"  # until its standard input ends

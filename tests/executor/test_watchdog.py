@@ -15,8 +15,8 @@ import pytest
 from backend.api import EngineUnavailable, ErrorCode, Request
 from backend.api.config import TritonConfig
 from backend.executor import Executor
-from backend.executor.supervisor import MAX_RESTARTS
-from backend.executor.transport import wait_until
+from backend.executor.engine_supervisor import MAX_RESTARTS
+from backend.wire.client import wait_until
 from tests.executor.hash_engine import HANGS
 from tests.executor.helpers import CONFIG, drain, tokens_of
 from tests.fakes.hash_worker import oracle

@@ -90,7 +90,7 @@ def name_of(pid: int) -> str:
         return f"stub {model}"
     if Path(words[0]).name == "tritonserver":
         return "tritonserver"
-    return "engine" if "backend.engine.process" in words else "other"
+    return "engine" if "backend.executor.engine_process" in words else "other"
 
 
 def megabytes(pid: int) -> float:

@@ -1,8 +1,8 @@
 """A planted bug as a change of a function's text, so that it is as small as a slip of the pen."""
 
 from __future__ import annotations
-
 import __future__
+
 import inspect
 import textwrap
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Planted bugs of the client, each one line of it changed."""
 
 from __future__ import annotations
-
 import __future__
+
 import inspect
 import sys
 import textwrap

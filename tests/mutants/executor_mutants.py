@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from backend.engine import ipc, process
 from backend.engine.core import EngineCore
-from backend.engine.heart import Heart
 from backend.engine.loop import EngineLoop
-from backend.engine.outgoing import Outgoing
-from backend.engine.server import Connection, EngineServer
+from backend.executor import engine_process
+from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
 from backend.executor.executor import Executor
 from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
-from backend.executor.supervisor import EngineProcess, RestartPolicy
-from backend.executor.transport import SocketTransport
 from backend.executor.watch import Watch
+from backend.wire import framing
+from backend.wire.client import SocketTransport
+from backend.wire.heart import Heart
+from backend.wire.outgoing import Outgoing
+from backend.wire.server import Connection, EngineServer
 from tests.mutants.changes import Plant, change
 
 CORE = ["tests/engine/test_core_guards.py"]
 LOOP = ["tests/engine/test_loop.py", "tests/engine/test_core_guards.py"]
-SERVER = ["tests/engine/test_server.py"]
-OUTGOING = ["tests/engine/test_outgoing.py", "tests/engine/test_server.py"]
-PROCESS = ["tests/engine/test_process.py"]
+SERVER = ["tests/wire/test_server.py"]
+OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_server.py"]
+PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 MANAGER = ["tests/executor/test_gpt_manager.py"]
 SUPERVISOR = ["tests/executor/test_supervisor.py"]
@@ -127,11 +128,11 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         LOOP,
     ),
     "a_failed_start_is_not_told": (
-        change(process, "main", ('_tell({"error": error.message})', "pass")),
+        change(engine_process, "main", ('_tell({"error": error.message})', "pass")),
         PROCESS,
     ),
     "a_frame_takes_from_the_next_one": (
-        change(ipc, "_receive_exactly", ("min(1 << 20, length - len(chunks))", "1 << 20")),
+        change(framing, "_receive_exactly", ("min(1 << 20, length - len(chunks))", "1 << 20")),
         SERVER,
     ),
     "cancels_of_what_is_over_are_sent": (

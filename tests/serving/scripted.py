@@ -18,8 +18,8 @@ from backend.api import (
     Result,
     SessionId,
 )
+from backend.core.messages import Hello
 from backend.core.step import ModelInfo
-from backend.engine.ipc import Hello
 
 OnResponse = Callable[[Response], None]
 MODEL = ModelInfo("scripted", vocab_size=100, max_seq_len=64, eos_ids=(99,))

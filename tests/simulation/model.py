@@ -15,7 +15,6 @@ from tests.fakes.hash_worker import cell_of, next_token, seed_of
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
 
-
 Key = tuple[str, int]  # of a session: the namespace of its client, and its number there
 
 

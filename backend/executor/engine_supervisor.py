@@ -132,7 +132,7 @@ class EngineProcess:
                 return
             self._ready_at_s, self._stuck_s = None, 0.0
             self._process = subprocess.Popen(
-                [python, "-m", "backend.engine.process", *arguments],
+                [python, "-m", "backend.executor.engine_process", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,

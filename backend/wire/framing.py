@@ -1,7 +1,7 @@
-"""Typed messages between a client of the engine (a Triton stub) and the engine process, and their framing.
+"""Framing of the messages between a client of the engine (a Triton stub) and the engine process.
 
 One frame is a 4-byte little-endian length and that many bytes of msgpack; what a frame may hold is one of the tagged structs
-below, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in a 0700
+of core/messages.py, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in a 0700
 directory, and the engine checks the peer's user id besides.
 """
 
@@ -13,75 +13,16 @@ import struct
 import msgspec
 from msgspec import Struct
 
-from backend.api.config import EngineConfig
 from backend.api.errors import InvalidRequest
-from backend.api.request import Request, RequestId, SessionId
-from backend.api.response import Response
-from backend.api.stats import EngineStats
-from backend.core.step import ModelInfo
+from backend.api.request import RequestId
+from backend.core.messages import Command, Message
 
 # The largest request that the default limits let through takes about 22 MiB: 16 MiB of extra inputs, 5 bytes for each token of
 # a prompt (5 MiB for a context of a million), 0.3 MiB of words and bias. An answer takes the most when it is not streamed and
 # tells 20 alternatives of each position: 340 bytes a token, 43 MiB for 131,072 tokens.
 MAX_FRAME_BYTES = 64 << 20
 MAX_DROPPED_BYTES = 4 * MAX_FRAME_BYTES  # of a frame beyond the cap, before its sender is hung up on
-HEARTBEAT_S = 0.25
-CLIENT_SHIFT = 40  # request ids: client index << 40 | counter of that client
 _LENGTH = struct.Struct("<I")
-
-
-class Submit(Struct, frozen=True, tag="submit"):
-    request_id: RequestId
-    request: Request
-
-
-class Cancel(Struct, frozen=True, tag="cancel"):
-    request_id: RequestId
-    keep_output_tokens: int | None = None
-
-
-class StopSession(Struct, frozen=True, tag="stop_session"):
-    request_id: RequestId
-    session_id: SessionId
-    end: bool = False
-    namespace: str = ""
-
-
-Command = Submit | Cancel | StopSession
-
-
-class ClientGone(Struct, frozen=True):
-    """What the server tells the loop when a connection has ended. No client can send it."""
-
-    client_index: int
-
-
-class Hello(Struct, frozen=True, tag="hello"):
-    """First message of the engine on every connection."""
-
-    client_index: int
-    model: ModelInfo
-    model_path: str  # directory that holds the tokenizer
-    config: EngineConfig
-
-
-class Responses(Struct, frozen=True, tag="responses"):
-    """All responses of one step for this client, in order."""
-
-    responses: list[Response]
-
-
-class Stats(Struct, frozen=True, tag="stats"):
-    stats: EngineStats
-
-
-class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """Sent every HEARTBEAT_S, whatever the loop does. `turn_age_s`: for how long it has been in its present turn, 0 when idle."""
-
-    turn_age_s: float
-
-
-Message = Hello | Responses | Stats | Heartbeat
 
 
 class _Addressed(Struct):
@@ -111,7 +52,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Undecodable(Exception):
-    """A frame arrived whole and is none of the structs above. For logs: the text is the library's."""
+    """A frame arrived whole and is none of the messages. For logs: the text is the library's."""
 
 
 def encode_frame(value: Command | Message) -> bytes:

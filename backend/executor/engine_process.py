@@ -1,4 +1,4 @@
-"""The engine process: `python -m backend.engine.process --config FILE --socket PATH`.
+"""The engine process: `python -m backend.executor.engine_process --config FILE --socket PATH`.
 
 Its standard output is the channel to its supervisor, one JSON object a line: {"phase": ...}, {"ready": true} or
 {"error": "one sentence"}. Logs go to standard error. It ends when its standard input does, so it never outlives its parent.
@@ -18,10 +18,10 @@ import time
 
 from backend.api.config import EngineConfig, load_config
 from backend.api.errors import EverbatchError
+from backend.core.messages import Hello
 from backend.engine.core import EngineCore
-from backend.engine.ipc import Hello
 from backend.engine.loop import EngineLoop
-from backend.engine.server import EngineServer
+from backend.wire.server import EngineServer
 
 log = logging.getLogger("everbatch.engine")
 
@@ -58,13 +58,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         config.model, config.scheduler, config.kv_cache, progress=lambda line: _tell({"phase": line})
     )
     core = EngineCore(config, workers)
-    server: EngineServer | None = None
-    loop = EngineLoop(
-        core,
-        deliver=lambda responses: server.deliver(responses),
-        publish_stats=lambda stats: server.publish_stats(stats),
-        stats_period_s=config.triton.stats_period_ms / 1000,
-    )
+    loop = EngineLoop(core, stats_period_s=config.triton.stats_period_ms / 1000)
     server = EngineServer(
         socket_path,
         loop.post,
@@ -86,7 +80,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     calm_garbage_collector()
     _tell({"ready": True})
     try:
-        loop.run()
+        loop.run(server.deliver, server.publish_stats)
     finally:
         server.close()
         workers.shutdown()

@@ -6,21 +6,21 @@ import json
 import subprocess
 import sys
 
-from backend.engine import process
+from backend.executor import engine_process
 
 
 def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(process, "_die_with_parent", lambda: None)  # pytest's standard input is not a supervisor's
-    monkeypatch.setattr(process.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(engine_process, "_die_with_parent", lambda: None)  # pytest's standard input is not a supervisor's
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *arguments: None)
     config = tmp_path / "config.json"
     config.write_text('{"scheduler": {"max_batch": 3}}')
     monkeypatch.setattr(sys, "argv", ["engine", "--config", str(config), "--socket", str(tmp_path / "s")])
-    assert process.main() == 1
+    assert engine_process.main() == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "max_batch" in json.loads(line)["error"]
 
 
 def test_it_ends_when_its_standard_input_does():
-    program = "from backend.engine import process; process._die_with_parent(); print('still here')"
+    program = "from backend.executor import engine_process; engine_process._die_with_parent(); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], input="x", capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")

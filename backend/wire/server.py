@@ -22,25 +22,10 @@ from backend.api.errors import ErrorCode, InvalidRequest
 from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
-from backend.engine.heart import Heart
-from backend.engine.ipc import (
-    CLIENT_SHIFT,
-    Cancel,
-    ClientGone,
-    Command,
-    FrameTooLarge,
-    Heartbeat,
-    Hello,
-    Message,
-    Responses,
-    Stats,
-    Undecodable,
-    decode_command,
-    encode_frame,
-    receive_frame,
-    request_id_of,
-)
-from backend.engine.outgoing import Outgoing, ReaderTooSlow, hang_up
+from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, Heartbeat, Hello, Message, Responses, Stats
+from backend.wire.framing import FrameTooLarge, Undecodable, decode_command, encode_frame, receive_frame, request_id_of
+from backend.wire.heart import Heart
+from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
 
 log = logging.getLogger("everbatch.engine")
 UNREADABLE = "a value of the request is of the wrong type or out of its range; token ids and counts are integers of 64 bits"

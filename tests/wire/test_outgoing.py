@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from backend.engine import outgoing
-from backend.engine.outgoing import Outgoing, ReaderTooSlow
-from backend.executor.transport import wait_until
+from backend.wire import outgoing
+from backend.wire.client import wait_until
+from backend.wire.outgoing import Outgoing, ReaderTooSlow
 
 FRAME = bytes(range(256)) * 256
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from backend.engine.ipc import HEARTBEAT_S, Heartbeat
+from backend.core.messages import HEARTBEAT_S, Heartbeat
 
 
 class Heart:

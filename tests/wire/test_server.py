@@ -15,25 +15,13 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response
 from backend.api.response import Result
+from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Heartbeat, Hello, Message, Responses, Submit
 from backend.core.step import ModelInfo
-from backend.engine import ipc
-from backend.engine.heart import Heart
-from backend.engine.ipc import (
-    CLIENT_SHIFT,
-    Cancel,
-    ClientGone,
-    FrameTooLarge,
-    Heartbeat,
-    Hello,
-    Message,
-    Responses,
-    Submit,
-    decode_message,
-    encode_frame,
-    receive_frame,
-)
-from backend.engine.server import EngineServer
-from backend.executor.transport import wait_until
+from backend.wire import framing
+from backend.wire.client import wait_until
+from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
+from backend.wire.heart import Heart
+from backend.wire.server import EngineServer
 
 LIMIT = 10_000
 MINE = 1 << CLIENT_SHIFT
@@ -88,8 +76,8 @@ def peer(server: EngineServer, tmp_path: Path) -> Iterator[Peer]:
 @pytest.fixture
 def small_frames(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on a frame may have LIMIT bytes, and ten times as many are dropped."""
-    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", LIMIT)
-    monkeypatch.setattr(ipc, "MAX_DROPPED_BYTES", 10 * LIMIT)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", LIMIT)
+    monkeypatch.setattr(framing, "MAX_DROPPED_BYTES", 10 * LIMIT)
 
 
 def responses_of(peer: Peer) -> list[Response]:
@@ -158,7 +146,7 @@ def test_a_command_under_the_id_of_another_client_is_dropped(peer, posted):
 
 
 def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("backend.engine.server._peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr("backend.wire.server._peer_uid", lambda sock: os.getuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(5)
         stranger.connect(str(tmp_path / "s"))
@@ -215,7 +203,7 @@ def test_a_response_that_is_too_large_fails_its_request_only(server, peer, poste
 
 
 def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monkeypatch):
-    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", LIMIT)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", LIMIT)
     with pytest.raises(FrameTooLarge, match=rf"takes \d+ bytes .* limit is {LIMIT}; shorten"):
         encode_frame(Submit(1, Request([1], 1, cache_salt="x" * LIMIT)))
 
@@ -237,7 +225,7 @@ def test_the_largest_legal_request_fits_into_a_frame():
         bad_words=[word] * 4 * caps.max_words,
         extra_inputs={"image": bytes(caps.max_extra_bytes)},
     )
-    assert len(encode_frame(Submit(1, request))) < ipc.MAX_FRAME_BYTES // 2
+    assert len(encode_frame(Submit(1, request))) < framing.MAX_FRAME_BYTES // 2
 
 
 # ---- heartbeats ------------------------------------------------------------------------------------------------------
