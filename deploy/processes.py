@@ -102,14 +102,17 @@ def send_signal(process: Process, signal_number: int) -> None:
         pass
 
 
-def kill_run(run_id: str, timeout_s: float = 10.0, spare: Iterable[int] = ()) -> list[int]:
-    """SIGKILL every process of a run until none is left, new ones included. Returns the pids that outlived
-    `timeout_s`.
+def kill_run(
+    run_id: str, timeout_s: float = 10.0, spare: Iterable[int] = (), known: Iterable[Process] = ()
+) -> list[int]:
+    """SIGKILL every process of a run until none is left, new ones and those `known` to be of it included. Returns the
+    pids that outlived `timeout_s`.
     """
-    spared = set(spare)
+    spared, ours = set(spare), set(known)
     deadline = time.monotonic() + timeout_s
     while True:
-        left = [process for process in processes_of_run(run_id) if process.pid not in spared]
+        ours.update(processes_of_run(run_id))  # one that is ending has no environment any more, and still is there
+        left = [process for process in ours if process.pid not in spared and process.alive()]
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]
         for process in left:

@@ -94,6 +94,7 @@ class TritonServer:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._temporary_socket_directory: Path | None = None
         self._stubs: list[Process] = []
+        self._known: list[Process] = []  # of ours when the stop began
         self._health_directory: Path | None = None
         self._monitor: Monitor | None = None
         self._memory_limit: int | None = None
@@ -199,6 +200,7 @@ class TritonServer:
         """
         self._stop_watching()
         if self._process is not None:
+            self._known = processes_of_run(self.run_id)
             self._drain(self.exit_timeout_s + KILL_MARGIN_S if timeout_s is None else timeout_s, cancelled)
         self._sweep()
 
@@ -369,7 +371,8 @@ class TritonServer:
     def _sweep(self) -> None:
         """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
         self._stop_watching()
-        left = kill_run(self.run_id)
+        left = kill_run(self.run_id, known=self._known)
+        self._known = []
         if self._process is not None:
             self._process.wait()
             self._process = None

@@ -41,6 +41,16 @@ def test_kill_run_ends_its_own_processes_and_spares_others(bystander: subprocess
     assert bystander.poll() is None
 
 
+def test_a_process_that_is_known_is_waited_for_although_its_environment_is_gone(
+    bystander: subprocess.Popen[bytes],
+) -> None:
+    """As of one that is ending: the bystander's environment does not say that it is ours."""
+    stat = processes.read_stat(bystander.pid)
+    assert stat is not None
+    assert processes.kill_run(secrets.token_hex(8), known=[processes.Process(bystander.pid, stat.start)]) == []
+    assert bystander.wait() == -signal.SIGKILL
+
+
 def test_a_run_id_that_is_a_prefix_of_another_does_not_match(bystander: subprocess.Popen[bytes]) -> None:
     assert processes.processes_of_run("somebody") == []
 
