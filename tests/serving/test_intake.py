@@ -93,10 +93,12 @@ def with_parameters(**parameters: object) -> InferenceRequest:
 
 def test_a_namespace_comes_under_either_name_and_reaches_the_engine(server, executor) -> None:
     requests = [with_parameters(cache_salt="x"), with_parameters(namespace="x"), with_parameters()]
-    server.execute([*requests, with_parameters(cache_salt="x", namespace="x")])
+    requests.append(with_parameters(cache_salt="x", namespace="x"))
+    server.execute(requests)
     assert [executor.requests[n].cache_salt for n in (1, 2, 3, 4)] == ["x", "x", "", "x"]
-    for n in (1, 2, 3, 4):
-        executor.end(n)
+    for n, request in enumerate(requests):
+        executor.end(n + 1)
+        request.sender.wait()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +191,9 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, e
     refused.sender.wait()
     server.execute([accepted, beyond])
     assert len(executor.requests) == 4 and "Maximum queue size of 1" in beyond.sender.error()
-    for n in (2, 3, 4):
+    for n, request in ((2, requests[1]), (3, requests[2]), (4, accepted)):
         executor.end(n)
+        request.sender.wait()
 
 
 def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(server, executor, monkeypatch) -> None:
@@ -285,8 +288,9 @@ def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(make_text_
     encode = front.tools.tokenizer.encode
     expected = [encode(f"turn {n}", add_special_tokens=n == 0) for n in range(6)]
     assert [executor.requests[n + 1].input_token_ids for n in range(6)] == expected
-    for n in range(6):
+    for n, turn in enumerate(turns):
         executor.end(n + 1)
+        turn.sender.wait()
 
 
 def test_a_stop_request_ends_one_whose_text_is_still_being_read(make_text_server, executor, front) -> None:
