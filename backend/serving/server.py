@@ -59,7 +59,6 @@ OTHERS_MARGIN_S = 1.0  # so that the other models end their own streams at the e
 NO_REQUEST_ID = "A request id must be provided for request cancellation"
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or again when it is back"
 NOT_READY = "the engine is not ready yet; try again in a few seconds"
-GIVEN_UP = "the engine has died too often and is not started again; the server must be started again"
 STOPPED_EARLY = "the request was cancelled before its text had been read"
 NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
 
@@ -208,13 +207,13 @@ class ModelServer:
             self._text.submit(self._text_job(stream, batch, context, parameters))
 
     def _context(self) -> ServingContext:
-        """Raises EngineUnavailable when no request can be served now."""
+        """Raises EngineUnavailable when no request can be served now. What ails an engine that was there before, the
+        executor itself says best; but no text is read for it.
+        """
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
-        if self._executor.has_given_up:
-            raise EngineUnavailable(GIVEN_UP)
         hello = self._executor.hello
-        if hello is None or not self._executor.is_ready():
+        if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
         return ServingContext(self._config, hello.model, self._decoupled)
 

@@ -105,8 +105,9 @@ class TextPool:
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once. The threads are started with the first. Raises Overloaded when too much waits, EngineUnavailable when all threads are
-        stuck.
+        """Queue a job; returns at once. The threads are started with the first job.
+
+        Raises Overloaded when too much waits, EngineUnavailable when all threads are stuck.
         """
         with self._lock:
             self._fill_places()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from backend.api import (
     EngineConfig,
     EngineStats,
+    EngineUnavailable,
     ErrorCode,
     EverbatchError,
     FinishReason,
@@ -50,6 +51,8 @@ class ScriptedExecutor:
     def submit(self, request: Request, on_response: OnResponse) -> RequestId:
         if self.refuse and (error := self.refuse.pop(0)) is not None:
             raise error
+        if self.has_given_up or not self.is_ready():  # as the real one, in its own words
+            raise EngineUnavailable("the engine was given up" if self.has_given_up else "no sign of life")
         request_id = RequestId(len(self.requests) + 1)
         self.requests[request_id] = request
         self.live[request_id] = on_response

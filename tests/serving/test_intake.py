@@ -1,4 +1,4 @@
-"""What ModelServer does with requests before the engine sees them: refusals, namespaces, text that takes its time, health."""
+"""What ModelServer does with requests before the engine sees them: refusals, namespaces, text that takes its time."""
 
 from __future__ import annotations
 
@@ -93,10 +93,12 @@ def with_parameters(**parameters: object) -> InferenceRequest:
 
 def test_a_namespace_comes_under_either_name_and_reaches_the_engine(server, executor) -> None:
     requests = [with_parameters(cache_salt="x"), with_parameters(namespace="x"), with_parameters()]
-    server.execute([*requests, with_parameters(cache_salt="x", namespace="x")])
+    requests.append(with_parameters(cache_salt="x", namespace="x"))
+    server.execute(requests)
     assert [executor.requests[n].cache_salt for n in (1, 2, 3, 4)] == ["x", "x", "", "x"]
-    for n in (1, 2, 3, 4):
-        executor.end(n)
+    for n, request in enumerate(requests):
+        executor.end(n + 1)
+        request.sender.wait()
 
 
 @pytest.mark.parametrize(
@@ -159,16 +161,14 @@ def test_while_the_engine_is_not_ready_newcomers_are_refused_at_once(server, exe
     monkeypatch.setattr(executor, "is_ready", lambda: False)
     request = streamed([[1]])
     server.execute([request])
-    assert request.sender.error() == "[UNAVAILABLE] the engine is not ready yet; try again in a few seconds"
-    assert executor.requests == {}
+    assert request.sender.error() == "[UNAVAILABLE] no sign of life" and executor.requests == {}
 
 
-def test_of_an_engine_that_was_given_up_clients_are_not_told_to_try_again(server, executor) -> None:
+def test_of_an_engine_that_was_given_up_clients_hear_what_the_executor_says(server, executor) -> None:
     executor.has_given_up = True
     request = streamed([[1]])
     server.execute([request])
-    assert request.sender.error().startswith("[UNAVAILABLE] the engine has died too often and is not started again")
-    assert not server.is_ready()
+    assert request.sender.error() == "[UNAVAILABLE] the engine was given up" and not server.is_ready()
 
 
 def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, executor) -> None:
@@ -191,8 +191,9 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, e
     refused.sender.wait()
     server.execute([accepted, beyond])
     assert len(executor.requests) == 4 and "Maximum queue size of 1" in beyond.sender.error()
-    for n in (2, 3, 4):
+    for n, request in ((2, requests[1]), (3, requests[2]), (4, accepted)):
         executor.end(n)
+        request.sender.wait()
 
 
 def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(server, executor, monkeypatch) -> None:
@@ -266,6 +267,15 @@ def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(make_text_serve
     request.sender.wait()
 
 
+def test_no_text_is_read_for_an_engine_that_is_not_ready(make_text_server, executor, front, monkeypatch) -> None:
+    server = make_text_server()
+    monkeypatch.setattr(executor, "is_ready", lambda: False)
+    request = ask()
+    server.execute([request])
+    assert request.sender.error() == "[UNAVAILABLE] the engine is not ready yet; try again in a few seconds"
+    assert front.threads == set()
+
+
 def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(make_text_server, executor, front) -> None:
     server = make_text_server()
     turns = [ask(f"turn {n}", CORRID=uint64(5), START=ints(int(n == 0)), END=ints(0)) for n in range(6)]
@@ -278,8 +288,9 @@ def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(make_text_
     encode = front.tools.tokenizer.encode
     expected = [encode(f"turn {n}", add_special_tokens=n == 0) for n in range(6)]
     assert [executor.requests[n + 1].input_token_ids for n in range(6)] == expected
-    for n in range(6):
+    for n, turn in enumerate(turns):
         executor.end(n + 1)
+        turn.sender.wait()
 
 
 def test_a_stop_request_ends_one_whose_text_is_still_being_read(make_text_server, executor, front) -> None:
@@ -347,54 +358,3 @@ def test_text_beyond_its_limit_is_refused_without_a_text_thread(make_text_server
     for message, request in requests.items():
         assert message in request.sender.error()
     assert front.threads == set()
-
-
-# ---- signs of life ---------------------------------------------------------------------------------------------------
-
-
-def test_the_state_is_told_at_once_and_again_and_again(make_server, executor, monkeypatch) -> None:
-    told: list[str] = []
-    pulses = threading.Semaphore(0)
-    server = make_server(report_health=lambda state: (told.append(state), pulses.release()))
-    assert told[0] == "ready"
-    acquire(pulses)
-    acquire(pulses)
-    monkeypatch.setattr(executor, "is_ready", lambda: False)
-    server._pulse()
-    executor.has_given_up = True
-    server._pulse()
-    server._drain()
-    changes = [state for state, before in zip(told, ["", *told]) if state != before]
-    assert changes == ["ready", "unavailable", "given_up", "draining"]
-
-
-def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server) -> None:
-    loaded = threading.Event()
-    server = make_server(ENSEMBLE, parse=None, check_text=check_text_requests, prepare=loaded.is_set)
-    assert not server.is_ready()
-    loaded.set()
-    server._tick()
-    assert server.is_ready()
-
-
-def test_the_sign_of_life_does_not_depend_on_the_period_of_the_metrics(make_server) -> None:
-    config = EngineConfig(triton=TritonConfig(stats_period_ms=60_000))
-    pulses = threading.Semaphore(0)
-    make_server(config=config, report_health=lambda state: pulses.release())
-    for _ in range(3):
-        acquire(pulses)
-
-
-def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(make_server) -> None:
-    pulses = threading.Semaphore(0)
-
-    def report(state: str) -> None:
-        pulses.release()
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError("no space")
-
-    make_server(report_health=report)
-    for _ in range(3):
-        acquire(pulses)
-
-

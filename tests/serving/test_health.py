@@ -1,0 +1,60 @@
+"""The signs of life that a stub leaves for the launcher."""
+
+from __future__ import annotations
+
+import threading
+
+from backend.api import EngineConfig
+from backend.api.config import TritonConfig
+from backend.serving.tensors import ENSEMBLE
+from backend.serving.text_requests import check_text_requests
+
+
+def acquire(semaphore: threading.Semaphore) -> None:
+    assert semaphore.acquire(timeout=20)
+
+
+def test_the_state_is_told_at_once_and_again_and_again(make_server, executor, monkeypatch) -> None:
+    told: list[str] = []
+    pulses = threading.Semaphore(0)
+    server = make_server(report_health=lambda state: (told.append(state), pulses.release()))
+    assert told[0] == "ready"
+    acquire(pulses)
+    acquire(pulses)
+    monkeypatch.setattr(executor, "is_ready", lambda: False)
+    server._pulse()
+    executor.has_given_up = True
+    server._pulse()
+    server._drain()
+    changes = [state for state, before in zip(told, ["", *told]) if state != before]
+    assert changes == ["ready", "unavailable", "given_up", "draining"]
+
+
+def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server) -> None:
+    loaded = threading.Event()
+    server = make_server(ENSEMBLE, parse=None, check_text=check_text_requests, prepare=loaded.is_set)
+    assert not server.is_ready()
+    loaded.set()
+    server._tick()
+    assert server.is_ready()
+
+
+def test_the_sign_of_life_does_not_depend_on_the_period_of_the_metrics(make_server) -> None:
+    config = EngineConfig(triton=TritonConfig(stats_period_ms=60_000))
+    pulses = threading.Semaphore(0)
+    make_server(config=config, report_health=lambda state: pulses.release())
+    for _ in range(3):
+        acquire(pulses)
+
+
+def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(make_server) -> None:
+    pulses = threading.Semaphore(0)
+
+    def report(state: str) -> None:
+        pulses.release()
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no space")
+
+    make_server(report_health=report)
+    for _ in range(3):
+        acquire(pulses)
