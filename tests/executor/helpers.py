@@ -1,4 +1,4 @@
-"""Executors over the model-free worker group, or over a transport that does as it is told; and what their tests ask of responses."""
+"""Executors over the model-free worker group, or over a transport that does as it is told; what tests ask of responses."""
 
 from __future__ import annotations
 
