@@ -30,7 +30,12 @@ SHARED_STREAM = Bug(
 REFUSAL = Bug(
     "a refusal with triton_grpc_error",
     "With the metadata triton_grpc_error even one refused request, answered by a single response with FINAL, now and then "
-    "(about once in 4,000 here) ends the stream in two threads of the gRPC front at once: it uses a state that it has freed.",
+    "makes the gRPC front use a state of the stream that it has freed.",
+)
+FRONT = Bug(
+    "the gRPC front's own thread",
+    "A thread of the gRPC front, with no model on its stack, uses a state of a stream that is gone. Rare without "
+    "triton_grpc_error: one death in 20,000 malformed requests.",
 )
 STACK = Bug(
     "stack overflow by an HTTP body",
@@ -39,6 +44,7 @@ STACK = Bug(
 )
 # Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
 # is handed to the gRPC front, as opposed to the front's own threads.
+_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n +\d+# 0x[0-9A-F]+ in \S*libstdc")
 _MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n +\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
 
 
@@ -57,7 +63,9 @@ def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
         return STRING_LENGTH
     if any(case.known_fatal for case in strict):
         return SHARED_STREAM
-    return REFUSAL if strict and not _MODEL_ANSWERS.search(death.log_tail) else None
+    if strict and not _MODEL_ANSWERS.search(death.log_tail):
+        return REFUSAL
+    return FRONT if _FRONT_ALONE.search(death.log_tail) else None
 
 
 def backtrace(death: Death, limit: int = 12) -> list[str]:

@@ -100,6 +100,7 @@ ANSWERING = (
     " 2# 0x000056327197B7BD in /x/tritonserver\n"
     " 3# 0x00007F0000048390 in /x/libtritonserver-1.so\n"
 )
+ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x/libstdc++.so.6\n"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ ANSWERING = (
         ("tritonserver", -11, "", [_grpc_case(b"a")], deaths.REFUSAL),
         ("tritonserver", -11, ANSWERING, [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [_grpc_case(b"a").with_grpc_error(False)], None),
+        ("tritonserver", -11, ALONE, [_grpc_case(b"a").with_grpc_error(False)], deaths.FRONT),
         ("tritonserver", -9, "", [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [post("k", "n", "ensemble", b"[" * deaths.DEEP)], deaths.STACK),
         ("engine", None, "", [_grpc_case(b"a", string_length=True)], None),
