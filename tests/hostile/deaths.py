@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tests.hostile.case import Case, GrpcCall, HttpExchange
+from tests.hostile.grpc_cases import FATAL
 from tests.hostile.target import Death
 
 DEEP = 1 << 20  # nested lists, or chunks, in one body
@@ -37,6 +38,11 @@ FRONT = Bug(
     "A thread of the gRPC front, with no model on its stack, uses a state of a stream that is gone. Rare without "
     "triton_grpc_error: one death in 20,000 malformed requests.",
 )
+CLASSIFICATION = Bug(
+    "an output asked for as classes",
+    "A gRPC request that asks for a text output with the parameter classification makes the front divide by the size of "
+    "an element, which is 0 for text (SIGFPE): one request of 200 bytes, with or without metadata.",
+)
 STACK = Bug(
     "stack overflow by an HTTP body",
     "The HTTP front parses nested JSON and copies chunks recursively, on a thread's stack, without a limit "
@@ -58,6 +64,8 @@ def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
         return None
     if any(isinstance(case.call, HttpExchange) and _depth(case) >= DEEP for case in suspects):
         return STACK
+    if death.status == -8:
+        return CLASSIFICATION if any(case.kind == FATAL for case in suspects) else None
     strict = [case for case in suspects if isinstance(case.call, GrpcCall) and case.call.grpc_error]
     if any(case.string_length for case in strict):
         return STRING_LENGTH
