@@ -41,7 +41,7 @@ FRONT = Bug(
 CLASSIFICATION = Bug(
     "an output asked for as classes",
     "A gRPC request that asks for a text output with the parameter classification makes the front divide by the size of "
-    "an element, which is 0 for text (SIGFPE): one request of 200 bytes, with or without metadata.",
+    "an element, which is 0 for text (SIGFPE): one request of 155 bytes, with or without metadata.",
 )
 STACK = Bug(
     "stack overflow by an HTTP body",
