@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--known-fatal",
         action="store_true",
-        help="that metadata also where it is fatal by a documented bug:\nSTRING tensors of wrong length, several requests on a stream",
+        help="that metadata also where a documented bug makes it fatal (docs/reliability.md)",
     )
     parser.add_argument("--large", action="store_true", help="then the named requests of many megabytes, one by one")
     parser.add_argument(

@@ -36,7 +36,8 @@ _TRITON = (
     ),
     (
         INVALID,
-        r"already exists in request|was not found in the JSON|must not be specified|unable to find data|has no shape|"
+        r"already exists in request|cannot be longer than|was not found in the JSON|"
+        r"must not be specified|unable to find data|has no shape|"
         r"does not match other inputs",
     ),
     (INVALID, r"parameter keys starting with 'triton_' are reserved|length indicator"),

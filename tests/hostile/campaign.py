@@ -15,7 +15,7 @@ from tests.hostile.send import Sender
 from tests.hostile.tally import Tally
 from tests.hostile.target import Target
 
-RECENT_S = 3.0  # a case that ended this long before a death is still a suspect
+WATCH_S = 0.02  # how often it is looked who has died first
 GONE_S = 0.5  # a cut connection of a dying server: how long until the process is seen to have ended
 
 
@@ -93,8 +93,9 @@ class _Volley:
         threads = [threading.Thread(target=self._work, name=f"hostile-{n}") for n in range(self._settings.workers)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            self._target.watch()
+            time.sleep(WATCH_S)
 
     def _work(self) -> None:
         server = self._target.server

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tests.hostile.case import Case, GrpcCall, HttpExchange
+from tests.hostile.grpc_cases import FATAL
 from tests.hostile.target import Death
 
 DEEP = 1 << 20  # nested lists, or chunks, in one body
@@ -30,7 +31,17 @@ SHARED_STREAM = Bug(
 REFUSAL = Bug(
     "a refusal with triton_grpc_error",
     "With the metadata triton_grpc_error even one refused request, answered by a single response with FINAL, now and then "
-    "(about once in 4,000 here) ends the stream in two threads of the gRPC front at once: it uses a state that it has freed.",
+    "makes the gRPC front use a state of the stream that it has freed.",
+)
+FRONT = Bug(
+    "the gRPC front's own thread",
+    "A thread of the gRPC front, with no model on its stack, uses a state of a stream that is gone. Rare without "
+    "triton_grpc_error: one death in 20,000 malformed requests.",
+)
+CLASSIFICATION = Bug(
+    "an output asked for as classes",
+    "A gRPC request that asks for a text output with the parameter classification makes the front divide by the size of "
+    "an element, which is 0 for text (SIGFPE): one request of 155 bytes, with or without metadata.",
 )
 STACK = Bug(
     "stack overflow by an HTTP body",
@@ -39,6 +50,7 @@ STACK = Bug(
 )
 # Last digits of return addresses in this very binary (they do not change with where it is loaded): a response of a model
 # is handed to the gRPC front, as opposed to the front's own threads.
+_FRONT_ALONE = re.compile(r"# 0x[0-9A-F]+88B in \S*/tritonserver\n +\d+# 0x[0-9A-F]+ in \S*libstdc")
 _MODEL_ANSWERS = re.compile(r"in \S*/tritonserver\n +\d+# 0x[0-9A-F]+390 in \S*libtritonserver")
 
 
@@ -52,12 +64,16 @@ def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
         return None
     if any(isinstance(case.call, HttpExchange) and _depth(case) >= DEEP for case in suspects):
         return STACK
+    if death.status == -8:
+        return CLASSIFICATION if any(case.kind == FATAL for case in suspects) else None
     strict = [case for case in suspects if isinstance(case.call, GrpcCall) and case.call.grpc_error]
     if any(case.string_length for case in strict):
         return STRING_LENGTH
     if any(case.known_fatal for case in strict):
         return SHARED_STREAM
-    return REFUSAL if strict and not _MODEL_ANSWERS.search(death.log_tail) else None
+    if strict and not _MODEL_ANSWERS.search(death.log_tail):
+        return REFUSAL
+    return FRONT if _FRONT_ALONE.search(death.log_tail) else None
 
 
 def backtrace(death: Death, limit: int = 12) -> list[str]:

@@ -15,6 +15,7 @@ from tests.hostile import values
 from tests.hostile.case import Case, GrpcCall
 
 _STREAM, _UNARY = "ModelStreamInfer", "ModelInfer"
+FATAL = "grpc-classification"  # a class of requests that ends tritonserver by itself: sent only when asked for
 _MARK = "IDMARKID"  # replaced by bytes that are no UTF-8 once the message is serialised
 
 
@@ -297,12 +298,19 @@ def parameters(rng: random.Random, model: str) -> Case:
     if rng.random() < 0.3:
         output = message.outputs.add()
         output.name = rng.choice(("text_output", "output_ids", "unknown", ""))
-        output.parameters[
-            rng.choice(("classification", "shared_memory_region", "binary_data"))
-        ].int64_param = rng.choice((-1, 3, 2**31))
+        output.parameters[rng.choice(("shared_memory_region", "binary_data"))].int64_param = rng.choice((-1, 3, 2**31))
     return case(
         rng, "grpc-parameters", f"parameters {', '.join(key[:20] for key in message.parameters)}", model, message
     )
+
+
+def classification(rng: random.Random, model: str) -> Case:
+    """An output asked for as classes: fatal to tritonserver 24.10 where the output holds text."""
+    message = base(model)
+    output = message.outputs.add()
+    output.name = "output_ids" if model == "tensorrt_llm" else "text_output"
+    output.parameters["classification"].int64_param = rng.choice((-1, 1, 3, 2**31))
+    return case(rng, FATAL, "an output as classes", model, message)
 
 
 def sessions(rng: random.Random, model: str) -> Case:

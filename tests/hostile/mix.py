@@ -36,6 +36,8 @@ class Mix:
         return [] if self.kinds else [case for case in named.small() if case.model in self.models]
 
     def _drawn(self, rng: random.Random) -> Case:
+        if self.known_fatal and rng.random() < 0.01:
+            return grpc_cases.classification(rng, rng.choice(self.models))
         kind = rng.choice(self.kinds or (*KINDS, *_TWICE))
         model = rng.choice(self.models)
         if kind == "grpc-string-lengths" and model == "tensorrt_llm" and len(self.models) > 1:

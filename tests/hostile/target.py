@@ -34,6 +34,7 @@ class Target:
         self._directory = directory
         self._starts = 0
         self._known: dict[int, tuple[str, Process]] = {}
+        self._first = ""
         self.server: TritonServer = self._new_server()
 
     def start(self) -> None:
@@ -44,13 +45,23 @@ class Target:
         self.server.wait_ready(START_TIMEOUT_S)
         self._known = {process.pid: (name_of(process.pid), process) for process in processes_of_run(self.server.run_id)}
 
+        self._first = ""
+
     def stop(self) -> None:
         self.server.stop()
 
+    def watch(self) -> None:
+        """Note which process is the first to die: tritonserver takes the others with it, and a stub tritonserver."""
+        gone = [name for name, process in list(self._known.values()) if not process.alive()]
+        self._first = self._first or ", ".join(gone)
+
     def look(self) -> list[Death]:
-        """Who has died since the last look. When tritonserver is gone the others follow it: they do not count."""
+        """Who has died since the last look. When tritonserver is gone the others follow it, and do not count; but when
+        a stub went first, it took tritonserver with it.
+        """
         if not self.server.running():
-            return [self._death("tritonserver", self.server.exit_status)]
+            first_was_ours = self._first and "tritonserver" not in self._first
+            return [self._death(self._first if first_was_ours else "tritonserver", self.server.exit_status)]
         gone = [(pid, name) for pid, (name, process) in self._known.items() if not process.alive()]
         for pid, _ in gone:
             del self._known[pid]

@@ -9,6 +9,7 @@ import pytest
 from tests.hostile import answers, deaths, report
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.case import Case, GrpcCall
+from tests.hostile.grpc_cases import FATAL
 from tests.hostile.http_cases import post
 from tests.hostile.mix import KINDS, Mix
 from tests.hostile.send import Reply
@@ -100,6 +101,7 @@ ANSWERING = (
     " 2# 0x000056327197B7BD in /x/tritonserver\n"
     " 3# 0x00007F0000048390 in /x/libtritonserver-1.so\n"
 )
+ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x/libstdc++.so.6\n"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,15 @@ ANSWERING = (
         ("tritonserver", -11, "", [_grpc_case(b"a")], deaths.REFUSAL),
         ("tritonserver", -11, ANSWERING, [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [_grpc_case(b"a").with_grpc_error(False)], None),
+        ("tritonserver", -11, ALONE, [_grpc_case(b"a").with_grpc_error(False)], deaths.FRONT),
+        ("tritonserver", -8, "", [_grpc_case(b"a")], None),
+        (
+            "tritonserver",
+            -8,
+            "",
+            [Case(FATAL, "n", "ensemble", GrpcCall("ModelStreamInfer", (b"a",)))],
+            deaths.CLASSIFICATION,
+        ),
         ("tritonserver", -9, "", [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [post("k", "n", "ensemble", b"[" * deaths.DEEP)], deaths.STACK),
         ("engine", None, "", [_grpc_case(b"a", string_length=True)], None),
