@@ -102,7 +102,8 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
-    watchdog_timeout_s: float = 60.0  # an engine whose step takes longer, or that says nothing, is killed and started again
+    watchdog_timeout_s: float = 60.0  # an engine or stub that gives no sign of life for so long is killed and started again
+    step_timeout_s: float = 300.0  # an engine that is in one step for so long likewise
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
 
 
@@ -217,7 +218,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.max_bias_bytes": (0, 1 << 24),
     "limits.max_logit_bias": (0, 1 << 20),
     "limits.max_top_log_probs": (0, 1000),
-    "limits.max_extra_bytes": (0, 1 << 28),
+    "limits.max_extra_bytes": (0, 1 << 25),
     "limits.max_request_batch": (1, 65536),
     "limits.default_timeout_s": (0.001, MAX_SECONDS),
     "limits.max_timeout_s": (0.001, MAX_SECONDS),
@@ -230,6 +231,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "triton.text_threads": (1, 64),
     "triton.text_timeout_s": (0.01, MAX_SECONDS),
     "triton.watchdog_timeout_s": (1.0, MAX_SECONDS),
+    "triton.step_timeout_s": (1.0, MAX_SECONDS),
     "triton.attach_timeout_s": (0.1, MAX_SECONDS),
 }
 

@@ -31,7 +31,12 @@ class Watched(Protocol):
 
     @property
     def patience_s(self) -> float | None:
-        """How long it may be silent, or in one turn. None while there is no process."""
+        """How long it may be silent. None while there is no process."""
+        ...
+
+    @property
+    def longest_turn_s(self) -> float:
+        """How long it may be in one turn of its loop, which is one step of the model."""
         ...
 
     def kill(self, reason: str, stuck_s: float) -> None: ...
@@ -87,13 +92,13 @@ class Watch:
         if patience_s is None or self._has_killed:
             return
         if self._silent_s > patience_s:
-            reason, stuck_s = "gave no sign of life", self._silent_s
-        elif self._turn_age_s > patience_s:
-            reason, stuck_s = "was in one step", self._turn_age_s
+            reason, stuck_s, limit_s = "gave no sign of life", self._silent_s, patience_s
+        elif self._turn_age_s > process.longest_turn_s:
+            reason, stuck_s, limit_s = "was in one step", self._turn_age_s, process.longest_turn_s
         else:
             return
         self._has_killed = True
-        process.kill(f"{reason} for {stuck_s:.1f} s, the limit is {patience_s:g} s", stuck_s)
+        process.kill(f"{reason} for {stuck_s:.1f} s, the limit is {limit_s:g} s", stuck_s)
 
     def _run(self) -> None:
         while not self._stopping.wait(TICK_S):

@@ -90,6 +90,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(live):
     """Not by a polite signal: a process that is stopped gets none."""
     process = live(f"trap '' TERM; {READY}; kill -STOP $$", f"{READY}; {STAY}")
     assert process.patience_s == EngineConfig().triton.watchdog_timeout_s
+    assert process.longest_turn_s == EngineConfig().triton.step_timeout_s
     process.kill("gave no sign of life for 61 s, the limit is 60 s", 61.0)
     assert is_up(process, num_restarts=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
+from backend.engine.statistics import Statistics
 from backend.executor import engine_process
 from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
 from backend.executor.executor import Executor
@@ -35,7 +36,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     ),
     "prompt_tokens_with_history": (change(EngineCore, "enqueue", (" - seq.num_history_tokens", "")), CORE),
     "step_time_with_the_step_before": (
-        change(EngineCore, "_record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
+        change(Statistics, "record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
         CORE,
     ),
     "client_gone_only_after_a_clean_end": (
