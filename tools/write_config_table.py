@@ -1,4 +1,4 @@
-"""Writes the configuration table of README.md from backend/api/config.py, between two markers.
+"""Writes the configuration table of docs/configuration.md from backend/api/config.py, between two markers.
 
     .venv/bin/python -m tools.write_config_table          rewrite it
     .venv/bin/python -m tools.write_config_table --check  fail when it is not up to date
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, README = ROOT / "backend" / "api" / "config.py", ROOT / "README.md"
+SOURCE, PAGE = ROOT / "backend" / "api" / "config.py", ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- configuration: written by tools/write_config_table.py -->", "<!-- end of configuration -->"
 
 
@@ -40,18 +40,18 @@ def _row(key: str, field: ast.AnnAssign, line: str) -> str:
     return f"| `{key}` | {shown} | {line.partition('  # ')[2]} |"
 
 
-def rendered(readme: str) -> str:
-    """`readme` with a fresh table between the markers."""
-    head, _, rest = readme.partition(BEGIN)
+def rendered(page: str) -> str:
+    """`page` with a fresh table between the markers."""
+    head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
 
 
 def main() -> int:
-    readme = README.read_text()
+    page = PAGE.read_text()
     if "--check" in sys.argv:
-        return 0 if rendered(readme) == readme else 1
-    README.write_text(rendered(readme))
+        return 0 if rendered(page) == page else 1
+    PAGE.write_text(rendered(page))
     return 0
 
 

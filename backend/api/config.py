@@ -151,7 +151,7 @@ def _check_keys(tree: dict[str, Any]) -> None:
 
 def _unknown_key(key: str, known: list[str]) -> ConfigError:
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "README.md lists the keys"
+    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
     return ConfigError(f"configuration: {key} is no known key; {hint}")
 
 
