@@ -90,9 +90,13 @@ def classify(case: Case, reply: Reply) -> str:
     return INTERNAL if reply.status in (500, 13) else UNEXPLAINED
 
 
+# Triton's own page on a model's configuration, which names the file that every model of the Python backend has.
+_CONFIGURATION = re.compile(r'"default_model_filename":"model\.py"')
+
+
 def leaks(case: Case, reply: Reply) -> list[str]:
     """What the reply tells about the inside of the server and the client did not send itself."""
-    text = f"{reply.errors[:MAX_SCANNED]}\n{reply.other[:MAX_SCANNED]}"
+    text = _CONFIGURATION.sub("", f"{reply.errors[:MAX_SCANNED]}\n{reply.other[:MAX_SCANNED]}")
     found = []
     for what, pattern in _LEAKS:
         for match in pattern.finditer(text):

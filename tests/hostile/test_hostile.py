@@ -72,6 +72,12 @@ def test_what_the_client_sent_itself_is_no_leak():
     assert answers.leaks(CASE, Reply("answered", "http", 400, "unknown input app.py; leave it out")) == []
 
 
+def test_tritons_page_on_a_configuration_may_name_the_models_file():
+    page = '{"name":"ensemble","backend":"python","default_model_filename":"model.py","parameters":{}}'
+    assert answers.leaks(CASE, Reply("answered", "http", 200, page)) == []
+    assert answers.leaks(CASE, Reply("answered", "http", 200, page + " model.py failed")) != []
+
+
 @pytest.mark.parametrize(
     ("reply", "found"),
     [
