@@ -8,6 +8,7 @@ from backend.engine.heart import Heart
 from backend.engine.loop import EngineLoop
 from backend.engine.outgoing import Outgoing
 from backend.engine.server import Connection, EngineServer
+from backend.engine.statistics import Statistics
 from backend.executor.executor import Executor
 from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
@@ -34,7 +35,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     ),
     "prompt_tokens_with_history": (change(EngineCore, "enqueue", (" - seq.num_history_tokens", "")), CORE),
     "step_time_with_the_step_before": (
-        change(EngineCore, "_record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
+        change(Statistics, "record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
         CORE,
     ),
     "client_gone_only_after_a_clean_end": (
