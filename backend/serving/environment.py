@@ -102,10 +102,10 @@ class RunDirectory:
         fresh.replace(self._health / model)
 
     def has_owner(self) -> bool:
-        """Whether a living process has claimed the engine."""
+        """Whether a living process of this user has claimed the engine."""
         try:
             os.kill(int(self._owner.read_text()), 0)
-        except (FileNotFoundError, ValueError, ProcessLookupError):
+        except (FileNotFoundError, ValueError, ProcessLookupError, PermissionError):  # the last: a number given out anew
             return False
         return True
 

@@ -138,11 +138,12 @@ class ResponsePump:
             self._queue(stream)
 
     def refuse(self, stream: Stream, code: ErrorCode, message: str) -> None:
-        """As `fail`; a stream that has no rows and was not queued yet is ended at once, on the caller's thread: to wait for
-        a sender that is busy with other streams would take longer than this round trip.
+        """As `fail`; a stream that no sender has been given yet is ended at once, on the caller's thread: to wait for a
+        sender that is busy with other streams would take longer than this round trip.
         """
         with stream.lock:
-            is_new = not stream.rows and not stream.queued
+            # one that has failed may be with its sender, though it is not queued any more
+            is_new = not stream.rows and not stream.queued and stream.failure is None
             stream.queued = True if is_new else stream.queued  # no sender touches it then
         if is_new:
             self._end_badly(stream, Failure(code, message))
@@ -260,7 +261,10 @@ class ResponsePump:
 
     def _end_with(self, stream: Stream, failure: Failure) -> None:
         self._close(stream)
-        self._stop_rows(stream)
+        try:
+            self._stop_rows(stream)
+        except Exception:  # what goes on in the engine costs time there; without its end the stream hangs
+            log.exception("cancelling the rows of request %r failed", stream.client_request_id)
         # an end that never goes out blocks the server's shutdown: whatever fails, the next try says less
         for build in (lambda: pb.error_response(*failure), lambda: None, lambda: None):
             try:

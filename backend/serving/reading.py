@@ -49,7 +49,7 @@ class Batch:
             if name not in specs:
                 raise InvalidRequest(f"Unexpected input {name[:64]!r}; leave it out")
             _check_array(specs[name], array)
-            num_rows = num_rows or array.shape[0]
+            num_rows = num_rows if arrays else array.shape[0]
             if array.shape[0] != num_rows:
                 raise InvalidRequest(
                     f"Invalid format for {name}: {array.shape[0]} rows where other inputs have {num_rows}"

@@ -199,7 +199,8 @@ class ModelServer:
             self._answer_stop(stream)
             return
         context = self._context()
-        self._load.check()
+        if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):  # STOP takes no place, it makes room
+            self._load.check()
         if self._check_text is None:
             self._hand_over(stream, self._parse(batch, context, parameters))
         else:
@@ -281,7 +282,8 @@ class ModelServer:
             raise InvalidRequest(NO_REQUEST_ID)
         for candidate in reversed(self._pump.live_streams()):
             same_id = candidate.client_request_id == stream.client_request_id
-            if candidate is not stream and same_id and candidate.namespace == stream.namespace:
+            is_request = not candidate.answers_nothing and candidate is not stream  # no `stop: true` itself
+            if is_request and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
         self._pump.finish_empty(stream)
@@ -330,14 +332,14 @@ class ModelServer:
         self._text.expire()
 
     def _tick(self) -> None:
+        if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
+            for stream in self._pump.live_streams():  # first: an update of a metric may fail, the end of a drain must come
+                self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._is_prepared = self._prepare()
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
         self._metrics.publish_lengths(finished)
         if self._owner:
             self._metrics.publish_engine(self._executor.latest_stats(), self.is_ready())
-        if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
-            for stream in self._pump.live_streams():
-                self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
 
     def _drain(self) -> None:
         log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._drain_grace_s)

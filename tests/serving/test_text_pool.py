@@ -74,8 +74,6 @@ def wait(event: threading.Event) -> None:
     assert event.wait(20)
 
 
-
-
 def test_what_was_read_is_handed_over(make_pool) -> None:
     log: list[str] = []
     asked = Asked("a", log)
@@ -211,6 +209,23 @@ def test_what_waits_longer_than_the_timeout_is_refused_and_never_read(make_pool,
     assert "waited 10 s for a text thread (triton.text_timeout_s)" in late.refused[1]
     held.may_end.set()
     assert not late.begun.is_set()
+
+
+def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(make_pool, clock) -> None:
+    pool, log = make_pool(num_threads=1), []
+    held, late, following, last = Asked("held", log, held=True), Asked("late", log), Asked("next", log), Asked("last", log)
+    pool.submit(held.job("s"))
+    wait(held.begun)
+    pool.submit(late.job("s"))
+    clock.now = 1
+    pool.submit(following.job("s"))
+    clock.now = TIMEOUT_S
+    pool.expire()  # ends the reading of the first and the wait of the second
+    assert held.refused is not None and late.refused is not None
+    pool.submit(last.job())  # of no session: the only thread reads it after all that need not wait
+    wait(last.over)
+    held.may_end.set()
+    assert log == ["next", "last"] and following.refused is None
 
 
 def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thread(make_pool, clock) -> None:

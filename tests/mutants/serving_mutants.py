@@ -1,0 +1,78 @@
+"""Planted bugs of the stub, each one line of it changed, with the test that must notice it."""
+
+from __future__ import annotations
+
+from tests.serving import conftest  # noqa: F401, I001: brings the triton_python_backend_utils that backend.serving needs
+
+from backend.serving import requests
+from backend.serving.cancellation import CancellationPoller
+from backend.serving.environment import RunDirectory
+from backend.serving.housekeeper import Housekeeper
+from backend.serving.metrics import MetricsPublisher
+from backend.serving.outputs import TextOutput
+from backend.serving.pump import ResponsePump
+from backend.serving.server import ModelServer
+from backend.serving.text_pool import TextPool
+from tests.mutants.changes import Plant, change
+
+DETAILS = "tests/serving/test_stub_details.py::"
+RACES = "tests/serving/test_pump_races.py::"
+
+MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "an_empty_answer_is_queued_without_the_lock": (
+        change(
+            ResponsePump,
+            "finish_empty",
+            ("with stream.lock:\n        stream.answers_nothing", "if True:\n        stream.answers_nothing"),
+        ),
+        [RACES + "test_whoever_queues_a_stream_holds_its_lock"],
+    ),
+    "a_sender_ends_what_was_refused_already": (
+        change(ResponsePump, "refuse", ("stream.queued = True if is_new else stream.queued", "pass")),
+        [RACES + "test_what_is_being_refused_is_not_ended_by_a_sender_as_well"],
+    ),
+    "sessions_of_other_namespaces_wait_in_the_same_line": (
+        change(ModelServer, "_text_job", ("(parameters.namespace, session_id)", '("", session_id)')),
+        [DETAILS + "test_the_same_session_number_of_another_namespace_waits_for_nobody"],
+    ),
+    "a_stop_of_a_session_makes_room_that_is_not_there": (
+        change(ModelServer, "_submit", (" and not isinstance(work.request, StopSession)", "")),
+        [DETAILS + "test_a_stop_of_a_session_makes_no_room_in_the_engine"],
+    ),
+    "stuck_text_threads_look_ready": (
+        change(ModelServer, "_health", (" and not self._text.is_stuck", "")),
+        [DETAILS + "test_a_model_whose_text_threads_are_all_stuck_is_not_ready"],
+    ),
+    "what_waited_too_long_stays_in_its_line": (
+        change(TextPool, "expire", ("            self._leave_lines(job)\n", "")),
+        ["tests/serving/test_text_pool.py::test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session"],
+    ),
+    "the_longest_namespace_is_refused": (
+        change(requests, "_namespace", ("len(value) > MAX_NAMESPACE", "len(value) >= MAX_NAMESPACE")),
+        [DETAILS + "test_a_namespace_may_have_as_many_characters_as_the_limit_says"],
+    ),
+    "text_that_was_sent_still_counts_as_fresh": (
+        change(TextOutput, "render", ("    self._fresh = False\n", "")),
+        [DETAILS + "test_text_that_is_held_back_makes_no_empty_response"],
+    ),
+    "a_client_that_left_is_reported_with_every_sweep": (
+        change(CancellationPoller, "sweep", (" and not stream.abandoned", "")),
+        [DETAILS + "test_a_client_that_left_is_reported_once"],
+    ),
+    "growth_that_could_not_be_sent_is_lost": (
+        change(
+            MetricsPublisher,
+            "_send",
+            ("    if family.kind ==", "    self._sent[key] = value\n    if family.kind =="),
+        ),
+        [DETAILS + "test_growth_that_could_not_be_sent_is_sent_with_the_next"],
+    ),
+    "signals_are_written_to_a_pipe_that_was_closed": (
+        change(Housekeeper, "stop", ("        signal.set_wakeup_fd(-1)\n", "")),
+        [DETAILS + "test_a_housekeeper_that_has_stopped_leaves_no_pipe_for_signals_behind"],
+    ),
+    "signs_of_life_by_the_wall_clock": (
+        change(RunDirectory, "report_health", ("time.monotonic_ns()", "time.time_ns()")),
+        [DETAILS + "test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads"],
+    ),
+}

@@ -1,0 +1,244 @@
+"""Small things of the stub, each of which a slip of the pen would break: limits, lines, flags, and who is told what."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from backend.api import EngineConfig, EngineCounters, EngineStats, InvalidRequest, IterationStats, Result
+from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
+from backend.serving import pb, text_pool
+from backend.serving.cancellation import CancellationPoller
+from backend.serving.environment import RunDirectory
+from backend.serving.housekeeper import Housekeeper
+from backend.serving.metrics import MetricsPublisher
+from backend.serving.outputs import RowSettings, TextOutput
+from backend.serving.pump import Stream
+from backend.serving.reading import Batch
+from backend.serving.requests import MAX_NAMESPACE, parse_parameters
+from backend.serving.tensors import ENSEMBLE, TOKEN_MODEL
+from backend.text.stream import TextStream
+from backend.text.tokenizer import Tokenizer
+from tests.serving.conftest import QUICK
+from tests.serving.fake_triton import InferenceRequest, MetricFamily, ResponseSender, Tensor
+from tests.serving.helpers import bools, ints, streamed, strings, token_request, uint64
+
+# a batch of one and a queue of one: the third request is refused
+NARROW = EngineConfig(
+    scheduler=SchedulerConfig(max_batch_size=1), limits=LimitsConfig(max_queue_size=1), triton=QUICK.triton
+)
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_namespace_may_have_as_many_characters_as_the_limit_says() -> None:
+    name = "é" * MAX_NAMESPACE
+    assert parse_parameters(0, json.dumps({"namespace": name})).namespace == name
+
+
+def test_an_input_of_no_rows_beside_others_is_refused_as_what_it_is() -> None:
+    tensors = [Tensor("input_lengths", np.zeros((0, 1), np.int32)), Tensor("input_ids", np.ones((2, 3), np.int32))]
+    for order in (tensors, tensors[::-1]):
+        with pytest.raises(InvalidRequest, match="rows where other inputs have"):
+            Batch.read(TOKEN_MODEL, order, 64)
+
+
+def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_server) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    read: list[str] = []
+
+    def parse(batch, context, parameters) -> list:
+        read.append(parameters.namespace)
+        if parameters.namespace == "us":
+            begun.set()
+            assert may_end.wait(20)
+        raise InvalidRequest("read")
+
+    def ask(namespace: str) -> InferenceRequest:
+        inputs = {"text_input": strings("a"), "max_tokens": ints(1), "CORRID": uint64(5)}
+        return InferenceRequest(inputs, parameters={"namespace": namespace} if namespace else {})
+
+    config = EngineConfig(triton=TritonConfig(text_threads=2))
+    server = make_server(ENSEMBLE, parse, config, check_text=lambda batch, context: None)
+    ours, theirs, anonymous = ask("us"), ask("them"), ask("")
+    server.execute([ours])
+    assert begun.wait(20)
+    server.execute([theirs, InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)}), anonymous])
+    last = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
+    server.execute([last])  # of no session: the second thread reads it after all that need not wait
+    last.sender.wait()
+    may_end.set()
+    for request in (ours, theirs, anonymous):
+        request.sender.wait()
+    assert read == ["us", "them", "", "", ""]
+
+
+# ---- room in the engine ----------------------------------------------------------------------------------------------
+
+
+def stop_of_a_session() -> InferenceRequest:
+    return token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1))
+
+
+def test_a_stop_of_a_session_makes_no_room_in_the_engine(make_server, executor) -> None:
+    server = make_server(config=NARROW)
+    stop = stop_of_a_session()
+    server.execute([stop])
+    stop.sender.wait()
+    requests = [streamed([[n]]) for n in range(3)]
+    server.execute(requests)
+    assert len(executor.requests) == 2 and "Maximum queue size of 1" in requests[2].sender.error()
+    for n in (1, 2):
+        executor.end(n)
+
+
+def test_a_stop_of_a_session_is_taken_while_the_engine_is_full(make_server, executor) -> None:
+    """It is what makes room."""
+    server = make_server(config=NARROW)
+    server.execute([streamed([[1]]), streamed([[2]])])
+    stop, both = stop_of_a_session(), token_request([[1], [1]], 0, CORRID=uint64(9, 9), STOP=ints(1, 0))
+    server.execute([stop, both])
+    assert not stop.sender.wait()[0].has_error() and executor.stopped_sessions == [(9, False, "")]
+    assert "Maximum queue size of 1" in both.sender.error(), "a row that is no STOP needs a place"
+    for n in (1, 2):
+        executor.end(n)
+
+
+def test_a_stop_request_that_is_sent_twice_is_answered_twice(make_server, executor) -> None:
+    """The second one comes before the first has been answered, and must not take that for the request of its id."""
+    server = make_server(config=EngineConfig(triton=TritonConfig(sender_threads=1)))
+    running = streamed([[1]], 50, request_id="job")
+    running.sender.gate = threading.Event()
+    server.execute([running])
+    executor.tokens(1, 10)
+    assert running.sender.entered.acquire(timeout=10)  # the only sender is busy
+    stops = [InferenceRequest({"stop": bools(True)}, "job") for _ in range(2)]
+    server.execute(stops)
+    running.sender.gate.set()
+    for stop in stops:
+        (answer,) = stop.sender.wait()
+        assert not answer.has_error() and stop.sender.finals == [0]
+    assert running.sender.column("output_ids") == [10] and [n for n, _ in executor.cancelled] == [1]
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_text_threads_are_all_stuck_is_not_ready(server, monkeypatch) -> None:
+    assert server.is_ready()
+    monkeypatch.setattr(text_pool, "GIVEN_UP", -1)  # no thread may be started any more
+    assert not server.is_ready()
+
+
+def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(make_server, monkeypatch) -> None:
+    server = make_server(drain_grace_s=0.0)
+    running = streamed([[1]])
+    server.execute([running])
+
+    def fail(finished) -> None:
+        raise RuntimeError("no shared memory")
+
+    monkeypatch.setattr(server._metrics, "publish_lengths", fail)
+    server._drain()
+    assert running.sender.error().startswith("[UNAVAILABLE] the server is shutting down")
+    monkeypatch.undo()
+
+
+def test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads(tmp_path: Path) -> None:
+    before = time.monotonic_ns()
+    RunDirectory(tmp_path).report_health("ensemble", "ready")
+    sign = json.loads((tmp_path / "health" / "ensemble").read_text())
+    assert sign["state"] == "ready" and sign["pid"] == os.getpid()
+    assert before <= sign["at_ns"] <= time.monotonic_ns()
+
+
+def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(make_server) -> None:
+    pulses = threading.Semaphore(0)
+
+    def report(state: str) -> None:
+        pulses.release()
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no space")
+
+    make_server(report_health=report)
+    for _ in range(3):
+        assert pulses.acquire(timeout=20)
+
+
+def test_a_process_of_another_user_is_not_the_owner_of_the_engine(tmp_path: Path, monkeypatch) -> None:
+    """The number of an owner that has died may have been given out anew."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError("not yours")
+
+    directory = RunDirectory(tmp_path)
+    directory.claim()
+    assert directory.has_owner()
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not directory.has_owner()
+
+
+def test_a_housekeeper_that_has_stopped_leaves_no_pipe_for_signals_behind() -> None:
+    keeper = Housekeeper(lambda: None, 60, lambda: None, lambda: None)
+    keeper.listen_for_drain()
+    keeper.start()
+    keeper.stop()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_client_that_left_is_reported_once() -> None:
+    sender = ResponseSender()
+    sender.client_gone = True
+    stream = Stream(sender, "r", [], None)
+    abandoned: list[Stream] = []
+
+    def abandon(stream: Stream) -> None:
+        stream.abandoned = True
+        abandoned.append(stream)
+
+    poller = CancellationPoller(lambda: [stream], abandon, period_s=60)
+    for _ in range(3):
+        poller.sweep()
+    assert abandoned == [stream]
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_growth_that_could_not_be_sent_is_sent_with_the_next() -> None:
+    MetricFamily.created.clear()
+    publisher = MetricsPublisher(pb.new_metric_family, {}, engine=True)
+    (steps,) = next(family.metrics for family in MetricFamily.created if family.name == "everbatch_steps_total")
+    increment = steps.increment
+
+    def fail(value: float) -> None:
+        raise RuntimeError("no shared memory")
+
+    steps.increment = fail
+    with pytest.raises(RuntimeError):
+        publisher.publish_engine(EngineStats(IterationStats(), EngineCounters(steps_total=7)), ready=True)
+    steps.increment = increment
+    publisher.publish_engine(EngineStats(IterationStats(), EngineCounters(steps_total=9)), ready=True)
+    assert steps.current == 9
+
+
+def test_text_that_is_held_back_makes_no_empty_response() -> None:
+    """`b` may be the beginning of the stop string, so there is nothing to say yet."""
+    tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
+    output = TextOutput(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
+    output.feed(Result([[0]]))
+    assert dict(output.render(final=False))["text_output"].item() == b"a"
+    output.feed(Result([[1]]))
+    assert output.render(final=False) is None
+    output.feed(Result([[0]]))
+    assert dict(output.render(final=False))["text_output"].item() == b" b a"
