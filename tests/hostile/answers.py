@@ -91,7 +91,7 @@ def classify(case: Case, reply: Reply) -> str:
 
 
 # Triton's own page on a model's configuration, which names the file that every model of the Python backend has.
-_CONFIGURATION = re.compile(r'"default_model_filename":"model\.py"')
+_CONFIGURATION = re.compile(r'"default_model_filename"\s*:\s*"model\.py"')
 
 
 def leaks(case: Case, reply: Reply) -> list[str]:

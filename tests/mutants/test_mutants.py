@@ -1,4 +1,7 @@
-"""Every bug planted outside of the core is noticed by the tests that are named for it, and these pass without it."""
+"""A share of the bugs planted outside of the core is noticed by the tests that are named for it, and these pass without it.
+
+Each takes a pytest process of its own, so only every tenth is tried here. `python -m tests.mutants` tries all.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,20 @@ import pytest
 from tests.mutants.catalogue import TESTS_FAILED, find, mutants, run_tests
 
 NAMES = [mutant.name for mutant in mutants()]
+SAMPLE = NAMES[::10]
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_there_are_enough_of_them():
+    assert len(NAMES) >= 60
+
+
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_noticed(name):
     status, output = run_tests(find(name).tests, name)
     assert status == TESTS_FAILED, f"{name} with pytest status {status}:\n{output[-2000:]}"
 
 
 def test_without_a_planted_bug_the_same_tests_pass():
-    tests = sorted({test for name in NAMES for test in find(name).tests})
+    tests = sorted({test for name in SAMPLE for test in find(name).tests})
     status, output = run_tests(tests)
     assert status == 0, output[-2000:]
