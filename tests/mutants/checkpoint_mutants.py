@@ -18,6 +18,7 @@ from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
 from deploy import model_source
 from kernels.cpu import build, trust
+from tests.mutants.changes import change
 
 SetAttribute = Callable[[object, str, Any], None]
 
@@ -40,7 +41,7 @@ def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
 
 
 def a_byte_too_many_is_read(set_attribute: SetAttribute) -> None:
-    set_attribute(model_files, "MAX_JSON_BYTES", model_files.MAX_JSON_BYTES + 1)
+    change(model_files, "find_file", ("st_size > most_bytes", "st_size > most_bytes + 1"))(set_attribute)
 
 
 def an_index_may_name_paths(set_attribute: SetAttribute) -> None:
