@@ -18,7 +18,6 @@ from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
 from deploy import model_source
 from kernels.cpu import build, trust
-
 from tests.mutants.changes import change
 
 SetAttribute = Callable[[object, str, Any], None]
@@ -42,7 +41,7 @@ def blobs_anywhere_are_a_hub_s(set_attribute: SetAttribute) -> None:
 
 
 def a_byte_too_many_is_read(set_attribute: SetAttribute) -> None:
-    change(model_files, "find_file", ("found.st_size > most_bytes", "found.st_size > most_bytes + 1"))(set_attribute)
+    change(model_files, "find_file", ("st_size > most_bytes", "st_size > most_bytes + 1"))(set_attribute)
 
 
 def an_index_may_name_paths(set_attribute: SetAttribute) -> None:

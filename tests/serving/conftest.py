@@ -38,6 +38,7 @@ def make_server(executor: ScriptedExecutor) -> Iterator[Callable[..., ModelServe
     switch_interval = sys.getswitchinterval()
     yield make
     sys.setswitchinterval(switch_interval)
+    executor.settle()  # as Triton, which ends a model only when its requests have been answered
     for server in made:
         server.finalize()
         assert server.num_live_streams == 0, "every accepted request has ended"

@@ -95,11 +95,21 @@ class ScriptedExecutor:
     def error(self, request_id: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> None:
         self._put(request_id, Response(RequestId(request_id), error_or_none=message, error_code=code))
 
+    def settle(self) -> None:
+        """Wait until all that was said has been told to the callbacks."""
+        if not self.was_shut_down:
+            settled = threading.Event()
+            self._queue.put(settled)
+            assert settled.wait(20)
+
     def _put(self, request_id: int, response: Response) -> None:
         self._queue.put((request_id, response))
 
     def _read(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             request_id, response = item
             on_response = self.live.get(request_id)
             if on_response is None:  # it has ended: exactly one final response per request
