@@ -48,7 +48,7 @@ from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
 from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from benchmarks.quality_quantized import document_of, measure_checkpoints, table_of
-from kernels.quantize import dequantize, quantize_activations, quantize_weight
+from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from tools.make_random_model import make_random_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -44,7 +44,7 @@ from backend.core.step import ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.executor.engine_process import calm_garbage_collector
-from backend.wire.server import EngineServer
+from backend.wire.engine_server import EngineServer
 from benchmarks.admission import admission_table, measure_admission
 
 RESULTS = Path(__file__).parent / "results"

@@ -115,7 +115,7 @@ def through_triton(config: EngineConfig, run_dir: Path) -> tuple[Measure, Callab
     """(measure, close): a server of its own, one gRPC connection and stream a request."""
     import tritonclient.grpc as grpc
 
-    from deploy.server import TritonServer
+    from deploy.triton_server import TritonServer
 
     server = TritonServer(config, run_dir=run_dir, exit_timeout_s=5)
     server.start()

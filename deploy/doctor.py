@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deploy import ROOT, libpython, tritonserver
+from deploy import ROOT, invocation, libpython
 from deploy.environment import is_complete, requirements_hash
 from deploy.errors import UserError
 from deploy.ports import Ports, check_port
@@ -122,7 +122,7 @@ def stub_library() -> Finding:
 
 def server() -> Finding:
     try:
-        installation = tritonserver.find_installation()
+        installation = invocation.find_installation()
     except UserError as error:
         return Finding("tritonserver", "fail", "not found", str(error))
     if installation.wheel is None:

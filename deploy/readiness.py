@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from deploy import probe
-from deploy.tritonserver import ADMIN_HEADER
+from deploy.invocation import ADMIN_HEADER
 
 SENTINEL = "everbatch_not_ready"
 TIMEOUT_S = 2.0

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from backend.api.config import EngineConfig
 from deploy import ROOT
-from deploy.server import TritonServer
+from deploy.triton_server import TritonServer
 
 DEFAULT_MODEL = ROOT / "models" / "default"
 

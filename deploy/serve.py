@@ -18,8 +18,8 @@ from deploy.errors import UserError
 from deploy.model_source import resolve_model
 from deploy.ports import Ports, is_loopback
 from deploy.report import ConsoleReporter, differences, effective
-from deploy.server import TritonServer
 from deploy.supervisor import StopSignals, supervise
+from deploy.triton_server import TritonServer
 
 DEFAULT_REPOSITORY = ROOT / "model_repository"
 

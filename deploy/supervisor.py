@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Protocol, Self
 
 from deploy.errors import Failure, ServerFailed
-from deploy.server import StartCancelled
+from deploy.triton_server import StartCancelled
 
 MAX_FAILURES = 5  # in a row, without being ready in between
 MAX_FIRST_STARTS = 3

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from kernels import sampling
-from kernels.choose_tokens_keys import (
+from kernels.common.choose_tokens_keys import (
     choose_key,
     factor_of,
     floor_of,
@@ -50,7 +50,7 @@ from kernels.choose_tokens_keys import (
     weight_and_exponent_of,
     weight_of,
 )
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 LOG2_E = 1.4426950408889634
 SLACK = 2.0**-18  # of float32 softmax: a few 2^-24 in a logit's difference, times up to 28 of exponent, and its sum

@@ -10,7 +10,7 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 FlashAttention (Dao 2023) with pages. A tile is BLOCK_M rows: the queries of some tokens for all heads of a kv head. As in vLLM's
 unified attention a program finds its row by itself: the grid depends on shapes alone, so nothing waits for the device and a CUDA
-graph can hold it. Pools: kernels/kv_format.py; int8 and int4 are made 16-bit before the products.
+graph can hold it. Pools: kernels/common/kv_format.py; int8 and int4 are made 16-bit before the products.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
 
@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_format import KVPool, dequantize_rows, load_seen, scale_and_least, unpack
-from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, next_power_of_two, runs_on, tl
+from kernels.common.kv_format import KVPool, dequantize_rows, load_seen, scale_and_least, unpack
+from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 
 class Case(NamedTuple):

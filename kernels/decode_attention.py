@@ -6,7 +6,7 @@
 A program has a row, a kv head and a split of the tokens. A split is a number of tokens, and splits are merged in order: a row's
 result does not depend on the batch, nor on the tables' width.
 
-Quantised pools (kernels/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind; QServe, Lin et
+Quantised pools (kernels/common/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind; QServe, Lin et
 al. 2024), but folded:
 
     q.k           = scale_k * q.n + least_k * sum(q)
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention
-from kernels.kv_format import KVPool, floats_of_int4, floats_of_int8, load_seen, scale_and_least, unpacking
+from kernels.common.kv_format import KVPool, floats_of_int4, floats_of_int8, load_seen, scale_and_least, unpacking
+from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 from kernels.merge_splits import finished, merge_splits
-from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (heads, kv_heads, head_dim, block_size, lengths, window)
 CASES = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, vocab, hidden)
 CASES = [(1, 5, 64), (9, 31, 96), (17, 8, 40), (3, 11, 1031), (0, 4, 16)]

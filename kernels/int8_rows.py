@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton_runtime import jit, tl
+from kernels.common.triton_runtime import jit, tl
 
 GROUP = 128  # columns of a sum
 LEAST = 1e-35  # 127 / max |y| would overflow below

@@ -2,7 +2,7 @@
 
     q, k = norm(q), norm(k)                     RMSNorm over head_dim, where the model has it (Qwen3); kernels/rms_norm.py
     q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
-    pool[cell] = k, v                           as they are or quantised: kernels/kv_format.py
+    pool[cell] = k, v                           as they are or quantised: kernels/common/kv_format.py
 
 for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. All in float32 from qkv on: a value is rounded once, when it
 is written. A cell is a token's physical position, block * block_size + offset. A token whose cell is -1 pads the batch of a CUDA
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import rms_norm, rope
-from kernels.kv_format import KVPool, pack, quantize_rows
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
+from kernels.common.kv_format import KVPool, pack, quantize_rows
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, heads, kv_heads, head_dim, block_size)
 CASES = [(1, 1, 1, 8, 4), (5, 4, 2, 64, 16), (7, 9, 3, 80, 2), (4, 2, 1, 96, 16), (3, 16, 8, 128, 8)]
@@ -138,7 +138,7 @@ def _quantized(
     inside,  # [1, HALF_BLOCK]
     BITS: tl.constexpr,
 ):
-    """-> q of a and of b, int32; scale, least float16 [GROUP]: kernels/kv_format.py's quantize_rows."""
+    """-> q of a and of b, int32; scale, least float16 [GROUP]: kernels/common/kv_format.py's quantize_rows."""
     MOST_Q: tl.constexpr = (1 << BITS) - 1
     low = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
     high = tl.max(tl.where(inside, tl.maximum(a, b), float("-inf")), 1)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 # (rows, vocab, n)
 CASES = [(1, 1, 1), (3, 17, 17), (4, 50, 0), (2, 100, 20), (3, 5000, 5), (2, 8192, 20), (1, 12345, 1)]

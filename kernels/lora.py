@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 from kernels.moe import Groups, group_rows
-from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, ranks of the adapters, max_rank, k, widths of the slices)
 CASES = [

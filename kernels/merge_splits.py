@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import Variant, jit, runs_on, tl
+from kernels.common.triton_runtime import Variant, jit, runs_on, tl
 
 # (heads, head_dim, split, lengths, window)
 CASES = [(2, 32, 4, (3, 0, 40), 0), (1, 64, 2, (75, 1), 0), (3, 32, 4, (70, 66, 9), 11), (2, 32, 1, (40,), 1)]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
+from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 
 # (tokens, experts, top_k, k, n, ids): "any", "one" expert for all tokens, "few" (most experts empty), "absent" (some ids are -1)
 CASES = [

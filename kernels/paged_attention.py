@@ -9,7 +9,7 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
 Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds
 (NaN of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that
-have left the window (-1) and beyond the end are never used as an index. Pool layouts: kernels/kv_format.py.
+have left the window (-1) and beyond the end are never used as an index. Pool layouts: kernels/common/kv_format.py.
 
 `plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
 reference gathers, and dequantises what is quantised: rows with one query go together, in groups of like length, the others one
@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.common.kv_format import KVPool, unpack
+from kernels.common.transfer import place
+from kernels.common.triton_runtime import runs_at
 from kernels.context_attention import context_attention
 from kernels.decode_attention import SPLIT_TOKENS, decode_attention
-from kernels.kv_format import KVPool, unpack
-from kernels.transfer import place
-from kernels.triton_runtime import runs_at
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
 DECODE_HEAD_DIMS = (32, 64, 128, 256)  # others take the kernel for contexts

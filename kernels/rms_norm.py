@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import int8_rows
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 from kernels.int8_rows import Int8Rows, int8_scales, store_int8
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 256), (2, 3, 40)]  # shapes of x; the last dimension is normalised
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import int8_rows
+from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 from kernels.int8_rows import Int8Rows, int8_scales, store_int8
-from kernels.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
 

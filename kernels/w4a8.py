@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from kernels import w8a8
-from kernels.gemm_tiles import GroupTiles as Tiles
-from kernels.gemm_tiles import splits_of, tiles_of
+from kernels.common.gemm_tiles import GroupTiles as Tiles
+from kernels.common.gemm_tiles import splits_of, tiles_of
+from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 from kernels.int8_rows import GROUP, Int8Rows
-from kernels.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 from kernels.w4a16 import pack, unpack
 from kernels.w8a8 import MOST_K, add_parts, scaled
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from kernels import int8_rows
-from kernels.gemm_tiles import splits_of, tiles_of
+from kernels.common.gemm_tiles import splits_of, tiles_of
+from kernels.common.triton_runtime import Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 from kernels.int8_rows import Int8Rows, int8_scales, store_int8
-from kernels.triton_runtime import Variant, architecture_of, jit, next_power_of_two, runs_on, tl
 
 # (m, n, k)
 CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 192), (300, 130, 48), (0, 64, 128)]

@@ -25,7 +25,7 @@ from backend.api.response import FinishReason, Response
 from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
-from backend.core.step import SampledToken, StepOutput, WorkerGroup, WorkersLost
+from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits

@@ -21,7 +21,7 @@ from backend.api.errors import EverbatchError
 from backend.core.messages import Hello
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.wire.server import EngineServer
+from backend.wire.engine_server import EngineServer
 
 log = logging.getLogger("everbatch.engine")
 

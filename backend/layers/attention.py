@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.layers.linear import Linear
+from kernels.common.kv_format import KVPool
 from kernels.int8_rows import Int8Rows
 from kernels.kv_append import kv_append
-from kernels.kv_format import KVPool
 from kernels.paged_attention import Plan, paged_attention
 
 

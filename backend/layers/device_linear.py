@@ -26,8 +26,8 @@ from backend.layers.linear import (
     num_bytes_of,
 )
 from kernels import w4a16, w8a8
+from kernels.common.triton_runtime import runs_at
 from kernels.int8_rows import Int8Rows
-from kernels.triton_runtime import runs_at
 from kernels.w4a8 import Weight4A8, w4a8
 from kernels.w4a16 import Weight4
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import w4a8, w4a16
+from kernels.common.quantize import dequantize, quantize_activations, row_slices
 from kernels.int8_rows import Int8Rows
-from kernels.quantize import dequantize, quantize_activations, row_slices
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -28,7 +28,7 @@ QuantizedFormat = Literal["int8", "w8a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/quantize.py. A checkpoint's own values may include -128."""
+    """A weight in the format of kernels/common/quantize.py. A checkpoint's own values may include -128."""
 
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]

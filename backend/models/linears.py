@@ -13,7 +13,7 @@ from backend.api.errors import ConfigError
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, make_torch_linear
 from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
-from kernels.quantize import DEFAULT_GROUPS, quantize_weight
+from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 
 WHOLE_ROW = -1  # as LinearOptions.group: one scale a row
 

@@ -16,8 +16,8 @@ from backend.layers.rotary import rotary_tables
 from backend.models.config import ModelConfig
 from backend.models.linears import LinearBuilder, LinearOptions
 from backend.models.tensors import TensorSource
+from kernels.common.kv_format import KVPool
 from kernels.embedding import embedding
-from kernels.kv_format import KVPool
 from kernels.paged_attention import Plan
 from kernels.rms_norm import rms_norm
 

@@ -4,7 +4,7 @@
     per channel     NAME.s1_szeros float16 [n]                                              group_size -1
     per group       NAME.s2_scales, NAME.s2_zeros int8 [k / 128, n]                         group_size 128
 
-Source: OmniServe's converter; the layout is kernels/qserve_checkpoint.py's.
+Source: OmniServe's converter; the layout is kernels/common/qserve_checkpoint.py's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from backend.api.errors import ConfigError
 from backend.api.model_files import convert
 from backend.models.quantized import QuantizedLayers, Scheme, first_obstacle, unsupported
 from backend.models.tensors import TensorSource
+from kernels.common.qserve_checkpoint import from_qserve
 from kernels.int8_rows import GROUP
-from kernels.qserve_checkpoint import from_qserve
 from kernels.w4a8 import Weight4A8
 
 

@@ -17,7 +17,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], QuantizedLayers]] = {
     "gptq": gptq.parse,
     "qoq": qoq.parse,
 }
-# What `everbatch quantize --kv` writes: as the KV cache of kernels/kv_format.py is quantised, whatever the text.
+# What `everbatch quantize --kv` writes: as the KV cache of kernels/common/kv_format.py is quantised, whatever the text.
 _KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
 _KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
 

@@ -26,7 +26,7 @@ from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
 from backend.quant.folds import Layer
-from kernels.kv_format import KVPool, PlainPool, QuantizedPool
+from kernels.common.kv_format import KVPool, PlainPool, QuantizedPool
 from kernels.paged_attention import AttentionRows, plan_attention
 
 ROWS_AT_ONCE = 4

@@ -7,7 +7,7 @@ from torch import Tensor
 from backend.quant.calibration import Inputs
 from backend.quant.grids import CLIP_RATIOS, Grid, clipped, compensated, nearest, values
 from backend.quant.schemes import Scheme
-from kernels.quantize import dequantize, quantize_activations
+from kernels.common.quantize import dequantize, quantize_activations
 
 
 def round_to(scheme: Scheme, weight: Tensor, inputs: Inputs | None) -> tuple[Tensor, Grid]:

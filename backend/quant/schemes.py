@@ -3,7 +3,7 @@
     w8a8     compressed-tensors "int-quantized": int8, one scale a row
     w4a16    compressed-tensors "pack-quantized": 4 bits in groups along k, the scale of the weights' own type. Eight numbers an
              int32, the first in the lowest bits, each + 8; zero points likewise, but packed along n
-    w4a8     QServe's (kernels/qserve_checkpoint.py), with groups of 128 and two levels of scales, or one scale a row
+    w4a8     QServe's (kernels/common/qserve_checkpoint.py), with groups of 128 and two levels of scales, or one scale a row
 
 The output head and the embedding stay floats in all of them.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.quant.grids import Grid
-from kernels.qserve_checkpoint import TILE, to_qserve
-from kernels.quantize import quantize_weight
+from kernels.common.qserve_checkpoint import TILE, to_qserve
+from kernels.common.quantize import quantize_weight
 from kernels.w4a8 import GROUP, MOST_8, MOST_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import GROUPS, pack
 

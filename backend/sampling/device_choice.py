@@ -18,9 +18,9 @@ from backend.core.step import SampledToken
 from backend.sampling.slots import SlotOptions, SlotParameters
 from backend.sampling.torch_choice import add_sparse
 from kernels.choose_tokens import Penalties, Rows, choose_tokens
+from kernels.common.transfer import Fetched, place
 from kernels.cpu.sampling import FloatColumn, IntColumn
 from kernels.log_probs import LogProbs, log_probs
-from kernels.transfer import Fetched, place
 
 
 class Number(IntEnum):

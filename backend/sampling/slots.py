@@ -15,8 +15,8 @@ from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow
+from kernels.common.transfer import place
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
-from kernels.transfer import place
 
 LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
 UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`; NEVER of `special_until`, too: its end never comes

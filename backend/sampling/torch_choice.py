@@ -14,8 +14,8 @@ from torch import Tensor
 from backend.core.step import SampledToken
 from backend.sampling.slots import SlotOptions, SlotParameters
 from kernels import sampling as kernel
+from kernels.common.transfer import place
 from kernels.cpu.sampling import FloatColumn, IntColumn
-from kernels.transfer import place
 
 
 class TorchChoice:

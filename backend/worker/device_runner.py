@@ -24,10 +24,10 @@ from backend.worker.graphs import Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import prepare
+from kernels.common.kv_format import PoolLayout
+from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for
-from kernels.kv_format import PoolLayout
 from kernels.paged_attention import DECODE_HEAD_DIMS, DevicePlan, DeviceRows, plan_attention
-from kernels.transfer import even, place
 
 LADDER = (1, 2, 4, 8, *range(16, 256, 8), *range(256, 513, 32))  # rows of a decode step; above it, multiples of 128
 LEAST_WIDTH_TOKENS = 1024  # of the block tables of a decode step: this, or four times as often as it takes

@@ -31,7 +31,7 @@ from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Choice, KVBlock, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
-from kernels.kv_format import PoolLayout
+from kernels.common.kv_format import PoolLayout
 
 log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
+from kernels.common.transfer import even, place
 from kernels.paged_attention import AttentionRows
-from kernels.transfer import even, place
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.transfer import place
 from kernels.cpu.memory import allocate
-from kernels.transfer import place
 
 
 class KVStorage:

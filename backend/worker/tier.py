@@ -24,12 +24,12 @@ from backend.api.errors import ConfigError
 from backend.core.step import Row
 from backend.models.config import ModelConfig
 from backend.worker.input_batch import InputBatch
+from kernels.common.kv_format import PlainPool, PoolLayout, QuantizedPool
+from kernels.common.triton_runtime import runs_at
 from kernels.cpu import build, isa
 from kernels.cpu.decoder import MAX_HEAD_DIM, UNIT
 from kernels.cpu.library import load_kernels
-from kernels.kv_format import PlainPool, PoolLayout, QuantizedPool
 from kernels.paged_attention import KERNEL_BLOCK_SIZES
-from kernels.triton_runtime import runs_at
 
 log = logging.getLogger("everbatch.worker")
 

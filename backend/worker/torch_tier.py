@@ -11,7 +11,7 @@ from backend.core.step import Row
 from backend.models.llama import Llama
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
-from kernels.kv_format import PoolLayout
+from kernels.common.kv_format import PoolLayout
 from kernels.paged_attention import plan_attention
 
 

@@ -17,7 +17,7 @@ from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.report import differences, effective
 from deploy.serve import ServeOptions, effective_config
-from deploy.server import TritonServer
+from deploy.triton_server import TritonServer
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy import doctor, libpython, tritonserver
+from deploy import doctor, invocation, libpython
 from deploy.doctor import Finding
 from deploy.errors import UserError
 
@@ -43,7 +43,7 @@ def test_a_missing_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise UserError("no tritonserver anywhere")
 
-    monkeypatch.setattr(tritonserver, "find_installation", none)
+    monkeypatch.setattr(invocation, "find_installation", none)
     assert doctor.server() == Finding("tritonserver", "fail", "not found", "no tritonserver anywhere")
 
 

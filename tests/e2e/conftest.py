@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import EngineConfig, load_config
-from deploy.server import TritonServer
+from deploy.triton_server import TritonServer
 from tests.e2e.wire import TokenClient, eventually, scrape
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens

@@ -17,7 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backend.text.tokenizer import Tokenizer
-from deploy.server import TritonServer
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import TYPES, TokenClient, eventually, ids_of, post
 

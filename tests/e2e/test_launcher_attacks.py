@@ -9,8 +9,8 @@ from threading import Thread
 import pytest
 
 from deploy import memory
-from deploy.server import TritonServer
 from deploy.supervisor import StopSignals, supervise
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import post
 

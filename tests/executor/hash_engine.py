@@ -15,7 +15,7 @@ from backend.core.messages import Hello
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.wire.server import EngineServer
+from backend.wire.engine_server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
 HANGS = 666

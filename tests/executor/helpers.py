@@ -15,7 +15,7 @@ from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.executor import Executor
-from backend.wire.server import EngineServer
+from backend.wire.engine_server import EngineServer
 from tests.fakes.hash_worker import HashWorkerGroup
 
 CONFIG = EngineConfig(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu import stand_in
 from benchmarks.gpu.case import LIMITS
-from kernels.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
+from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
 
 try:
     import pytest

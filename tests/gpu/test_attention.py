@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import context_attention, decode_attention, kv_append
-from kernels.kv_format import unpack
+from kernels.common.kv_format import unpack
 from tests.gpu.harness import (
     DEVICE,
     HALVES,

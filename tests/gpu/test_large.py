@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Random
 from benchmarks.gpu.cases import all_cases
 from kernels import context_attention, decode_attention, kv_append, log_probs
-from kernels.kv_format import KVPool, QuantizedPool, plain_pool
+from kernels.common.kv_format import KVPool, QuantizedPool, plain_pool
 from tests.gpu.harness import (
     DEVICE,
     HALVES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backend.api import load_config
 from deploy.processes import STUB_NAME, Process, processes_of_run
-from deploy.server import TritonServer
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT
 
 START_TIMEOUT_S = 180.0

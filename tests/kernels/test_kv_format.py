@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels import kv_format
-from kernels.kv_format import (
+from kernels.common import kv_format
+from kernels.common.kv_format import (
     PlainPool,
     QuantizedPool,
     dequantize_rows,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import qserve_checkpoint as layout
 from kernels import w4a8
+from kernels.common import qserve_checkpoint as layout
 from tests.kernels.numbers import random_tensor
 
 # qweight.flatten()[at:at + 24] of q[r, c] = (7 r + 3 c + r c // 5) % 16, 64 rows and 128 columns, by DeepCompressor 0.1.0.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import paged_attention, rms_norm, rope, silu_mul
-from kernels.kv_format import plain_pool
+from kernels.common.kv_format import plain_pool
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative to 1 + |expected|
 DTYPES = list(TOLERANCE)

@@ -13,15 +13,15 @@ from backend.executor.mailbox import Mailboxes
 from backend.executor.watch import Watch
 from backend.wire import framing
 from backend.wire.client import SocketTransport
+from backend.wire.engine_server import Connection, EngineServer
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing
-from backend.wire.server import Connection, EngineServer
 from tests.mutants.changes import Plant, change
 
 CORE = ["tests/engine/test_core_guards.py"]
 LOOP = ["tests/engine/test_loop.py", "tests/engine/test_core_guards.py"]
-SERVER = ["tests/wire/test_server.py"]
-OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_server.py"]
+SERVER = ["tests/wire/test_engine_server.py"]
+OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
 PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
 MANAGER = ["tests/executor/test_gpt_manager.py"]

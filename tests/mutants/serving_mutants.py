@@ -11,7 +11,7 @@ from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.outputs import TextOutput
 from backend.serving.pump import ResponsePump
-from backend.serving.server import ModelServer
+from backend.serving.model_server import ModelServer
 from backend.serving.text_pool import TextPool
 from tests.mutants.changes import Plant, change
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.layers import attention
+from kernels.common.kv_format import KVPool
+from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.kv_append import kv_append
-from kernels.kv_format import KVPool
-from kernels.quantize import dequantize, quantize_activations
 from tests.model.driver import Driver
 from tests.native.families import NUM_FAMILIES, VOCAB, Play, random_family
 from tests.native.harness import SANITIZE, Format, native_driver, prompt, threads, torch_driver
-from tests.quantize.checkpoints import ACTIVATIONS, ODD, quantization_config, write_pair
+from tests.weight_formats.checkpoints import ACTIVATIONS, ODD, quantization_config, write_pair
 from tools.make_random_model import make_random_model
 
 EXACT = 1e-4  # absolute, of logits of magnitude 1 to 10: the same sums in another order

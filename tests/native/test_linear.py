@@ -13,8 +13,8 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
+from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.isa import AMX_EMULATED
-from kernels.quantize import dequantize, quantize_activations, quantize_weight
 from tests.native.harness import threads
 
 DTYPES = [torch.float32, torch.bfloat16]

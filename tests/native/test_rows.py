@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import quantize, rms_norm, silu_mul
+from kernels import rms_norm, silu_mul
+from kernels.common import quantize
 
 ROUNDING = 1e-6  # relative to 1 + |expected|
 

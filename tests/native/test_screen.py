@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
 from kernels.cpu.isa import AMX_EMULATED
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.screen import GROUP, Screen
-from kernels.quantize import dequantize, quantize_activations, quantize_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS, HEAD_DIM, INTERMEDIATE, MAX_LEN, BLOCK = 2, 32, 64, 32, 32

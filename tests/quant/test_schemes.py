@@ -9,7 +9,7 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.quant.grids import nearest, values
 from backend.quant.schemes import W4A8, W4A16, W8A8, make_scheme, pack_words
-from kernels.qserve_checkpoint import from_qserve
+from kernels.common.qserve_checkpoint import from_qserve
 from kernels.w4a8 import dequantize
 
 

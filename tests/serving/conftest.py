@@ -13,7 +13,7 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 
 from backend.api import EngineConfig  # noqa: E402
 from backend.api.config import TritonConfig  # noqa: E402
-from backend.serving.server import ModelServer  # noqa: E402
+from backend.serving.model_server import ModelServer  # noqa: E402
 from backend.serving.tensors import TOKEN_MODEL  # noqa: E402
 from backend.serving.token_requests import parse_token_requests  # noqa: E402
 from tests.serving.scripted import ScriptedExecutor  # noqa: E402

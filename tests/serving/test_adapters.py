@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError
-from backend.serving import environment, models
+from backend.serving import assembly, environment
 from backend.serving.environment import RunDirectory, check_numpy
 from backend.serving.tensors import MODELS
 from tests.serving.helpers import streamed
@@ -42,8 +42,8 @@ def test_an_adapter_loads_serves_and_finalizes(path: Path, monkeypatch: pytest.M
     executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
     monkeypatch.delenv("EVERBATCH_CONFIG", raising=False)
-    monkeypatch.setattr(models.Executor, "launch", lambda config, socket_path: executor)
-    monkeypatch.setattr(models.Executor, "attach", lambda socket_path, wait_s: executor)
+    monkeypatch.setattr(assembly.Executor, "launch", lambda config, socket_path: executor)
+    monkeypatch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
     interval = sys.getswitchinterval()
     model = load(path)
     model.initialize({**ARGS, "model_name": path.parents[1].name})
@@ -65,9 +65,9 @@ def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.Monke
         raise ConfigError("model.path: File does not exist")
 
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(models.Executor, "launch", fail)
+    monkeypatch.setattr(assembly.Executor, "launch", fail)
     with pytest.raises(ConfigError, match="File does not exist"):
-        models.load_token_model({**ARGS, "model_name": "tensorrt_llm"})
+        assembly.load_token_model({**ARGS, "model_name": "tensorrt_llm"})
     assert not RunDirectory(tmp_path).has_owner()
 
 
@@ -115,7 +115,7 @@ def test_the_stub_process_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys; from tests.serving import fake_triton\n"
         "sys.modules['triton_python_backend_utils'] = fake_triton\n"
-        "import backend.serving.models\n"
+        "import backend.serving.assembly\n"
         "heavy = {'torch', 'transformers', 'triton', 'ray', 'safetensors'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -12,7 +12,7 @@ from benchmarks.gpu.case import Case, Check, Peer, Random, near, within_ties, wo
 from benchmarks.gpu.cases.pools import Heads, heads_for, make_pool
 from benchmarks.gpu.goals import at_most_us, of_floor
 from kernels import kv_append
-from kernels.kv_format import KVPool, unpack
+from kernels.common.kv_format import KVPool, unpack
 
 TOKENS = {64: 5, 2048: 9, 8192: 13}  # and in the interpreter
 GOALS = {64: at_most_us(3), 2048: of_floor(0.80), 8192: of_floor(0.80)}

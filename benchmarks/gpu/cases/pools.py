@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import Random
-from kernels.kv_format import KVPool, QuantizedPool, plain_pool
+from kernels.common.kv_format import KVPool, QuantizedPool, plain_pool
 
 
 class Heads(NamedTuple):

@@ -24,7 +24,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         _find_backend()
-        from backend.serving.models import load_text_model  # here, so that a mere import of this file stays light
+        from backend.serving.assembly import load_text_model  # here, so that a mere import of this file stays light
 
         self._server = load_text_model(args)
 

@@ -1,5 +1,5 @@
 """Kernels compiled for GPUs that are not here. Only in a process of its own: tests/kernels/test_triton.py starts it."""
 
-from kernels.triton_runtime import AVAILABLE, INTERPRETED
+from kernels.common.triton_runtime import AVAILABLE, INTERPRETED
 
 collect_ignore_glob = [] if AVAILABLE and not INTERPRETED else ["test_*.py"]

@@ -1,5 +1,5 @@
 """Kernels in Triton's interpreter. Only in a process of its own: tests/kernels/test_triton.py starts it."""
 
-from kernels.triton_runtime import INTERPRETED
+from kernels.common.triton_runtime import INTERPRETED
 
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]

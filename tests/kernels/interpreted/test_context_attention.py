@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention as kernel
+from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
 from kernels.context_attention import Case, Tiles
-from kernels.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import decode_attention as kernel
-from kernels.kv_format import (
+from kernels.common.kv_format import (
     QuantizedPool,
     floats_of_int4,
     floats_of_int8,
@@ -16,7 +16,7 @@ from kernels.kv_format import (
     unpack,
     unpacking,
 )
-from kernels.triton_runtime import jit, tl
+from kernels.common.triton_runtime import jit, tl
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 SPLIT = 128  # so that short rows have several

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import kv_append as kernel
-from kernels.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
+from kernels.common.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 SEQ_LEN = 40

@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.layers.device_linear import W4A8Linear, W4A16Linear, W8A8Linear, make_triton_linear
 from backend.layers.linear import DenseLinear, QuantizedLinear, QuantizedWeight, Weight, make_torch_linear
 from kernels import int8_rows, w4a8, w4a16, w8a8
-from kernels.quantize import quantize_weight
+from kernels.common.quantize import quantize_weight
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 N, K = 72, 256

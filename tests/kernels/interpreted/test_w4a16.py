@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import w4a16 as kernel
-from kernels.kv_format import unpacking
+from kernels.common.kv_format import unpacking
 from tests.kernels.numbers import assert_near, random_tensor
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -21,8 +21,8 @@ from backend.models.loader import load_directory
 from backend.models.quantized import SUPPORTED
 from backend.models.tensors import TensorSource
 from kernels import w4a8, w4a16
-from tests.quantize.checkpoints import ACTIVATIONS, WEIGHTS, quantization_config
-from tests.quantize.four_bits import IN_EIGHT_BITS, LAYOUTS, Pair, awq, compressed, gptq, qoq, write_pair
+from tests.weight_formats.checkpoints import ACTIVATIONS, WEIGHTS, quantization_config
+from tests.weight_formats.four_bits import IN_EIGHT_BITS, LAYOUTS, Pair, awq, compressed, gptq, qoq, write_pair
 
 PARTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
 PARTS += (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))

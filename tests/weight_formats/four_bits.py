@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.quantize.checkpoints import WEIGHTS, quantization_config
+from tests.weight_formats.checkpoints import WEIGHTS, quantization_config
 from tools.make_random_model import make_random_model
 
 SIZES = dict(hidden_size=128, head_dim=32, num_attention_heads=4, intermediate_size=256, num_hidden_layers=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantize import (
+from kernels.common.quantize import (
     CASES,
     ELEMENTS_AT_ONCE,
     dequantize,

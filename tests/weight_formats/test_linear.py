@@ -16,7 +16,7 @@ from backend.layers.linear import (
     make_torch_linear,
     onednn_packs,
 )
-from kernels.quantize import ELEMENTS_AT_ONCE, quantize_activations, quantize_weight
+from kernels.common.quantize import ELEMENTS_AT_ONCE, quantize_activations, quantize_weight
 
 SHAPES = [(1, 1), (7, 5), (131, 48), (60, 100), (33, 257), (256, 256)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative to 1 + |expected|

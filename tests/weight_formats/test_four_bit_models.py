@@ -19,10 +19,10 @@ from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory
 from backend.worker.native_tier import PackLinears
 from benchmarks.quality import row_logits
+from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.build import NativeUnavailable
 from kernels.cpu.library import load_kernels
-from kernels.quantize import dequantize, quantize_activations
-from tests.quantize.four_bits import IN_EIGHT_BITS, IN_SIXTEEN, LAYOUTS, Pair, compressed, write_pair
+from tests.weight_formats.four_bits import IN_EIGHT_BITS, IN_SIXTEEN, LAYOUTS, Pair, compressed, write_pair
 
 ROWS = torch.randint(131, (2, 33), generator=torch.Generator().manual_seed(0))
 LIMIT = 1e-4  # absolute, on logits of magnitude 1 to 10

@@ -19,9 +19,9 @@ from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Heartbeat, H
 from backend.core.step import ModelInfo
 from backend.wire import framing
 from backend.wire.client import wait_until
+from backend.wire.engine_server import EngineServer
 from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
 from backend.wire.heart import Heart
-from backend.wire.server import EngineServer
 
 LIMIT = 10_000
 MINE = 1 << CLIENT_SHIFT
@@ -146,7 +146,7 @@ def test_a_command_under_the_id_of_another_client_is_dropped(peer, posted):
 
 
 def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("backend.wire.server._peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr("backend.wire.engine_server._peer_uid", lambda sock: os.getuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(5)
         stranger.connect(str(tmp_path / "s"))

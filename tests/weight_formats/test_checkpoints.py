@@ -18,8 +18,8 @@ from backend.models.llama import Llama
 from backend.models.loader import load_directory
 from backend.models.quantized import SUPPORTED
 from benchmarks.quality import row_logits
-from kernels.quantize import dequantize, quantize_activations
-from tests.quantize.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
+from kernels.common.quantize import dequantize, quantize_activations
+from tests.weight_formats.checkpoints import ACTIVATIONS, ODD, WEIGHTS, quantization_config, write_config, write_pair
 
 CHANNEL, GROUP = WEIGHTS, WEIGHTS | dict(strategy="group", group_size=32)
 ROWS = torch.randint(131, (2, 33), generator=torch.Generator().manual_seed(0))

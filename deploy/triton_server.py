@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from backend.api.config import EngineConfig
-from deploy import ROOT, health, log_files, memory, probe, rundir, secret_flags, server_log, tritonserver
+from deploy import ROOT, health, invocation, log_files, memory, probe, rundir, secret_flags, server_log
 from deploy.errors import Failure, ServerFailed
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
@@ -131,10 +131,10 @@ class TritonServer:
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.ports.http} is already started; stop() it first")
         self.ports.check_free(self.host)
-        installation = tritonserver.find_installation()
+        installation = invocation.find_installation()
         source = rundir.check_repository(Path(self._model_repository))
         rundir.prepare_run_directory(self.run_dir)
-        backends = tritonserver.prepare_backend_directory(installation, self.run_dir / "backends")
+        backends = invocation.prepare_backend_directory(installation, self.run_dir / "backends")
         repository = rundir.render_repository(source, self.run_dir / "models", decoupled=self.config.triton.decoupled)
         config_file = rundir.write_config(self.run_dir, self.config)
         rundir.write_private(self.run_dir / "admin.key", self.admin_key + "\n")
@@ -142,7 +142,7 @@ class TritonServer:
         self._temporary_socket_directory = sockets if temporary else None
         self._health_directory = sockets / "health"
         health.clear(self._health_directory)
-        command = tritonserver.command_line(
+        command = invocation.command_line(
             installation,
             repository=repository,
             backend_directory=backends,
@@ -152,7 +152,7 @@ class TritonServer:
             exit_timeout_s=self.exit_timeout_s,
             extra=self._extra_flags,
         )
-        variables = tritonserver.environment(
+        variables = invocation.environment(
             installation,
             config_file=config_file,
             socket_directory=sockets,

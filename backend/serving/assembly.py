@@ -16,9 +16,9 @@ from backend.api import EngineUnavailable
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
+from backend.serving.model_server import EngineClient, ModelServer, is_decoupled
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
-from backend.serving.server import EngineClient, ModelServer, is_decoupled
 from backend.serving.tensors import MODELS, TOKEN_MODEL
 from backend.serving.text_requests import TextTools, check_text_requests, parse_text_requests
 from backend.serving.token_requests import parse_token_requests

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton_runtime import INTERPRETED, jit, tl
+from kernels.common.triton_runtime import INTERPRETED, jit, tl
 
 # (rows, head_dim, bits)
 CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]

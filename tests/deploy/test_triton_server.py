@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from backend.api.config import EngineConfig
-from deploy import memory, rundir, secret_flags, tritonserver
+from deploy import invocation, memory, rundir, secret_flags
 from deploy.errors import ServerFailed
-from deploy.server import TritonServer
-from deploy.tritonserver import Installation
+from deploy.invocation import Installation
+from deploy.triton_server import TritonServer
 
 SCRIPT = f"""#!{sys.executable}
 import sys, threading, time
@@ -28,7 +28,7 @@ def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installatio
     script = tmp_path / "tritonserver"
     script.write_text(SCRIPT)
     script.chmod(0o755)
-    monkeypatch.setattr(tritonserver, "find_installation", lambda: Installation(script))
+    monkeypatch.setattr(invocation, "find_installation", lambda: Installation(script))
     return Installation(script)
 
 
@@ -49,7 +49,7 @@ def wait_for(text: str, path: Path) -> str:
 def test_the_server_gets_the_admin_key_and_its_command_line_does_not_show_it(server: TritonServer) -> None:
     server.start()
     said = wait_for("--grpc-restricted-protocol", server.log_path)
-    assert said.count(f"{tritonserver.ADMIN_HEADER}={server.admin_key}") == 2
+    assert said.count(f"{invocation.ADMIN_HEADER}={server.admin_key}") == 2
     for pid in server.processes():
         assert server.admin_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
@@ -63,7 +63,7 @@ def test_where_the_flags_cannot_be_hidden_the_server_runs_all_the_same_and_the_l
     monkeypatch.setattr(secret_flags, "reveal", refuse)
     server.start()
     said = wait_for("--grpc-restricted-protocol", server.log_path)
-    assert said.count(f"{tritonserver.ADMIN_HEADER}={server.admin_key}") == 2
+    assert said.count(f"{invocation.ADMIN_HEADER}={server.admin_key}") == 2
     assert "every user of this machine sees the admin key" in said
 
 

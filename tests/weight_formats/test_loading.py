@@ -17,8 +17,8 @@ from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality import row_logits
-from kernels.quantize import DEFAULT_GROUPS, quantize_weight
-from tests.quantize.checkpoints import ODD
+from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
+from tests.weight_formats.checkpoints import ODD
 from tools.make_random_model import make_random_model
 
 CPU = torch.device("cpu")

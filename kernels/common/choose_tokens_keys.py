@@ -5,7 +5,7 @@ A key is weight * 2^22 + 2^22 - 1 - token, int64: no two are alike, and falling 
 
 from __future__ import annotations
 
-from kernels.triton_runtime import jit, tl
+from kernels.common.triton_runtime import jit, tl
 
 
 @jit

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, libpython, secret_flags, tritonserver
+from deploy import ROOT, invocation, libpython, secret_flags
 from deploy.errors import UserError
+from deploy.invocation import Installation
 from deploy.ports import Ports
-from deploy.tritonserver import Installation
 
 
 def flags(**changes: object) -> list[str]:
@@ -19,11 +19,11 @@ def flags(**changes: object) -> list[str]:
         repository=Path("/models"), backend_directory=None, host="127.0.0.1", ports=Ports(1, 2, 3), shm_prefix="p_",
         exit_timeout_s=7,
     )  # fmt: skip
-    return tritonserver.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]
+    return invocation.command_line(Installation(Path("/bin/server")), **(options | changes))  # type: ignore[arg-type]
 
 
 def variables(installation: Installation, **base: str) -> dict[str, str]:
-    return tritonserver.environment(
+    return invocation.environment(
         installation,
         config_file=Path("/r/config.json"),
         socket_directory=Path("/r"),
@@ -44,7 +44,7 @@ def test_dangerous_apis_ask_for_the_secret_on_both_protocols_and_the_command_lin
     revealed = secret_flags.visible(flags(), variables(Installation(Path("/bin/server"))))
     for flag in ("--http-restricted-api", "--grpc-restricted-protocol"):
         (value,) = [item for item in revealed if item.startswith(flag)]
-        assert value.endswith(f"{tritonserver.ADMIN_HEADER}=secret")
+        assert value.endswith(f"{invocation.ADMIN_HEADER}=secret")
         for api in ("model-repository", "shared-memory", "logging", "trace"):
             assert api in value
     assert not any("secret" in item for item in flags())
@@ -109,7 +109,7 @@ def test_the_backend_directory_is_three_links_and_the_wheel_stays_untouched(
     monkeypatch.setattr(libpython, "find", lambda version=None: "/lib/libpython.so")
     before = sorted(tmp_path.joinpath("wheel").rglob("*"))
     for _ in range(2):  # a second start replaces the links
-        directory = tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")
+        directory = invocation.prepare_backend_directory(wheel, tmp_path / "backends")
     names = {path.name for path in (tmp_path / "backends" / "python").iterdir() if path.is_symlink()}
     assert directory == tmp_path / "backends"
     assert names == {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
@@ -121,11 +121,11 @@ def test_a_missing_libpython_names_the_one_command(
 ) -> None:
     monkeypatch.setattr(libpython, "find", lambda version=None: None)
     with pytest.raises(UserError, match="apt-get install -y libpython3"):
-        tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")
+        invocation.prepare_backend_directory(wheel, tmp_path / "backends")
 
 
 def test_a_python_without_a_stub_is_refused(wheel: Installation, tmp_path: Path) -> None:
     for stub in wheel.wheel.rglob("triton_python_backend_stub"):  # type: ignore[union-attr]
         stub.unlink()
     with pytest.raises(UserError, match="no stub for Python"):
-        tritonserver.prepare_backend_directory(wheel, tmp_path / "backends")
+        invocation.prepare_backend_directory(wheel, tmp_path / "backends")

@@ -12,10 +12,10 @@ import pytest
 
 from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded
 from backend.core.step import ModelInfo
-from backend.serving import server as server_module
+from backend.serving import model_server as server_module
+from backend.serving.assembly import TextFront
 from backend.serving.housekeeper import Housekeeper
-from backend.serving.models import TextFront
-from backend.serving.server import is_decoupled
+from backend.serving.model_server import is_decoupled
 from backend.serving.tensors import ENSEMBLE
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, token_request, uint64
