@@ -1,21 +1,53 @@
-"""What this project's engine uses of msgspec, for machines that cannot install it: structs, `convert`, `structs.replace`.
+"""What this project's engine uses of msgspec, for machines that cannot install it: structs, `convert`, `json.decode`, `Meta`.
 
 msgspec is the one package that the engine imports and that comes neither with torch nor with transformers. These structs are
 dataclasses: slower to make than msgspec's, so the host's time per step is then measured too long; the file of results says
 msgspec "absent". There is no encoding here: no process is talked to.
+A name that a JSON object holds twice is not noticed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+import operator
 import sys
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-class ValidationError(Exception):
+class DecodeError(Exception):
     pass
+
+
+class ValidationError(DecodeError):
+    pass
+
+
+class Raw(bytes):
+    """JSON that is decoded later."""
+
+
+class Meta:
+    """Bounds of a number, as in `Annotated[int, Meta(ge=1)]`."""
+
+    _COMPARE = {
+        "ge": (operator.ge, ">="),
+        "gt": (operator.gt, ">"),
+        "le": (operator.le, "<="),
+        "lt": (operator.lt, "<"),
+        "multiple_of": (lambda value, bound: value % bound == 0, "that's a multiple of"),
+    }
+
+    def __init__(self, **bounds: float):
+        self._bounds = bounds
+
+    def check(self, value: Any, kind: Any, path: str) -> None:
+        for name, bound in self._bounds.items():
+            holds, sign = self._COMPARE[name]
+            if value is not None and not holds(value, bound):
+                raise _wrong(f"Expected `{getattr(kind, '__name__', kind)}` {sign} {bound}", path)
 
 
 class Struct:
@@ -42,6 +74,13 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
+    if kind is Raw:
+        return Raw(json.dumps(value).encode())
+    if origin is Annotated:
+        converted = _convert(value, arguments[0], path)
+        for note in arguments[1:]:
+            note.check(converted, arguments[0], path)
+        return converted
     if origin in (Union, types.UnionType):
         return _of_any(value, arguments, path)
     if origin is Literal:
@@ -67,6 +106,15 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
     raise _expected(getattr(kind, "__name__", str(kind)), value, path)
 
 
+def decode_json(text: str | bytes, *, type: Any = Any) -> Any:
+    """msgspec.json.decode. Raises DecodeError for what is not JSON, ValidationError for what is not of the type."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DecodeError(str(error)) from None
+    return convert(value, type)
+
+
 def _of_any(value: Any, kinds: tuple[Any, ...], path: str) -> Any:
     first = None
     for kind in kinds:
@@ -87,7 +135,7 @@ def _items(value: Any, origin: Any, arguments: tuple[Any, ...], path: str) -> An
 
 
 def _struct(value: dict, kind: type[Struct], path: str) -> Struct:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     unknown = [key for key in value if key not in kind.__struct_fields__]
     if unknown and kind._forbids_unknown:
         raise _wrong(f"Object contains unknown field `{unknown[0]}`", path)
@@ -114,8 +162,11 @@ def install_where_missing() -> bool:
         return False
     except ImportError:
         pass
-    module, structs = types.ModuleType("msgspec"), types.ModuleType("msgspec.structs")
-    module.Struct, module.convert, module.ValidationError, module.structs = Struct, convert, ValidationError, structs
-    structs.replace = dataclasses.replace
-    sys.modules |= {"msgspec": module, "msgspec.structs": structs}
+    names = ("msgspec", "msgspec.structs", "msgspec.json")
+    module, structs, as_json = (types.ModuleType(name) for name in names)
+    for kind in (Struct, Meta, Raw, DecodeError, ValidationError, convert):
+        setattr(module, kind.__name__, kind)
+    module.structs, module.json = structs, as_json
+    structs.replace, structs.asdict, as_json.decode = dataclasses.replace, dataclasses.asdict, decode_json
+    sys.modules |= dict(zip(names, (module, structs, as_json)))
     return True

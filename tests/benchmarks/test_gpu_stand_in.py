@@ -1,7 +1,7 @@
 """msgspec's stand-in does what the engine relies on, as msgspec does it."""
 
 import sys
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType
 
 import msgspec
 import pytest
@@ -16,7 +16,8 @@ def module(request, monkeypatch):
     if request.param is not None:
         return request.param
     monkeypatch.setitem(sys.modules, "msgspec", None)  # import raises ImportError
-    monkeypatch.delitem(sys.modules, "msgspec.structs", raising=False)
+    for name in ("msgspec.structs", "msgspec.json"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert stand_in.install_where_missing()
     return sys.modules["msgspec"]
 
@@ -86,3 +87,27 @@ def test_convert_says_what_is_wrong_and_where(module, kinds, tree, message):
 
 def test_where_msgspec_is_installed_it_is_left_alone():
     assert not stand_in.install_where_missing() and sys.modules["msgspec"] is msgspec
+
+
+def test_numbers_have_bounds(module):
+    Even = Annotated[int, module.Meta(ge=2, le=8, multiple_of=2)]
+
+    class Sized(module.Struct, frozen=True):
+        size: Even
+        share: Annotated[float, module.Meta(gt=0)] | None = None
+
+    assert module.convert({"size": 4, "share": 0.5}, Sized) == Sized(4, 0.5)
+    for wrong in ({"size": 1}, {"size": 3}, {"size": 10}, {"size": 4, "share": 0.0}, {"size": "4"}):
+        with pytest.raises(module.ValidationError, match=r"\$\.(size|share)"):
+            module.convert(wrong, Sized)
+
+
+def test_json_is_decoded_into_types_and_in_two_steps(module, kinds):
+    Inner, _ = kinds
+    raw = module.json.decode('{"a": {"size": 5}, "b": {"size": "5"}}', type=dict[str, module.Raw])
+    assert module.json.decode(raw["a"], type=Inner) == Inner(5)
+    with pytest.raises(module.ValidationError):
+        module.json.decode(raw["b"], type=Inner)
+    assert issubclass(module.ValidationError, module.DecodeError)
+    with pytest.raises(module.DecodeError):
+        module.json.decode("{")
