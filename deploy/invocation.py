@@ -1,8 +1,8 @@
 """Which tritonserver, with which flags and which environment. Nothing here starts a process.
 
-The three hard facts: the stub finds its Python through PATH and not through
-PYTHONPATH; it must embed the libpython of that Python; and every response or readiness default that leaves this machine
-is a decision, so addresses are given explicitly and the dangerous APIs ask for a secret.
+Three facts shape it. The stub finds its Python through PATH and not through PYTHONPATH. The stub must embed the libpython of that
+Python. Triton listens on all interfaces and opens all of its APIs by default, so addresses are given explicitly and the dangerous
+APIs ask for a secret.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
 }
-# The shapes that docs/perf.md measures.
+# The shapes that the benchmarks measure.
 SHAPES: dict[str, dict[str, Any]] = {
     "S": dict(
         hidden_size=288,
@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint directory with random weights.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--family", choices=list(FAMILIES), default="llama")
-    parser.add_argument("--shape", choices=list(SHAPES), help="a size of docs/perf.md; tiny without it")
+    parser.add_argument("--shape", choices=list(SHAPES), help="a size of the benchmarks; tiny without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-shards", type=int, default=1)
     parser.add_argument("--tokenizer-from", type=Path, help="checkpoint directory whose tokenizer is copied")

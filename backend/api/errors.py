@@ -57,7 +57,7 @@ class ConfigError(EverbatchError):
 
 
 class SessionStatus(enum.IntEnum):
-    """Numeric codes of a refused session request (features.md 004-30; LMDeploy TurboMind, `Request::Status`)."""
+    """Numeric codes of a refused session request (docs/features.md 004-30; LMDeploy TurboMind, `Request::Status`)."""
 
     INVALID = 1  # START with STOP, or a continued session that is not known
     CONFLICT = 2  # the same session twice in one poll of the request queue

@@ -9,14 +9,15 @@ Progress is a number, not a mode. With n = num_tokens (all ids known) and c = nu
     context phase      n - c > 1 or no output yet
     generation phase   n - c == 1 and the last token is an output
 
-While steps are in flight, n counts the tokens that they will append (num_inflight_samples), and c the KV that they write.
+While steps are in flight, their outcome counts as there: n then includes the tokens that these steps will append
+(num_inflight_samples), and c the KV that they will write.
 
 Who writes what:
     token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
-    num_inflight_tokens, num_inflight_samples      Scheduler.commit adds a step's, engine.update takes them off
+    num_inflight_tokens, num_inflight_samples      Scheduler.commit adds those of a step, engine.update takes them off again
     slot                           KVCacheManager.commit
-    num_writable_cells, kv_due_at  KVCacheManager; they only say when it need not be asked
+    num_writable_cells, kv_due_at  KVCacheManager, for the scheduler and the engine to see that a step needs nothing of it
     token_ids, request             `end_turn` packs them while a session is idle, `begin_turn` unpacks them
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
 """
@@ -86,11 +87,11 @@ class Sequence:
     token_ids: MutableSequence[int]  # a list; of a session between turns an array of 4 bytes a token
     num_prompt_tokens: int
     num_computed_tokens: int
-    num_inflight_tokens: int  # run by steps whose outcome is not known yet
-    num_inflight_samples: int  # tokens that these steps will append
-    num_writable_cells: int  # KV positions below it have blocks that no other sequence reads: no plan is needed
-    kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens is this far
-    max_computed_tokens: int  # high-water mark of num_computed_tokens over token_ids as they stand; tells recomputation
+    num_inflight_tokens: int  # tokens that steps in flight are running
+    num_inflight_samples: int  # tokens that steps in flight will append
+    num_writable_cells: int  # KV positions below this one lie in blocks that no other sequence reads, so writing needs no plan
+    kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens reaches this
+    max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
     max_output_tokens: int
     num_published_tokens: int  # token_ids up to here have left in responses
     slot: SlotId | None
@@ -197,7 +198,7 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        """Length when the output is at its longest. The last token's KV is never needed, but a session's next turn will."""
+        """Length when the output is at its longest. This request never needs the KV of its last token; a session's next turn does."""
         return self.num_prompt_tokens + self.max_output_tokens
 
     @property
@@ -211,7 +212,7 @@ class Sequence:
 
     @property
     def is_awaited(self) -> bool:
-        """Nothing is left to schedule: steps in flight bring its longest end."""
+        """Whether nothing is left to schedule, because steps in flight bring the sequence to its longest end."""
         samples = self.num_inflight_samples
         if samples:
             return len(self.token_ids) - self.num_prompt_tokens + samples >= self.max_output_tokens
@@ -241,13 +242,15 @@ class Sequence:
         self.log_probs, self.top_log_probs = [], []
 
     def undo_turn(self) -> None:
-        """As if the turn had not been asked: prompt and output leave the log, the random stream is where it was before."""
+        """Undo the turn: its prompt and output leave the log, and the random stream goes back to where the turn began."""
         self.truncate(self.num_history_tokens)
         self.num_prompt_tokens = self.num_history_tokens
         self.seed, self.num_sampled_before = self._random_state_before
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the token ids from `num_tokens` on; KV counters follow. Only between turns, or for tokens nobody has seen."""
+        """Forget the token ids from `num_tokens` on, and cut the KV counters to them. Call it between turns only, or for tokens
+        that no client has seen.
+        """
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
         self.max_computed_tokens = min(self.max_computed_tokens, num_tokens)

@@ -1,7 +1,7 @@
 """Mailboxes: responses that wait to be fetched by `await_responses`, per request id.
 
 Life of an id: open -> responses arrive -> the final one arrives -> it is fetched -> closed. Waiting on a closed id yields
-one error response, for there will never be another (features.md 000-06).
+one error response, for there will never be another (docs/features.md 000-06).
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class KVPlan:
         index = first_cell // geometry.block_size
         source = None
         if first_cell % geometry.block_size and self._ref_count(handles[index].block_id) > 1:
-            # Seen before its first step only. Later its new table would travel with tokens that lack the one in flight.
+            # A shared block can only be met before the sequence's first step. Were it met later, the whole table would have to be
+            # sent with all token ids, and the id that is in flight is not known yet.
             assert not seq.num_inflight_samples, f"{seq!r} generates into a block that others read"
             source = handles[index]
             num_new += 1
@@ -133,7 +134,7 @@ class KVPlan:
             self.available += 1
 
     def _find(self, seq: Sequence) -> _Found:
-        """The longer of what survived of the sequence's own blocks and what the trie knows. One token is always left to run."""
+        """The longer one of what survived of the sequence's own KV and what the trie knows. At least one token is left to run."""
         state, geometry = self._state, self._geometry
         limit = seq.num_tokens - 1
         kept, computed = state.survivors(seq, limit)

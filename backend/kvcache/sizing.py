@@ -1,4 +1,4 @@
-"""How many KV blocks there will be. Several limits may be given: the smallest holds (features.md 001-32)."""
+"""How many KV blocks there will be. Several limits may be given: the smallest holds (docs/features.md 001-32)."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ class Scheduler:
             seq.apply(Event.ADMIT)
             _note_admission(plan, seq, known[seq.seq_id], now_ns)
         rows = _take_rows(plan, changes.changes)
-        # Changes that no row has told: the sequence is new to its slot, or has new blocks but no tokens in this step.
+        # What is left in `changes` was not told by a row: tables of sequences that are new to their slots, and tables that have
+        # grown though their sequence runs no token in this step. Both are sent whole.
         new_rows = [_new_row(plan.kv.grants[seq_id].seq, self._kv) for seq_id in changes.changes]
         return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks)
 

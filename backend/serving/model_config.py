@@ -1,7 +1,7 @@
 """config.pbtxt of each model, written from the tensor tables. Pure text; tools/generate_model_configs.py writes the
 files.
 
-No dynamic batcher, no sequence batcher: the engine batches and tracks sequences itself (features.md 004-25).
+No dynamic batcher, no sequence batcher: the engine batches and tracks sequences itself (docs/features.md 004-25).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports point one way (architecture.md). Read from the syntax trees, so that a lazy import counts as well."""
+"""Imports point one way (backend/README.md). Read from the syntax trees, so that a lazy import counts as well."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _below(name: str, allowed: set[str]) -> bool:
 @pytest.mark.parametrize("path", python_files(*ROOT_ARROWS, "backend"), ids=str)
 def test_imports_follow_the_arrows(path: Path) -> None:
     against = breaches(path)
-    assert not against, f"{path} imports {against} against the arrows of architecture.md"
+    assert not against, f"{path} imports {against} against the arrows of backend/README.md"
 
 
 def test_every_layer_of_backend_has_its_arrows() -> None:

@@ -1,4 +1,4 @@
-"""Sessions: one sequence over many turns (document 004)."""
+"""Sessions: one sequence over many turns (docs/features.md, 004)."""
 
 from __future__ import annotations
 

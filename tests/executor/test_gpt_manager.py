@@ -1,4 +1,4 @@
-"""The callback interface of document 001."""
+"""The callback interface of docs/features.md, 001."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A WorkerGroup without a model: the shadow KV of reliability.md R1.
+"""A WorkerGroup without a model: a shadow of the KV.
 
 Each KV cell holds a chained hash of (token, position, namespace, the cell before it), written and read through the block
 table only. The next token is a hash of the cells in reach, so a stale, foreign or missing cell changes the output. `oracle`

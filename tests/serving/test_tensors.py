@@ -11,7 +11,7 @@ from backend.serving.tensors import BLS, ENSEMBLE, MODELS, NUMPY_TYPES, TOKEN_MO
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The names that clients of tensorrtllm_backend rely on (features.md A2), and its outputs.
+# The names that clients of tensorrtllm_backend rely on (docs/features.md, A2), and its outputs.
 A2_INPUTS = """
 input_ids input_lengths request_output_len streaming stop end_id pad_id beam_width num_return_sequences runtime_top_k
 runtime_top_p runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids temperature seed min_tokens

@@ -1,4 +1,4 @@
-"""Streaming text equals the full decode, for random token ids of six tokenizer families (reliability.md R10)."""
+"""Streaming text equals the full decode, for random token ids of six tokenizer families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: stream == non-stream == naive oracle, however the text is cut (reliability.md R11)."""
+"""Stop strings: stream == non-stream == naive oracle, however the text is cut."""
 
 from __future__ import annotations
 
