@@ -77,7 +77,7 @@ def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_se
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_within_two_seconds_and_fail(tmp_path, number):
+def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(tmp_path, number):
     """Triton 24.10 itself kills some stubs that have been stopped for about a second, and then serves on without them;
     the others are silent until the watchdog's time is over.
     """
