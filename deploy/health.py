@@ -1,4 +1,4 @@
-"""What the stubs of a server say about themselves: RUN_DIR/health/MODEL, written twice a second by each model's stub.
+"""What the stubs of a server say about themselves: RUN_DIR/health/MODEL, written four times a second by each model's stub.
 
     {"state": "ready" | "unavailable" | "draining" | "given_up", "pid": 4711, "at_ns": CLOCK_MONOTONIC}
 
@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-SILENT_S = 1.5  # three signs of life that did not come
+SILENT_S = 1.25  # five signs of life that did not come
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from backend.core.messages import HEARTBEAT_S
 
 log = logging.getLogger("everbatch.executor")
 TICK_S = HEARTBEAT_S
-STALE_S = 1.5
+STALE_S = 1.25
 
 
 class Watched(Protocol):

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 log = logging.getLogger("everbatch.serving")
-PULSE_S = 0.5  # between two signs of life, and between two looks at the parent process
+PULSE_S = 0.25  # between two signs of life, and between two looks at the parent process
 
 
 class Housekeeper:

@@ -114,7 +114,7 @@ class ModelServer:
         `parse` turns a batch into work. With `check_text` it takes its time, and runs on the text threads once
         `check_text` has passed on the main thread. `prepare` is called with every housekeeping tick, may load what
         parsing needs once the engine is there, and returns whether it is. `owner`: this model publishes the engine's
-        metrics. `report_health` is told the state of this model at once and twice a second.
+        metrics. `report_health` is told the state of this model at once and four times a second.
         """
         self._tensors = tensors
         self._parse = parse

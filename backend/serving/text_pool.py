@@ -126,7 +126,7 @@ class TextPool:
                 self._ready.put(job)
 
     def expire(self) -> None:
-        """Refuse what has waited or been read for too long. Call it about twice a second."""
+        """Refuse what has waited or been read for too long. Call it a few times a second."""
         with self._lock:
             limit = self._clock() - self._timeout_s
             waited = [job for job, since in self._queued.items() if since <= limit]
