@@ -31,7 +31,7 @@ def test_what_a_stub_writes_is_what_the_launcher_reads(tmp_path: Path) -> None:
 
 def test_fresh_and_ready_models_are_well_and_so_is_a_server_whose_models_say_nothing(tmp_path: Path) -> None:
     assert health.judge(health.read(tmp_path / "none", NOW)) == health.Verdict()
-    leave(tmp_path, "a", age_s=1.5)
+    leave(tmp_path, "a", age_s=health.SILENT_S)
     leave(tmp_path, "b")
     assert health.judge(health.read(tmp_path, NOW)) == health.Verdict()
 

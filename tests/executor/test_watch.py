@@ -131,7 +131,7 @@ def test_a_stale_engine_gets_no_new_requests_while_those_in_flight_wait(transpor
         assert executor.is_ready()
         tick(executor._watch, STALE_S)
         assert not executor.is_ready() and answers == []
-        with pytest.raises(EngineUnavailable, match="no sign of life for .* s, the limit is 1.5 s; try again"):
+        with pytest.raises(EngineUnavailable, match="no sign of life for .* s, the limit is 1.25 s; try again"):
             executor.submit(Request([1], 1), answers.append)
         with pytest.raises(EngineUnavailable, match="no sign of life"):
             executor.stop_session(1, True, answers.append)
