@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, SamplingConfig
-from tests.executor.helpers import drain, make_executor, tokens_of
+from tests.executor.helpers import assert_processed, drain, make_executor, tokens_of
 from tests.fakes.hash_worker import oracle
 
 
@@ -71,6 +71,15 @@ def test_awaiting_ids_gives_a_list_for_each_and_one_error_once_an_id_is_done(exe
                     got[request_id] += response.result.output_token_ids[0]
                     done |= {request_id} if response.is_final else set()
     assert list(got.values()) == [oracle([5, 6], 3, 1000), oracle([7, 8], 4, 1000)]
+
+
+@pytest.mark.feature("000-06")
+def test_awaiting_a_consumed_id_gives_one_error_however_it_is_asked_for(executor):
+    request_id, other = executor.enqueue_requests([Request([5, 6], 3), Request([7], 2)])
+    drain(executor, [request_id, other])
+    assert_processed(executor, request_id)
+    assert executor.await_responses([request_id, other], 5.0)[1][0].request_id == other
+    assert executor.await_responses(timedelta(milliseconds=1)) == [], "it does not come up among those of any request"
 
 
 @pytest.mark.feature("000-07", "000-24")
