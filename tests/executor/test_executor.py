@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -142,6 +144,7 @@ def test_a_callback_hears_of_every_response_in_order(executor):
     assert tokens_of(heard) == oracle([9, 9], 7, 1000)
 
 
+@pytest.mark.feature("002-32")
 def test_shutdown_wakes_a_waiter_and_answers_live_requests():
     executor = make_executor()
     request_id = executor.enqueue_request(Request([1, 2, 3], 200))
@@ -152,6 +155,28 @@ def test_shutdown_wakes_a_waiter_and_answers_live_requests():
     waiter.join(5)
     assert not waiter.is_alive()
     assert [response.error_code for response in got] == [ErrorCode.UNAVAILABLE]
+    executor.shutdown()
+    assert len(got) == 1, "a second one changes nothing"
+
+
+@pytest.mark.feature("002-32")
+def test_a_program_that_ends_without_a_shutdown_does_not_hang():
+    program = (
+        "from backend.api import Request\n"
+        "from tests.executor.helpers import make_executor\n"
+        "executor = make_executor()\n"
+        "executor.enqueue_request(Request([1, 2, 3], 200))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.feature("002-17")
+def test_nothing_remains_of_ten_thousand_requests(executor):
+    for first in range(0, 10_000, 1000):
+        ids = executor.enqueue_requests([Request([(first + i) % 1000], 1) for i in range(1000)])
+        drain(executor, ids)
+    assert executor._live == {} and executor._mailboxes._boxes == {}
+    assert executor._transport._core.num_live == 0
 
 
 @pytest.mark.feature("004-17")

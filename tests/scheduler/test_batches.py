@@ -113,7 +113,7 @@ def test_equal_progress_shares_the_budget_and_first_come_first_served_does_not()
     assert shares == {"first_come_first_served": {0: 12}, "equal_progress": {0: 6, 1: 6}}
 
 
-@pytest.mark.feature("003-43")
+@pytest.mark.feature("003-43", "002-50")
 @pytest.mark.parametrize("seed", range(10))
 def test_no_step_exceeds_max_num_tokens(seed: int) -> None:
     rng = Random(seed)
@@ -132,7 +132,7 @@ def test_no_step_exceeds_max_num_tokens(seed: int) -> None:
     runner.assert_answers()
 
 
-@pytest.mark.feature("003-44", "004-02")
+@pytest.mark.feature("003-44", "004-02", "002-50")
 def test_no_more_sequences_run_than_there_are_slots() -> None:
     runner = Runner(num_blocks=64, slots=3)
     for request_id in range(9):
@@ -176,7 +176,7 @@ def test_the_batch_that_is_computed_is_as_large_as_the_number_of_live_requests()
     assert [len(step.rows) for step in runner.trace] == [4, 3, 2, 1]
 
 
-@pytest.mark.feature("003-52")
+@pytest.mark.feature("003-52", "003-38")
 def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
     runner = Runner(num_blocks=6, block_size=2, policy="max_utilization")
     runner.ask(0, [1], 9)

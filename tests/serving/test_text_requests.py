@@ -155,6 +155,7 @@ def test_a_row_with_stop_strings_streams_inside_even_when_its_client_does_not(wo
     assert not works(text_input=strings("a"), stop_words=strings([""]))[0].request.streaming
 
 
+@pytest.mark.feature("002-26")
 def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -> None:
     ids = tools.tokenizer.encode("naïve — 数 = 3\n", add_special_tokens=False)
     output = works(text_input=strings("a"), stream=bools(True), return_num_output_tokens=bools(True))[0].output
