@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from backend.api import ConfigError, EngineConfig, OutputConfig, Request
+from backend.api import ConfigError, EngineConfig, ErrorCode, OutputConfig, Request
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from tests.executor.helpers import drain, tokens_of
-from tests.model.tiers import TierCase
+from tests.model.tiers import TORCH, TierCase
 
 PROMPTS = ([5, 6, 7, 8], list(range(20, 60)))
 
@@ -53,3 +53,12 @@ def test_a_directory_and_buffers_give_the_same_greedy_tokens(
 def test_a_directory_that_is_missing_raises(path: str) -> None:
     with pytest.raises(ConfigError, match="File does not exist"):
         Executor.from_directory(path)
+
+
+@pytest.mark.feature("003-12")
+def test_no_model_of_this_version_takes_more_than_tokens(checkpoint: Callable[[str], Path]) -> None:
+    with Executor.from_directory(checkpoint("llama2"), config(TORCH)) as executor:
+        request_id = executor.enqueue_request(Request([5, 6], 2, extra_inputs={"image": b"a cat"}))
+        (response,) = drain(executor, [request_id])[request_id]
+    assert response.error_code is ErrorCode.UNSUPPORTED
+    assert response.error_msg == "the model takes tokens only, the request holds image; leave it out"

@@ -52,3 +52,39 @@ def test_a_head_too_large_for_this_step_is_not_overtaken_by_a_small_one() -> Non
     runner.run()
     assert [seen.running for seen in runner.seen] == [[0], [0, 1], [2]]
     runner.assert_answers()
+
+
+@pytest.mark.feature("003-40")
+@pytest.mark.parametrize(("length", "is_served"), [(12, True), (13, False)])
+def test_without_chunks_a_prompt_that_no_step_holds_is_refused_and_not_scheduled(length: int, is_served: bool) -> None:
+    runner = Runner(num_blocks=64, max_num_tokens=12, enable_chunked_context=False)
+    runner.ask(0, [1] * length, 3)
+    assert (0 in runner.responses) is not is_served, "refused before any step"
+    if not is_served:
+        (response,) = runner.responses[0]
+        assert "the prompt has 13 tokens, the limit is 12 (scheduler.max_num_tokens" in response.error_msg
+        assert not runner.core.has_work
+        del runner.prompts[0]
+    runner.ask(1, [2] * 4, 3)
+    runner.run()
+    runner.assert_answers()
+
+
+@pytest.mark.feature("003-40")
+def test_with_chunks_a_prompt_may_be_longer_than_a_step() -> None:
+    runner = Runner(num_blocks=64, max_num_tokens=12)
+    runner.ask(0, [1] * 30, 3)
+    runner.run()
+    runner.assert_answers()
+
+
+def test_without_chunks_what_was_paused_returns_though_it_has_outgrown_a_step() -> None:
+    runner = Runner(
+        num_blocks=6, block_size=4, max_num_tokens=8, enable_chunked_context=False, policy="max_utilization"
+    )
+    runner.ask(0, [1] * 7, 14)
+    runner.ask(1, [2] * 7, 14)
+    runner.run()
+    assert runner.core.counters.pauses_total > 0
+    assert max(row.num_computed + row.num_tokens for step in runner.trace for row in step.rows) > 8
+    runner.assert_answers()
