@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from backend.api import FinishReason, Result
+from backend.api.response import TopLogProb
 from backend.serving.outputs import RowSettings, TokenOutput
 
 
@@ -44,3 +45,27 @@ def test_log_probs_are_those_of_the_output_alone_and_their_sum_is_told_beside_th
 
 def test_log_probs_do_not_appear_unless_asked_for() -> None:
     assert set(whole()) == {"output_ids", "sequence_length"}
+
+
+def top(*token_ids: int) -> list[TopLogProb]:
+    return [TopLogProb(token_id, -0.25 * (n + 1)) for n, token_id in enumerate(token_ids)]
+
+
+def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None:
+    output = TokenOutput(RowSettings(streaming=True), [])
+    output.feed(result([1], top_log_probs=[top(1, 9)]))
+    output.feed(result([2], top_log_probs=[top(8, 2)]))
+    first = dict(output.render(final=False))
+    output.feed(result([3], final=True, top_log_probs=[top(3, 7)]))
+    last = dict(output.render(final=True))
+    ids, log_probs = first["top_log_probs_ids"], first["top_log_probs"]
+    assert (ids.dtype, ids.tolist()) == (np.int32, [[[1, 9], [8, 2]]])
+    assert (log_probs.dtype, log_probs.tolist()) == (np.float32, [[[-0.25, -0.5]] * 2])
+    assert last["top_log_probs_ids"].tolist() == [[[3, 7]]] and last["top_log_probs"].shape == (1, 1, 2)
+
+
+def test_an_end_without_tokens_has_no_positions() -> None:
+    output = TokenOutput(RowSettings(streaming=True), [])
+    output.feed(result([], final=True, top_log_probs=[]))
+    arrays = dict(output.render(final=True))
+    assert arrays["top_log_probs_ids"].shape == arrays["top_log_probs"].shape == (1, 0, 0)
