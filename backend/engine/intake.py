@@ -1,7 +1,7 @@
 """Intake: turns a Request into a Sequence that waits, or refuses it. A refusal has changed nothing.
 
-Order: duplicate id, field limits, queue limits, session rules, room in the sequence length, in a step and in the pool; only
-then is a session cut or a sequence made.
+Order: duplicate id, field limits, queue limits, session rules, room in the sequence length, in a step and in the pool;
+only then is a session cut or a sequence made.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Checkpoint:
         self.tensors = tensors
 
     def cap_windows(self, num_tokens: int | None) -> None:
-        """Let no layer of a model that is built from now on attend to more than `num_tokens` tokens; None changes nothing."""
+        """Let no layer of a model that is built from now on attend to more than `num_tokens` tokens. None: as it is."""
         self.config = self.config.with_window(num_tokens)
 
     def compute_dtype(self, dtype: str) -> torch.dtype:

@@ -28,7 +28,7 @@ from backend.scheduler.queue import WaitingQueue
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step will do. There are no lists of blocks to swap: KV of the paused is computed again, never moved off the device."""
+    """What a step will do. It has no blocks to swap: KV of the paused is computed again, never moved off the device."""
 
     kv: KVPlan
     generation: list[Sequence] = field(default_factory=list)  # one token each; the first rows of the flat batch

@@ -1,4 +1,4 @@
-"""The Executor's two constructors over a real checkpoint: a directory, or tensors in memory and the text of config.json."""
+"""The Executor's two constructors over a real checkpoint: a directory, or tensors in memory and config.json's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose members change from step to step: who is in which step, exactly, and where a prompt is too long for one."""
+"""Batches whose members change from step to step: who is in which step, exactly, and who is too long for any."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_requests_join_and_leave_a_batch_that_goes_on() -> None:
 
 @pytest.mark.feature("002-40", "002-41")
 def test_a_batch_is_filled_up_to_its_tokens_and_its_rows_and_refilled_once_somebody_has_ended() -> None:
-    """4 rows, 12 tokens, prompts of 5 in one piece: 2 join, then 2 more beside them, the others as the first ones end."""
+    """4 rows, 12 tokens, prompts of 5 in one piece: 2 join, then 2 more beside them, the others as these end."""
     runner = Runner(num_blocks=64, slots=4, max_num_tokens=12, enable_chunked_context=False)
     for request_id in range(6):
         runner.ask(request_id, [request_id] * 5, 3)
