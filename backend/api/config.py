@@ -48,6 +48,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
     sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
+    max_attention_window: int | None = None  # tokens that one may attend to, itself included; unset = as the model says
     dtype: KvDType = "auto"  # `int8`, `int4` (slow on a CPU); auto = as the checkpoint says, else the model's own
 
 
@@ -58,7 +59,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_tokens: int = 1024  # tokens of one step over all rows
     policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause the youngest when the pool is full
     batching: Batching = "fused"  # `separate`: a step holds context rows or generation rows, never both
-    enable_chunked_context: bool = True  # cut long prompts, so that running streams keep streaming
+    enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
@@ -204,6 +205,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.num_slots": (1, math.inf),
     "kv_cache.free_memory_fraction": (0.001, 1.0),
     "kv_cache.chunk_blocks": (-1, math.inf),
+    "kv_cache.max_attention_window": (1, 1 << 40),
     "kv_cache.watermark": (0.0, 0.5),
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, math.inf),

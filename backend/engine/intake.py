@@ -1,7 +1,7 @@
 """Intake: turns a Request into a Sequence that waits, or refuses it. A refusal has changed nothing.
 
-The checks run in this order: field limits, queue limits, session rules, room in the sequence length and in the pool. Only when all
-have passed is a session cut or a sequence made.
+The checks run in this order: field limits, queue limits, session rules, room in the sequence length, in a step and in the pool. Only
+when all have passed is a session cut or a sequence made.
 """
 
 from __future__ import annotations
@@ -93,9 +93,20 @@ class Intake:
                 f"history and prompt have {num_prompt} tokens, the limit is {limit}; rewind with step or start afresh"
             )
             raise SessionError(SessionStatus.TOO_LONG, message) if session else InvalidRequest(message)
+        self._check_step(request, num_new)
         max_output = min(request.max_tokens, limit - num_prompt)
         self._check_pool(num_prompt, max_output)
         return max_output
+
+    def _check_step(self, request: Request, num_new: int) -> None:
+        """Refuse a prompt that no step can hold, where prompts are not cut."""
+        limit = self._scheduler.max_prompt_tokens
+        if limit is not None and num_new > limit:
+            message = (
+                f"the prompt has {num_new} tokens, the limit is {limit} (scheduler.max_num_tokens, for "
+                f"scheduler.enable_chunked_context is off); shorten it"
+            )
+            raise SessionError(SessionStatus.TOO_LONG, message) if request.session else InvalidRequest(message)
 
     def _check_pool(self, num_prompt: int, max_output: int) -> None:
         if self._kv.blocks_needed(num_prompt + max(0, max_output - 1)) > self._kv.usable_blocks:

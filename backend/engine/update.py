@@ -35,8 +35,8 @@ def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
     if sample.log_prob is not None:
         seq.log_probs.append(sample.log_prob)
         seq.cum_log_prob += sample.log_prob
-        if seq.request.output_config.top_log_probs:
-            seq.top_log_probs.append(sample.top_log_probs)
+    if seq.request.output_config.top_log_probs:
+        seq.top_log_probs.append(sample.top_log_probs)
     if not seq.first_token_ns:
         seq.first_token_ns = now_ns
     seq.last_token_ns = now_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from backend.api.errors import ConfigError
@@ -98,6 +99,13 @@ class ModelConfig(Struct, frozen=True):
     def sliding_window(self) -> int | None:
         """The widest window when every layer has one; None as soon as one layer sees everything."""
         return None if None in self.windows else max(self.windows)
+
+    def with_window(self, num_tokens: int | None) -> ModelConfig:
+        """The same, with no layer that attends to more than the last `num_tokens` tokens; None changes nothing."""
+        if num_tokens is None:
+            return self
+        windows = tuple(num_tokens if window is None else min(window, num_tokens) for window in self.windows)
+        return msgspec.structs.replace(self, windows=windows)
 
 
 def read_model_config(directory: Path) -> ModelConfig:

@@ -58,6 +58,10 @@ class Checkpoint:
         self.config = config
         self.tensors = tensors
 
+    def cap_windows(self, num_tokens: int | None) -> None:
+        """Let no layer of a model that is built from now on attend to more than `num_tokens` tokens. None: as it is."""
+        self.config = self.config.with_window(num_tokens)
+
     def compute_dtype(self, dtype: str) -> torch.dtype:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""
         name = self.config.dtype if dtype == "auto" else dtype

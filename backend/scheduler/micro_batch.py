@@ -36,6 +36,14 @@ class MicroBatchScheduler:
         self._chunked = config.enable_chunked_context
         self._equal = config.chunking_policy == "equal_progress"
 
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The longest prompt that may be asked for: what one step holds, unless prompts are cut (None).
+
+        What is computed again after a pause or an eviction may be longer; it runs in pieces all the same.
+        """
+        return None if self._chunked else self.max_num_tokens
+
     def context_budget(self, num_generation: int, num_waiting: int) -> int:
         """Context tokens of a step beside `num_generation` rows, when `num_waiting` prompts could use them. 0 only without room.
 

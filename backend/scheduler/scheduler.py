@@ -28,6 +28,8 @@ from backend.scheduler.queue import WaitingQueue
 
 @dataclass(slots=True)
 class StepPlan:
+    """What a step will do. It has no blocks to swap: KV of the paused is computed again, never moved off the device."""
+
     kv: KVPlan
     generation: list[Sequence] = field(default_factory=list)  # one token each; the first rows of the flat batch
     context: list[tuple[Sequence, int]] = field(default_factory=list)  # the rows behind them, with the tokens to run
@@ -68,6 +70,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or len(self.waiting))
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The longest prompt that may be asked for; None = as long as the model takes."""
+        return self._micro_batch.max_prompt_tokens
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence that is WAITING last in line."""

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from backend.api import FinishReason, PerfMetrics, Result
+from backend.api.response import TopLogProb
 from backend.text.stream import TextStream
 
 Arrays = list[tuple[str, np.ndarray]]
@@ -52,6 +53,7 @@ class Progress:
         self.ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.cum_log_prob: float | None = None
+        self.top_log_probs: list[list[TopLogProb]] | None = None
         self.perf: PerfMetrics | None = None
         self.num_tokens = 0
 
@@ -65,6 +67,8 @@ class Progress:
             new = result.log_probs[0][: len(kept)]
             self.log_probs = [*(self.log_probs or []), *new]
             self.cum_log_prob = (self.cum_log_prob or 0.0) + sum(new)
+        if result.top_log_probs is not None:
+            self.top_log_probs = [*(self.top_log_probs or []), *result.top_log_probs[: len(kept)]]
         self.perf = result.perf_metrics or self.perf
         return kept
 
@@ -76,6 +80,9 @@ class Progress:
             arrays.append(("cum_log_probs", np.array([[self.cum_log_prob]], np.float32)))
             arrays.append(("output_log_probs", np.array([[log_probs]], np.float32)))
             self.log_probs = []
+        if self.top_log_probs is not None:
+            arrays.extend(_top_arrays(self.top_log_probs))
+            self.top_log_probs = []
         if settings.batch_index is not None:
             arrays.append(_number("batch_index", settings.batch_index))
         if settings.return_num_input_tokens:
@@ -182,6 +189,17 @@ def _text(text: str) -> np.ndarray:
 
 def _number(name: str, value: float, dtype: type = np.int32) -> tuple[str, np.ndarray]:
     return name, np.array([[value]], dtype)
+
+
+def _top_arrays(positions: list[list[TopLogProb]]) -> Arrays:
+    """Each [1, tokens, n]: the most likely tokens of each position, and their log-probabilities."""
+    shape = (1, len(positions), len(positions[0]) if positions else 0)
+    ids = [entry.token_id for entries in positions for entry in entries]
+    log_probs = [entry.log_prob for entries in positions for entry in entries]
+    return [
+        ("top_log_probs_ids", np.array(ids, np.int32).reshape(shape)),
+        ("top_log_probs", np.array(log_probs, np.float32).reshape(shape)),
+    ]
 
 
 def _perf_arrays(perf: PerfMetrics) -> Arrays:

@@ -7,7 +7,8 @@ beams); "refused" belongs to a feature this version lacks: any element other tha
 UNSUPPORTED. Two rows with one target are aliases: the first one that is present wins.
 
 Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len
-follow LMDeploy's TurboMind backend. Dims are without the batch dimension. -1 is any length.
+follow LMDeploy's TurboMind backend; top_log_probs is this project's own. Dims are without the batch dimension. -1 is
+any length.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ _SAMPLING = (
 
 _RETURNS = (
     Input("return_log_probs", "BOOL", ONE, "output.return_log_probs"),
+    Input("top_log_probs", "INT32", ONE, "output.top_log_probs"),  # 0 to limits.max_top_log_probs
     Input("return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
     Input("return_kv_cache_reuse_stats", "BOOL", ONE, "output.return_perf_metrics"),  # its name until v0.18
     Input("return_num_input_tokens", "BOOL", ONE, "request"),
@@ -182,6 +184,8 @@ _PERF_OUTPUTS = tuple(
 _COMMON_OUTPUTS = (
     Output("cum_log_probs", "FP32", ANY, "return_log_probs"),
     Output("output_log_probs", "FP32", (-1, -1), "return_log_probs"),
+    Output("top_log_probs_ids", "INT32", (-1, -1), "top_log_probs: [new tokens, n], the most likely first"),
+    Output("top_log_probs", "FP32", (-1, -1), "top_log_probs: their log-probabilities"),
     Output("context_logits", "FP32", (-1, -1), "never yet"),
     Output("generation_logits", "FP32", (-1, -1, -1), "never yet"),
     Output("batch_index", "INT32", ONE, "a request of more than one row"),

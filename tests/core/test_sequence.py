@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import Request, SamplingConfig, SessionConfig
-from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequence, Status
+from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequence, SessionKey, Status
 
 
 def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
@@ -22,7 +22,18 @@ def state_of(seq: Sequence) -> dict[str, object]:
     return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
-@pytest.mark.feature("003-05")
+@pytest.mark.feature("003-02")
+def test_a_new_sequence_holds_its_ids_its_prompt_and_no_output() -> None:
+    seq = make_sequence([1, 2, 3], max_tokens=5)
+    assert (seq.seq_id, seq.request_id, seq.session_key, seq.status) == (1, 10, SessionKey("", 1), Status.WAITING)
+    assert (seq.token_ids, seq.num_prompt_tokens, seq.num_output_tokens) == ([1, 2, 3], 3, 0)
+    assert (seq.slot, seq.num_computed_tokens, seq.log_probs, seq.cum_log_prob) == (None, 0, [], 0.0)
+    assert seq.max_total_tokens == 3 + seq.max_output_tokens == 8
+    seq.token_ids.append(9)
+    assert seq.request.input_token_ids == [1, 2, 3], "the request that it came from is not written to"
+
+
+@pytest.mark.feature("003-05", "002-43")
 @given(st.lists(st.sampled_from(Event)))
 def test_only_the_events_of_the_table_move_a_sequence_and_others_change_nothing(events: list[Event]) -> None:
     seq, status = make_sequence(), Status.WAITING
@@ -39,7 +50,7 @@ def test_only_the_events_of_the_table_move_a_sequence_and_others_change_nothing(
             assert state_of(seq) == {**before, "status": target}
 
 
-@pytest.mark.feature("003-05")
+@pytest.mark.feature("003-05", "002-43")
 def test_every_status_is_reachable_and_a_retired_sequence_stays_retired() -> None:
     reached = {Status.WAITING}
     while more := {target for (source, _), target in TRANSITIONS.items() if source in reached} - reached:

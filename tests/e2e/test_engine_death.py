@@ -47,6 +47,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.feature("002-34")
 def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_server):
     with TokenClient(mortal_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)

@@ -25,6 +25,35 @@ def test_tokens_stream_one_by_one_and_the_final_flag_rides_on_the_last_data(toke
     assert streamed == tokens.generate(prompt, 12)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens, streaming):
+    stream = tokens.start(
+        [10, 20, 30], 6, streaming=streaming, top_log_probs=4, return_log_probs=True, exclude_input_in_output=True
+    )
+    results = list(stream)
+    ids = [token for result in results for token in ids_of(result)]
+    top_ids = np.concatenate([result.as_numpy("top_log_probs_ids") for result in results], axis=1)
+    top = np.concatenate([result.as_numpy("top_log_probs") for result in results], axis=1)
+    chosen = np.concatenate([result.as_numpy("output_log_probs") for result in results], axis=2)
+    assert top_ids.shape == top.shape == (1, 6, 4) and (top_ids.dtype, top.dtype) == (np.int32, np.float32)
+    assert top_ids[0, :, 0].tolist() == ids, "greedy takes the most likely"
+    assert top[0, :, 0].tolist() == chosen[0, 0].tolist()
+    assert (np.diff(top[0], axis=1) <= 0).all() and (np.exp(top[0]).sum(axis=1) < 1 + 1e-5).all()
+
+
+def test_more_of_the_most_likely_tokens_than_the_limit_are_refused(tokens):
+    error = tokens.error_of(tokens.start([10, 20], 4, top_log_probs=21))
+    assert "INVALID_ARGUMENT" in error and "top_log_probs is 21, allowed is 0 to 20" in error
+
+
+def test_top_log_probs_need_no_other_log_probs_and_come_over_http_too(server):
+    url = f"{server.http_url}/v2/models/ensemble/generate"
+    status, text = post(url, {"text_input": "def main(", "max_tokens": 5, "top_log_probs": 3})
+    (answer,) = events("data: " + text)
+    assert status == 200 and len(answer["top_log_probs"]) == len(answer["top_log_probs_ids"]) == 5 * 3
+    assert "output_log_probs" not in answer
+
+
 def test_without_streaming_there_is_one_response_and_the_prompt_comes_first(tokens):
     (result,) = list(tokens.start([10, 20, 30], 5))
     assert ids_of(result)[:3] == [10, 20, 30]

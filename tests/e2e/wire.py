@@ -38,6 +38,7 @@ TYPES = {
     "bad_words_list": np.int32,
     "exclude_input_in_output": bool,
     "return_log_probs": bool,
+    "top_log_probs": np.int32,
     "return_perf_metrics": bool,
     "repetition_penalty": np.float32,
     "min_tokens": np.int32,

@@ -26,6 +26,7 @@ class Driver:
         max_session_bytes: int = 1 << 28,
         reuse: bool = True,
         sharing: str = "namespace",
+        chunked: bool = True,
         **worker: object,
     ):
         config = EngineConfig(
@@ -36,7 +37,12 @@ class Driver:
                 sharing=sharing,
                 watermark=0.0,
             ),
-            scheduler=SchedulerConfig(max_batch_size=slots, max_num_tokens=max_num_tokens, policy=policy),
+            scheduler=SchedulerConfig(
+                max_batch_size=slots,
+                max_num_tokens=max_num_tokens,
+                policy=policy,
+                enable_chunked_context=chunked,
+            ),
             sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
         )
         self.clock = ManualClock()

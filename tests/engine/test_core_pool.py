@@ -6,7 +6,9 @@ import pytest
 
 from backend.api import ConfigError, EngineConfig
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.step import ModelInfo
 from backend.engine.core import EngineCore
+from backend.kvcache.sizing import num_pool_blocks
 from tests.engine.driver import Driver, answer
 from tests.fakes.hash_worker import HashWorkerGroup
 
@@ -45,6 +47,34 @@ def test_of_max_tokens_and_the_fraction_of_free_memory_the_smaller_holds(
 def test_with_no_limit_given_a_quarter_of_a_cpus_free_memory_is_taken() -> None:
     assert pool_of(100) == 25
     assert pool_of(100, free_memory_fraction=0.9) == 90
+
+
+@pytest.mark.feature("001-31")
+@pytest.mark.parametrize(("device", "fraction", "free", "blocks"), [
+    ("cuda:0", None, 1000 * 4096, 900),
+    ("cuda:0", None, 1000 * 4096 + 4551, 900),  # 900.999...: whole blocks only
+    ("cuda:0", None, 1000 * 4096 + 4552, 901),
+    ("cuda:0", 0.5, 1000 * 4096, 500),
+    ("cpu", 0.9, 1000 * 4096, 900),
+])  # fmt: skip
+def test_the_pool_is_a_share_of_the_free_memory_in_whole_blocks(
+    device: str, fraction: float | None, free: int, blocks: int
+) -> None:
+    config = EngineConfig(kv_cache=KvCacheConfig(block_size=BLOCK, free_memory_fraction=fraction))
+    model = ModelInfo("m", 100, 40, kv_bytes_per_token=BYTES_PER_TOKEN, device=device)
+    assert num_pool_blocks(config, model, free) == blocks
+
+
+@pytest.mark.feature("001-31")
+def test_memory_is_measured_once_the_weights_are_loaded() -> None:
+    class Loading(HashWorkerGroup):
+        def load(self) -> ModelInfo:
+            self.free_bytes //= 4
+            return super().load()
+
+    workers = Loading(free_bytes=400 * BLOCK * BYTES_PER_TOKEN, bytes_per_token=BYTES_PER_TOKEN)
+    EngineCore(EngineConfig(kv_cache=KvCacheConfig(block_size=BLOCK, free_memory_fraction=0.9)), workers)
+    assert workers.max_blocks == 90
 
 
 @pytest.mark.feature("004-08")

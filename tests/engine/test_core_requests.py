@@ -161,7 +161,7 @@ def test_a_deadline_ends_a_waiting_and_a_running_request():
     assert driver.used_blocks == 0 and driver.core.num_live == 0
 
 
-@pytest.mark.feature("001-58", "000-07")
+@pytest.mark.feature("001-58", "000-07", "002-31")
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_a_cancelled_request_is_free_at_once_in_every_phase(steps):
     driver = Driver(max_num_tokens=8)
@@ -232,3 +232,39 @@ def test_a_model_that_takes_tokens_only_refuses_them():
     driver = Driver()
     request = driver.ask([1], 1, extra_inputs={"image": b"a cat"})
     assert "image" in driver.error(request)
+
+
+@pytest.mark.feature("002-24", "002-44")
+def test_a_finish_reason_is_told_with_the_last_response_only() -> None:
+    driver = Driver(slots=8, pool_tokens=512)
+    end_id = answer([1, 2], 8)[3]
+    ended = driver.ask([1, 2], 8, end_ids=(end_id,))
+    cut = driver.ask([3], 5)
+    cancelled, late = driver.ask([4], 50), driver.ask([5], 50, timeout_s=3.0)
+    driver.step(6)
+    driver.core.cancel(cancelled)
+    driver.clock.advance(4)
+    driver.run()
+    reasons = {
+        request: [r.result.finish_reasons[0].openai_name for r in driver.responses[request]]
+        for request in (ended, cut, cancelled, late)
+    }
+    assert reasons[ended] == [None] * (len(driver.tokens(ended)) - 1) + ["stop"]
+    assert driver.tokens(ended)[-1] == end_id and end_id not in driver.tokens(ended)[:-1]
+    assert reasons[cut] == [None] * 4 + ["length"]
+    assert reasons[cancelled] == [None] * 6 + ["cancelled"] and reasons[late] == [None] * 6 + ["timeout"]
+
+
+@pytest.mark.feature("002-09")
+def test_the_arrival_of_each_request_is_told_in_its_metrics_and_orders_them() -> None:
+    driver = Driver(slots=1)
+    output = OutputConfig(return_perf_metrics=True)
+    requests = []
+    for n in range(4):
+        driver.clock.advance(1)
+        requests.append(driver.ask([n], 2, output_config=output))
+    driver.clock.advance(1)
+    driver.run()
+    metrics = [driver.responses[request][-1].result.perf_metrics for request in requests]
+    assert [m.arrival_ns for m in metrics] == [n * 10**9 + metrics[0].arrival_ns for n in range(4)]
+    assert all(0 < m.arrival_ns < m.first_scheduled_ns <= m.first_token_ns <= m.last_token_ns for m in metrics)

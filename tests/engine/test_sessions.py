@@ -229,3 +229,17 @@ def test_10000_requests_pass_through_one_persistent_batch():
     assert done == 10_000
     assert driver.core.scheduler is scheduler and driver.core.workers is workers
     assert driver.used_blocks == 0
+
+
+@pytest.mark.feature("003-40")
+def test_without_chunks_new_tokens_must_fit_a_step_and_a_history_that_was_evicted_need_not():
+    driver = Driver(max_num_tokens=8, chunked=False)
+    turns = [[1] * 8, [2] * 6, [3] * 6]
+    replies = converse(driver, 1, turns[:2])
+    driver.core.kv.lose_everything()
+    refused = driver.turn(1, [9] * 9, 4)
+    assert driver.error(refused).startswith("session error 6 (too_long): the prompt has 9 tokens, the limit is 8")
+    last = driver.turn(1, turns[2], 4)
+    driver.run()
+    assert [*replies, driver.tokens(last)] == expected_replies(turns)
+    assert driver.core.counters.recomputed_tokens_total > 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.engine.driver import Driver
 
 
@@ -44,3 +46,18 @@ def test_statistics_that_were_taken_do_not_change_any_more() -> None:
     driver.run()
     assert (taken.generated_tokens_total, taken.requests_finished_total) == (1, {"LENGTH": 1})
     assert driver.core.stats().counters.requests_finished_total == {"LENGTH": 2}
+
+
+@pytest.mark.feature("002-30")
+def test_active_and_queued_requests_and_the_size_of_the_batch_are_told() -> None:
+    driver = Driver(slots=2)
+    for request in range(5):
+        driver.ask([request], 3)
+    waiting = driver.core.stats().latest
+    assert (waiting.num_active_requests, waiting.num_queued_requests, waiting.num_scheduled_requests) == (5, 5, 0)
+    driver.step()
+    running = driver.core.stats().latest
+    assert (running.num_active_requests, running.num_queued_requests, running.num_scheduled_requests) == (5, 3, 2)
+    driver.run()
+    idle = driver.core.stats().latest
+    assert (idle.num_active_requests, idle.num_queued_requests, idle.num_scheduled_requests) == (0, 0, 0)

@@ -83,3 +83,13 @@ def drain(executor: Executor, ids: list[int]) -> dict[int, list[Response]]:
 
 def tokens_of(responses: list[Response]) -> list[int]:
     return [token for response in responses for token in response.result.output_token_ids[0]]
+
+
+def assert_processed(executor: Executor, request_id: int) -> None:
+    """Waiting again on an id whose final response was fetched gives one error, at once and each time."""
+    message = f"ReqId {request_id} has already been processed and was terminated."
+    for _ in range(2):
+        (response,) = executor.await_responses(request_id, 60.0)
+        assert (response.request_id, response.error_or_none, response.is_final) == (request_id, message, True)
+        ((again,),) = executor.await_responses([request_id], 60.0)
+        assert again == response

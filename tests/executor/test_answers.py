@@ -152,6 +152,7 @@ def test_nothing_that_is_not_watched_goes_stale(executor):
     assert executor._watch is None and executor.is_ready() and not executor.has_given_up
 
 
+@pytest.mark.feature("002-31")
 def test_a_cancel_of_what_is_over_is_not_sent(executor, transport):
     request_id = executor.submit(Request([1], 1), lambda response: None)
     transport.answer(Response(request_id, result_or_none=ENDED))

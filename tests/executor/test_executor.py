@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -9,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, SamplingConfig
-from tests.executor.helpers import drain, make_executor, tokens_of
+from tests.executor.helpers import assert_processed, drain, make_executor, tokens_of
 from tests.fakes.hash_worker import oracle
 
 
@@ -73,6 +75,15 @@ def test_awaiting_ids_gives_a_list_for_each_and_one_error_once_an_id_is_done(exe
     assert list(got.values()) == [oracle([5, 6], 3, 1000), oracle([7, 8], 4, 1000)]
 
 
+@pytest.mark.feature("000-06")
+def test_awaiting_a_consumed_id_gives_one_error_however_it_is_asked_for(executor):
+    request_id, other = executor.enqueue_requests([Request([5, 6], 3), Request([7], 2)])
+    drain(executor, [request_id, other])
+    assert_processed(executor, request_id)
+    assert executor.await_responses([request_id, other], 5.0)[1][0].request_id == other
+    assert executor.await_responses(timedelta(milliseconds=1)) == [], "it does not come up among those of any request"
+
+
 @pytest.mark.feature("000-07", "000-24")
 def test_cancelling_gives_one_final_response_and_frees_the_blocks():
     executor = make_executor()
@@ -133,6 +144,7 @@ def test_a_callback_hears_of_every_response_in_order(executor):
     assert tokens_of(heard) == oracle([9, 9], 7, 1000)
 
 
+@pytest.mark.feature("002-32")
 def test_shutdown_wakes_a_waiter_and_answers_live_requests():
     executor = make_executor()
     request_id = executor.enqueue_request(Request([1, 2, 3], 200))
@@ -143,6 +155,28 @@ def test_shutdown_wakes_a_waiter_and_answers_live_requests():
     waiter.join(5)
     assert not waiter.is_alive()
     assert [response.error_code for response in got] == [ErrorCode.UNAVAILABLE]
+    executor.shutdown()
+    assert len(got) == 1, "a second one changes nothing"
+
+
+@pytest.mark.feature("002-32")
+def test_a_program_that_ends_without_a_shutdown_does_not_hang():
+    program = (
+        "from backend.api import Request\n"
+        "from tests.executor.helpers import make_executor\n"
+        "executor = make_executor()\n"
+        "executor.enqueue_request(Request([1, 2, 3], 200))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.feature("002-17")
+def test_nothing_remains_of_ten_thousand_requests(executor):
+    for first in range(0, 10_000, 1000):
+        ids = executor.enqueue_requests([Request([(first + i) % 1000], 1) for i in range(1000)])
+        drain(executor, ids)
+    assert executor._live == {} and executor._mailboxes._boxes == {}
+    assert executor._transport._core.num_live == 0
 
 
 @pytest.mark.feature("004-17")

@@ -167,3 +167,32 @@ def test_no_more_is_asked_for_than_there_is_room_in_the_queue():
     client = Client([(i, streaming([i], 20)) for i in range(1, 20)])
     client.run(core)
     assert client.errors == {}
+
+
+@pytest.mark.feature("001-02")
+def test_requests_are_asked_for_once_at_the_start_of_each_iteration() -> None:
+    events: list[str] = []
+    core = make_core()
+    client = Client([(1, streaming([1], 3)), (2, streaming([2], 5))])
+    get, step = client.get, core.step
+
+    def record_get(max_count: int) -> list[tuple[int, Request]]:
+        assert 0 <= max_count <= core.config.limits.max_queue_size
+        events.append("get")
+        return get(max_count)
+
+    core.step = lambda: (events.append("step"), step())[1]
+    client.get = record_get
+    client.run(core)
+    assert events[: 2 * 5] == ["get", "step"] * 5
+
+
+@pytest.mark.feature("001-02")
+def test_more_requests_than_were_asked_for_are_refused_and_the_others_served() -> None:
+    client = Client([(i, streaming([i], 4)) for i in range(1, 9)])
+    everything = client.get(8)
+    client.get = lambda max_count: (everything.copy(), everything.clear())[0]
+    client.run(make_core(msgspec.structs.replace(CONFIG, limits=LimitsConfig(max_queue_size=3))))
+    assert sorted(client.errors) == [4, 5, 6, 7, 8]
+    assert all("maximum queue size" in error for error in client.errors.values())
+    assert client.tokens == {i: oracle([i], 4, 1000) for i in (1, 2, 3)}

@@ -12,7 +12,7 @@ from backend.executor import Executor
 from backend.wire import framing
 from backend.wire.client import wait_until
 from backend.wire.framing import MAX_FRAME_BYTES, receive_frame
-from tests.executor.helpers import drain, engine, tokens_of
+from tests.executor.helpers import assert_processed, drain, engine, tokens_of
 from tests.fakes.hash_worker import oracle
 
 
@@ -30,6 +30,14 @@ def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path)
         assert len(set(ids.values())) == 2
         for executor, first in ((one, 1), (two, 2)):
             assert tokens_of(drain(executor, [ids[executor]])[ids[executor]]) == oracle([first], 20, 1000)
+
+
+@pytest.mark.feature("000-06")
+def test_over_the_socket_too_awaiting_a_consumed_id_gives_one_error(tmp_path):
+    with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as executor:
+        request_id = executor.enqueue_request(streaming([1], 4))
+        assert tokens_of(drain(executor, [request_id])[request_id]) == oracle([1], 4, 1000)
+        assert_processed(executor, request_id)
 
 
 def test_the_requests_of_a_client_that_leaves_are_cancelled(tmp_path):

@@ -53,6 +53,7 @@ def check_that_it_serves(executor: Executor) -> None:
     assert tokens_of(drain(executor, [request_id])[request_id]) == oracle([1, 2], 4, 1000)
 
 
+@pytest.mark.feature("002-34")
 def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner, guest):
     set_patience(owner, 60.0)
     check_that_it_serves(owner)

@@ -21,7 +21,7 @@ def after_one(prompt: list[int], keep_running: bool = False, **options: object) 
     return cache, table
 
 
-@pytest.mark.feature("001-33", "003-54")
+@pytest.mark.feature("001-33", "003-54", "002-51")
 @pytest.mark.parametrize("keep_running", [True, False])
 def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running):
     cache, table = after_one([*PREFIX, 1], keep_running)
@@ -79,6 +79,7 @@ def test_different_namespaces_never_share():
     assert cache.generate(seq, 4) == answer([*PREFIX, 1], 4, namespace="salt") != answer([*PREFIX, 1], 4)
 
 
+@pytest.mark.feature("002-51")
 def test_generated_tokens_are_part_of_the_prefix_too():
     cache = Cache()
     first = cache.start(make_sequence(1, [1, 2, 3]))

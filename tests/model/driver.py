@@ -138,9 +138,11 @@ class GroupDriver(Driver):
         tier: TierCase = TORCH,
         dtype: str = "float32",
         block_size: int | None = None,
+        max_attention_window: int | None = None,
         **options: object,
     ) -> GroupDriver:
-        return cls(make_group(directory, tier, block_size, dtype=dtype), block_size or tier.block, **options)
+        group = make_group(directory, tier, block_size, dtype=dtype, max_attention_window=max_attention_window)
+        return cls(group, block_size or tier.block, **options)
 
 
 def make_group(
@@ -149,9 +151,11 @@ def make_group(
     block_size: int | None = None,
     max_batch_size: int = 8,
     max_num_tokens: int = 1024,
+    max_attention_window: int | None = None,
     **fields: object,
 ) -> InProcessWorkerGroup:
     """On one thread of the CPU. `fields`: of the model's section."""
     section = ModelConfigSection(path=str(directory), kernels=tier.kernels, num_threads=1, device="cpu", **fields)
     scheduler = SchedulerConfig(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
-    return InProcessWorkerGroup(section, scheduler, KvCacheConfig(block_size=block_size or tier.block))
+    kv_cache = KvCacheConfig(block_size=block_size or tier.block, max_attention_window=max_attention_window)
+    return InProcessWorkerGroup(section, scheduler, kv_cache)

@@ -207,6 +207,22 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused(directory, changes,
         load(directory)
 
 
+@pytest.mark.feature("001-60")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
+        dict(architectures=["BertModel"]),
+        dict(architectures=["WhisperForConditionalGeneration"]),
+    ],
+)
+def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(directory, changes):
+    edit_config(directory, **changes)
+    served = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    with pytest.raises(ConfigError, match=f"{changes['architectures'][0]} is not supported; supported are {served}"):
+        load(directory)
+
+
 @pytest.mark.parametrize("text, message", [("{", "not JSON at line 1"), ("[]", "JSON object is expected")])
 def test_a_config_that_is_no_json_object_is_refused(directory, text, message):
     (directory / "config.json").write_text(text)

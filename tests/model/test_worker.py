@@ -222,7 +222,7 @@ def test_the_pool_grows_while_sequences_run(checkpoint, tier):
     torch.testing.assert_close(logits[2], logits[3])
 
 
-@pytest.mark.feature("003-55")
+@pytest.mark.feature("003-55", "003-61")
 def test_a_step_prepares_runs_and_samples(checkpoint, tier):
     driver, twin = (GroupDriver.of(checkpoint("llama2"), tier) for _ in range(2))
     for each in (driver, twin):

@@ -213,6 +213,7 @@ def test_logit_bias_is_added_before_the_choice_but_not_to_log_probs(run: Run) ->
 # ---------------------------------------------------------------------------------------------------------- log-probs
 
 
+@pytest.mark.feature("001-53")
 def test_log_probs_are_those_of_the_models_own_distribution(run: Run, path: str) -> None:
     """On the torch path bit for bit torch's; the native ones are rounded from numbers of double precision."""
     config = SamplingConfig(temperature=0.3, top_k=5, repetition_penalty=1.4, frequency_penalty=1.0)

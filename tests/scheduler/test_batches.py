@@ -113,7 +113,7 @@ def test_equal_progress_shares_the_budget_and_first_come_first_served_does_not()
     assert shares == {"first_come_first_served": {0: 12}, "equal_progress": {0: 6, 1: 6}}
 
 
-@pytest.mark.feature("003-43")
+@pytest.mark.feature("003-43", "002-50")
 @pytest.mark.parametrize("seed", range(10))
 def test_no_step_exceeds_max_num_tokens(seed: int) -> None:
     rng = Random(seed)
@@ -132,7 +132,7 @@ def test_no_step_exceeds_max_num_tokens(seed: int) -> None:
     runner.assert_answers()
 
 
-@pytest.mark.feature("003-44", "004-02")
+@pytest.mark.feature("003-44", "004-02", "002-50")
 def test_no_more_sequences_run_than_there_are_slots() -> None:
     runner = Runner(num_blocks=64, slots=3)
     for request_id in range(9):
@@ -176,7 +176,7 @@ def test_the_batch_that_is_computed_is_as_large_as_the_number_of_live_requests()
     assert [len(step.rows) for step in runner.trace] == [4, 3, 2, 1]
 
 
-@pytest.mark.feature("003-52")
+@pytest.mark.feature("003-52", "003-38")
 def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
     runner = Runner(num_blocks=6, block_size=2, policy="max_utilization")
     runner.ask(0, [1], 9)
@@ -191,6 +191,18 @@ def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
         plan = scheduler.schedule()
     assert [seq.request_id for seq in plan.paused] == [1]
     assert [seq.request_id for seq, _ in plan.rows] == [0] and plan.context == []
+
+
+@pytest.mark.feature("003-52")
+def test_a_plan_lists_whom_no_pool_can_hold_apart_from_those_it_runs() -> None:
+    runner = Runner(num_blocks=8, block_size=2)
+    runner.ask(0, [1] * 10, 4)
+    runner.ask(1, [2, 2], 3)
+    runner.core.kv.resize(4)
+    plan = runner.core.scheduler.schedule()
+    assert [seq.request_id for seq in plan.rejected] == [0]
+    assert [(seq.request_id, tokens) for seq, tokens in plan.rows] == [(1, 2)]
+    assert [seq.request_id for seq in plan.admitted] == [1] and not plan.is_empty
 
 
 @pytest.mark.feature("003-34")

@@ -19,7 +19,7 @@ def two_requests_of_10_and_80(policy: str) -> Runner:
     return runner
 
 
-@pytest.mark.feature("001-25", "003-46")
+@pytest.mark.feature("001-25", "003-46", "002-50")
 def test_max_utilization_packs_both_pauses_the_second_and_takes_119_iterations() -> None:
     runner = two_requests_of_10_and_80("max_utilization")
     runner.step(41)
@@ -127,7 +127,7 @@ def test_under_pressure_the_earlier_arrival_goes_on(policy: str) -> None:
     runner.assert_answers()
 
 
-@pytest.mark.feature("003-42")
+@pytest.mark.feature("003-42", "002-41")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_the_head_must_wait_nobody_behind_it_is_tried(policy: str) -> None:
     runner = Runner(num_blocks=8, block_size=2, policy=policy)

@@ -8,7 +8,7 @@ from backend.core.step import Row
 from tests.scheduler.runner import Runner
 
 
-@pytest.mark.feature("003-52")
+@pytest.mark.feature("003-52", "003-04", "003-38")
 def test_a_row_is_told_in_full_once_and_then_by_its_differences() -> None:
     runner = Runner(block_size=4)
     runner.ask(0, [1, 2, 3], 6)

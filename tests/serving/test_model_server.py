@@ -136,6 +136,7 @@ def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(server, 
     assert request.sender.finals == [len(request.sender.sent) - 1]
 
 
+@pytest.mark.feature("002-31")
 def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, executor) -> None:
     running, other = streamed([[1]], 50, request_id="job"), streamed([[2]], 50, request_id="other")
     server.execute([running, other])
@@ -150,6 +151,7 @@ def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, exec
     assert other.sender.column("output_ids") == [20]
 
 
+@pytest.mark.feature("002-31")
 def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_id_refused(server, executor) -> None:
     unknown = InferenceRequest({"stop": bools(True)}, request_id="nobody")
     nameless = InferenceRequest({"stop": bools(True)})

@@ -8,6 +8,7 @@ import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result, Unsupported
 from backend.api.config import TritonConfig
+from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.outputs import Arrays
 from backend.serving.reading import Batch
@@ -155,6 +156,7 @@ def test_a_row_with_stop_strings_streams_inside_even_when_its_client_does_not(wo
     assert not works(text_input=strings("a"), stop_words=strings([""]))[0].request.streaming
 
 
+@pytest.mark.feature("002-26")
 def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -> None:
     ids = tools.tokenizer.encode("naïve — 数 = 3\n", add_special_tokens=False)
     output = works(text_input=strings("a"), stream=bools(True), return_num_output_tokens=bools(True))[0].output
@@ -210,6 +212,16 @@ def test_accumulated_responses_each_hold_the_whole_text_so_far(works, tools: Tex
         output.feed(result([token], final=n == len(ids) - 1))
         texts.append(text_of(output.render(final=n == len(ids) - 1)))
     assert texts[-1] == "a b c d" and all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+
+
+def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(works, tools: TextTools) -> None:
+    output = works(text_input=strings("a"), stop_words=strings([";"]), top_log_probs=ints(1))[0].output
+    ids = tools.tokenizer.encode("x;y z", add_special_tokens=False)
+    kept = output.feed(result(ids, top_log_probs=[[TopLogProb(token, -1.0)] for token in ids]))
+    output.feed(result([], final=True, top_log_probs=[]))
+    arrays = dict(output.render(final=True))
+    assert 0 < kept < len(ids)
+    assert arrays["top_log_probs_ids"].tolist() == [[[token] for token in ids[:kept]]]
 
 
 def test_log_probs_of_a_response_are_those_of_its_tokens(works) -> None:

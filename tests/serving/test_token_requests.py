@@ -67,6 +67,12 @@ def test_a_new_name_wins_over_its_old_alias() -> None:
     ) and old.output_config.return_perf_metrics
 
 
+def test_top_log_probs_are_asked_for_row_by_row() -> None:
+    rows = parse([[1], [2]], top_log_probs=ints(3, 0))
+    assert [row.output_config.top_log_probs for row in rows] == [3, 0]
+    assert parse()[0].output_config.top_log_probs == 0
+
+
 @pytest.mark.parametrize(("sent", "meant"), [(0.0, None), (-1.0, None), (0.5, 0.5)])
 def test_a_top_p_that_is_not_positive_means_unset(sent: float, meant: float | None) -> None:
     assert parse(runtime_top_p=floats(sent))[0].sampling_config.top_p == meant

@@ -187,11 +187,11 @@ class Generator:
         return prompt[: MAX_SEQ_LEN - 1]
 
     def _fit(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
-        """Mostly cut a request to what the pool can hold: too much of it would only be refused."""
+        """Mostly cut a request to what the pool and a step can hold: too much of it would only be refused."""
         cells = (self._model.capacity - self._model.watermark) * self._model.block_size
         if self._rng.random() < 0.15 or cells < 2:
             return prompt, max_tokens
-        prompt = prompt[: cells - 1]
+        prompt = prompt[: min(cells - 1, self._model.max_prompt_tokens)]
         return prompt, min(max_tokens, cells + 1 - len(prompt))
 
     def _cut(self, ids: list[int]) -> list[int]:

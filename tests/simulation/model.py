@@ -86,6 +86,8 @@ class Model:
         self.block_size = setup.config.kv_cache.block_size
         self.capacity = setup.num_blocks
         self.watermark = int(setup.config.kv_cache.watermark * setup.num_blocks)
+        scheduler = setup.config.scheduler
+        self.max_prompt_tokens = 1 << 30 if scheduler.enable_chunked_context else scheduler.max_num_tokens
         self.live: dict[int, Turn] = {}
         self.sessions: OrderedDict[Key, Session] = OrderedDict()  # least recently used first
         self.polled: set[Key] = set()
@@ -112,6 +114,8 @@ class Model:
         limit = self._limit(request)
         if len(history) + len(new_ids) + min(1, request.max_tokens) > limit:
             return "session 6" if session else "field"
+        if len(new_ids) > self.max_prompt_tokens:
+            return "session 6" if session else "step"
         max_output = min(request.max_tokens, limit - len(history) - len(new_ids))
         return "pool" if self.exceeds_pool(len(history) + len(new_ids) + max(0, max_output - 1)) else "ok"
 

@@ -260,5 +260,6 @@ def _error_class(response: Response) -> str:
         "model step failed": "worker",
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
+        "scheduler.max_num_tokens": "step",
     }
     return next((name for text, name in classes.items() if text in message), "field")

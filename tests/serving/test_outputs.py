@@ -1,0 +1,71 @@
+"""The arrays of a response of the token model: their names, types, shapes and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backend.api import FinishReason, Result
+from backend.api.response import TopLogProb
+from backend.serving.outputs import RowSettings, TokenOutput
+
+
+def result(ids: list[int], final: bool = False, **fields: object) -> Result:
+    reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
+    return Result([ids], is_final=final, finish_reasons=(reason,), **fields)
+
+
+def whole(streaming: bool = False, **fields: object) -> dict[str, np.ndarray]:
+    """The only response of a row with a prompt of two tokens and an output of three."""
+    output = TokenOutput(RowSettings(streaming), [] if streaming else [7, 8])
+    output.feed(result([1, 2, 3], final=True, **fields))
+    return dict(output.render(final=True))
+
+
+@pytest.mark.feature("001-49")
+def test_output_ids_are_one_beam_of_int32_with_the_prompt_first() -> None:
+    ids = whole()["output_ids"]
+    assert (ids.dtype, ids.shape, ids.tolist()) == (np.int32, (1, 1, 5), [[[7, 8, 1, 2, 3]]])
+    assert whole(streaming=True)["output_ids"].tolist() == [[[1, 2, 3]]]
+
+
+@pytest.mark.feature("001-50")
+def test_the_sequence_length_counts_prompt_and_output() -> None:
+    length = whole()["sequence_length"]
+    assert (length.dtype, length.shape, length.tolist()) == (np.int32, (1, 1), [[2 + 3]])
+
+
+@pytest.mark.feature("001-53", "001-54")
+def test_log_probs_are_those_of_the_output_alone_and_their_sum_is_told_beside_them() -> None:
+    arrays = whole(log_probs=[[-0.5, -1.25, -2.0]], cum_log_probs=[-3.75])
+    log_probs, cum = arrays["output_log_probs"], arrays["cum_log_probs"]
+    assert (log_probs.dtype, log_probs.shape, log_probs.tolist()) == (np.float32, (1, 1, 3), [[[-0.5, -1.25, -2.0]]])
+    assert (cum.dtype, cum.shape, cum.tolist()) == (np.float32, (1, 1), [[-3.75]])
+
+
+def test_log_probs_do_not_appear_unless_asked_for() -> None:
+    assert set(whole()) == {"output_ids", "sequence_length"}
+
+
+def top(*token_ids: int) -> list[TopLogProb]:
+    return [TopLogProb(token_id, -0.25 * (n + 1)) for n, token_id in enumerate(token_ids)]
+
+
+def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None:
+    output = TokenOutput(RowSettings(streaming=True), [])
+    output.feed(result([1], top_log_probs=[top(1, 9)]))
+    output.feed(result([2], top_log_probs=[top(8, 2)]))
+    first = dict(output.render(final=False))
+    output.feed(result([3], final=True, top_log_probs=[top(3, 7)]))
+    last = dict(output.render(final=True))
+    ids, log_probs = first["top_log_probs_ids"], first["top_log_probs"]
+    assert (ids.dtype, ids.tolist()) == (np.int32, [[[1, 9], [8, 2]]])
+    assert (log_probs.dtype, log_probs.tolist()) == (np.float32, [[[-0.25, -0.5]] * 2])
+    assert last["top_log_probs_ids"].tolist() == [[[3, 7]]] and last["top_log_probs"].shape == (1, 1, 2)
+
+
+def test_an_end_without_tokens_has_no_positions() -> None:
+    output = TokenOutput(RowSettings(streaming=True), [])
+    output.feed(result([], final=True, top_log_probs=[]))
+    arrays = dict(output.render(final=True))
+    assert arrays["top_log_probs_ids"].shape == arrays["top_log_probs"].shape == (1, 0, 0)
