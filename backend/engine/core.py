@@ -249,7 +249,7 @@ class EngineCore:
         return self._in_flight.popleft(), output
 
     def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
-        """Book what a step did: counters, tokens, KV. Returns the sequences that have news, in row order, and whether they end."""
+        """Book what a step did: counters, tokens, KV. Returns the sequences with news, in row order, and whether they end."""
         plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
         self.statistics.iteration = flight.step.step_id
         news: list[tuple[Sequence, FinishReason]] = []

@@ -1,8 +1,8 @@
 """Framing of the messages between a client of the engine (a Triton stub) and the engine process.
 
 One frame is a 4-byte little-endian length and that many bytes of msgpack; what a frame may hold is one of the tagged structs
-of core/messages.py, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in a 0700
-directory, and the engine checks the peer's user id besides.
+of core/messages.py, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in
+a 0700 directory, and the engine checks the peer's user id besides.
 """
 
 from __future__ import annotations
