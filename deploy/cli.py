@@ -96,12 +96,15 @@ def fail(error: UserError | ServerFailed) -> typer.Exit:
 def test_command(
     context: typer.Context,
     schedules: Annotated[int | None, typer.Option(min=1, help="Random schedules of the engine simulation.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what is slow: servers, planted bugs, GPU kernels, sanitizers.")
+    ] = False,
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
     variables = dict(os.environ)
     if schedules is not None:
         variables["EVERBATCH_SCHEDULES"] = str(schedules)
-    command = [sys.executable, "-m", "pytest", *pytest_arguments(context.args)]
+    command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 
 
