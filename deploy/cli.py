@@ -104,6 +104,8 @@ def test_command(
     variables = dict(os.environ)
     if schedules is not None:
         variables["EVERBATCH_SCHEDULES"] = str(schedules)
+    if not (ROOT / "tests").is_dir():
+        raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
     command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 
@@ -169,7 +171,7 @@ def bench_command(
         typer.echo(context.get_help())
         name = None
     if name is None:
-        typer.echo("\n".join(known) if known else "there are no benchmarks in this checkout")
+        typer.echo("\n".join(known) if known else "benchmarks are not installed with the packages; there are some in a checkout")
         raise typer.Exit
     if name not in known:
         raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))
