@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
@@ -44,8 +45,8 @@ class FrameTooLarge(InvalidRequest):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decode_command = msgspec.msgpack.Decoder(Command).decode
-_decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+_decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 _decode_addressed = msgspec.msgpack.Decoder(_Addressed).decode
 # msgspec's own error, and what passes through it: text that is not UTF-8, nesting without end.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
