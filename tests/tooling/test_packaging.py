@@ -49,7 +49,9 @@ def test_the_wheel_brings_the_command_the_licence_and_the_pins_of_serving(wheel:
     assert "everbatch = deploy.cli:main" in wheel.read(f"{folder}/entry_points.txt").decode()
     assert b"Apache License" in wheel.read(f"{folder}/licenses/LICENSE")
     lines = wheel.read(f"{folder}/METADATA").decode().splitlines()
-    asked = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist") and ";" not in line}
+    asked = {
+        line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist") and ";" not in line
+    }
     pinned = (ROOT / "requirements" / "run.txt").read_text().splitlines()
     assert asked == {line for line in pinned if line and not line.startswith("#")}
 
@@ -90,7 +92,11 @@ def test_an_installed_copy_names_the_command_that_brings_tritonserver(monkeypatc
 
 @pytest.mark.parametrize(
     ("asked", "state"),
-    [(["pytest==" + pytest.__version__, 'x==1; extra == "bench"'], "ok"), (["pytest==0.1"], "warn"), (["nope==1"], "warn")],
+    [
+        (["pytest==" + pytest.__version__, 'x==1; extra == "bench"'], "ok"),
+        (["pytest==0.1"], "warn"),
+        (["nope==1"], "warn"),
+    ],
 )
 def test_doctor_compares_the_packages_beside_an_installed_copy(
     asked: list[str], state: str, monkeypatch: pytest.MonkeyPatch
