@@ -30,6 +30,7 @@ from backend.api import EngineConfig, OutputConfig, Request, Response, SessionCo
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.executor import Executor
 from backend.executor.engine_process import SPIN_COUNT
+from benchmarks import pictures
 from benchmarks.crowd import CrowdRow, measure_crowds
 
 RESULTS = Path(__file__).parent / "results"
@@ -131,11 +132,7 @@ def summarise(turns: list[Turn]) -> dict[str, float]:
 
 def plot(turns: list[Turn], summary: dict[str, float], crowds: list[CrowdRow], path: Path, title: str) -> None:
     """Left every turn as a dot, medians as lines; right the crowds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.pyplot()
     figure, (axes, right) = pyplot.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
     for row, (kind, colour) in enumerate((("warm", "#2a7f62"), ("evicted", "#b3532e"))):
         times = [t.first_token_ms for t in turns if t.kind == kind]

@@ -96,12 +96,17 @@ def fail(error: UserError | ServerFailed) -> typer.Exit:
 def test_command(
     context: typer.Context,
     schedules: Annotated[int | None, typer.Option(min=1, help="Random schedules of the engine simulation.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what is slow: servers, planted bugs, GPU kernels, sanitizers.")
+    ] = False,
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
     variables = dict(os.environ)
     if schedules is not None:
         variables["EVERBATCH_SCHEDULES"] = str(schedules)
-    command = [sys.executable, "-m", "pytest", *pytest_arguments(context.args)]
+    if not (ROOT / "tests").is_dir():
+        raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
+    command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 
 
@@ -166,7 +171,7 @@ def bench_command(
         typer.echo(context.get_help())
         name = None
     if name is None:
-        typer.echo("\n".join(known) if known else "there are no benchmarks in this checkout")
+        typer.echo("\n".join(known) if known else "benchmarks are not installed with the packages; there are some in a checkout")
         raise typer.Exit
     if name not in known:
         raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deploy import ROOT, invocation, libpython
+from deploy import IS_CHECKOUT, ROOT, invocation, libpython
 from deploy.environment import is_complete, requirements_hash
 from deploy.errors import UserError
 from deploy.ports import Ports, check_port
@@ -77,6 +77,8 @@ def python() -> Finding:
 
 
 def environment() -> Finding:
+    if not IS_CHECKOUT:
+        return installed()
     venv = ROOT / ".venv"
     if Path(sys.prefix) != venv:
         return Finding(
@@ -93,6 +95,27 @@ def environment() -> Finding:
         f"{venv} does not match requirements/",
         "the next ./everbatch command brings it up to date",
     )
+
+
+def installed() -> Finding:
+    """The packages beside a copy that pip installed: are they the ones it asks for?"""
+    try:
+        asked = importlib.metadata.requires("everbatch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("environment", "warn", f"{sys.prefix}, not pip's work", "its packages are not checked")
+    wrong = [line for line in asked if ";" not in line and not _is_held(line)]
+    if wrong:
+        return Finding("environment", "warn", f"{sys.prefix} lacks {', '.join(wrong)}", "run pip install with these")
+    return Finding("environment", "ok", f"{sys.prefix}, installed by pip")
+
+
+def _is_held(requirement: str) -> bool:
+    """Whether `NAME[EXTRAS]==VERSION` is installed in this version; a local suffix like +cpu is fine."""
+    name, _, version = requirement.partition("==")
+    try:
+        return importlib.metadata.version(name.split("[")[0].strip()).split("+")[0] == version
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def libc() -> Finding:

@@ -14,13 +14,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import ROOT, libpython, secret_flags
+from deploy import IS_CHECKOUT, ROOT, libpython, secret_flags
 from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
+INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # as requirements/server.txt has it
 SECRET_FLAGS = {  # by the variable that holds the flag; see deploy/secret_flags.py
     "EVERBATCH_HTTP_RESTRICTION": f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}=",
     "EVERBATCH_GRPC_RESTRICTION": f"--grpc-restricted-protocol={RESTRICTED_APIS}:{ADMIN_HEADER}=",
@@ -50,10 +51,8 @@ def find_installation() -> Installation:
         wheel = Path(location) / "tritonserver"
         if (wheel / "bin" / "tritonserver").is_file():
             return Installation(wheel / "bin" / "tritonserver", wheel)
-    raise UserError(
-        "no tritonserver on PATH, under /opt/tritonserver or in this Python's packages; "
-        "run ./everbatch serve, which installs it into its own environment"
-    )
+    remedy = "run ./everbatch serve, which installs it into its own environment" if IS_CHECKOUT else f"run {INSTALL_SERVER}"
+    raise UserError(f"no tritonserver on PATH, under /opt/tritonserver or in this Python's packages; {remedy}")
 
 
 def prepare_backend_directory(installation: Installation, directory: Path) -> Path | None:

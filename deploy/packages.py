@@ -13,7 +13,7 @@ from pathlib import Path
 from deploy.errors import SetupError
 from deploy.progress import Progress
 
-REQUIREMENTS = ("run.txt", "test.txt")
+REQUIREMENTS = ("run.txt", "test.txt", "bench.txt")
 SERVER_REQUIREMENTS = "server.txt"  # installed with --no-deps
 NEEDED_BYTES = 2_500_000_000  # of disk for the environment, pip's temporary files included
 _SIZE = re.compile(r"\([\d.]+ ?[kMG]?B\)")

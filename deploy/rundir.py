@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from backend.api.config import EngineConfig
-from deploy import ROOT
+from deploy import IS_CHECKOUT, ROOT
 from deploy.errors import UserError
 
 MAX_SOCKET_PATH = 100  # bytes; sun_path holds 108 with the closing zero, and ranks append a suffix
@@ -30,8 +30,14 @@ _DECOUPLED = re.compile(r"\bdecoupled\s*:\s*(?:true|false)", re.IGNORECASE)
 
 
 def default_run_directory(name: str) -> Path:
-    """.run/NAME of the checkout, or of EVERBATCH_RUN_ROOT where the checkout is read-only (the container)."""
-    return Path(os.environ.get("EVERBATCH_RUN_ROOT") or ROOT / ".run") / name
+    """NAME in EVERBATCH_RUN_ROOT where that is set (the container), else in .run of the checkout; where pip installed
+    Everbatch, in the user's directory for states.
+    """
+    if chosen := os.environ.get("EVERBATCH_RUN_ROOT"):
+        return Path(chosen) / name
+    if IS_CHECKOUT:
+        return ROOT / ".run" / name
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "everbatch" / name
 
 
 def prepare_run_directory(directory: Path) -> Path:

@@ -2,8 +2,8 @@
 
 Triton notices neither a stub that dies or stops nor an engine that is gone. So the supervisor asks the server about its
 processes, and starts the whole of it again, with back-off: for ever if it was ready in between, and until failure
-MAX_FAILURES in a row if it was not. An engine that was given up ends everything. A restart must be ready within a minute, or three times
-what the first start took; one that hangs is started over.
+MAX_FAILURES in a row if it was not. An engine that was given up ends everything. A restart must be ready within a minute,
+or three times what the first start took; one that hangs is started over.
 First Ctrl-C or SIGTERM: drain and stop. Second: now. A server that never came up is not started again, unless it died of
 something that does not come twice.
 """

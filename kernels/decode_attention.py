@@ -6,8 +6,8 @@
 A program has a row, a kv head and a split of the tokens. A split is a number of tokens, and splits are merged in order: a row's
 result does not depend on the batch, nor on the tables' width.
 
-Quantised pools (kernels/common/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind; QServe, Lin et
-al. 2024), but folded:
+Quantised pools (kernels/common/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind;
+QServe, Lin et al. 2024), but folded:
 
     q.k           = scale_k * q.n + least_k * sum(q)
     sum_t p_t v_t = sum_t (p_t * scale_v) n_t + sum_t p_t * least_v

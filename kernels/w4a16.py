@@ -12,7 +12,8 @@ two matrix products and no neighbours are exchanged. The kernel computes y^T = W
 that, from registers, where the weights are unpacked; and few tokens are then legal as its right side. A 4-bit number becomes a
 float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
 Bytes are unpacked together, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
-(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and 6.6.
+(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2
+and 6.6.
 
 Few rows do not fill a GPU with tiles: k is then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes
 float32 sums to a buffer of its own, and a second kernel adds them in order: no atomics, so that a result repeats itself.

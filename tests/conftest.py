@@ -1,4 +1,6 @@
-"""What all tests share: the `feature` mark, and one torch thread, so that sessions do not fight for cores."""
+"""What all tests share: the marks, `--quick`, the slowest files, and one torch thread, so that sessions do not fight for
+cores.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,18 @@ import sys
 
 import pytest
 
+from tests.quick import Quick, Slowest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is slow (tests/quick.py)")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(*ids): the test closes these rows of the feature list")
+    config.addinivalue_line("markers", "slow(reason): left out by --quick")
+    config.pluginmanager.register(Quick(config.getoption("--quick")))
+    config.pluginmanager.register(Slowest())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from typing import Any
 
 from backend.api import EngineConfig, Request, SessionConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
+from benchmarks import pictures
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "eviction.png"
 NUM_BLOCKS, BLOCK_SIZE = 10, 8
@@ -77,10 +72,11 @@ def _note(known: int, num_tokens: int, recomputed: int) -> str:
 
 
 def draw(trace: Trace) -> None:
+    pyplot = pictures.pyplot()
     figure, axes = pyplot.subplots(figsize=(10, 4.3), layout="constrained")
     for step, owners in enumerate(trace.columns):
         for block_id, (session, runs) in owners.items():
-            box = Rectangle(
+            box = pyplot.Rectangle(
                 (step, block_id + 0.06), 1, 0.88, color=COLOURS[session], alpha=0.95 if runs else 0.28, linewidth=0
             )
             axes.add_patch(box)
@@ -94,11 +90,11 @@ def draw(trace: Trace) -> None:
             va="bottom",
             color=COLOURS[session],
         )
-    _dress(axes, len(trace.columns))
+    _dress(pyplot, axes, len(trace.columns))
     figure.savefig(OUT, dpi=130)
 
 
-def _dress(axes: Axes, num_steps: int) -> None:
+def _dress(pyplot: Any, axes: Any, num_steps: int) -> None:
     axes.set_xlim(0, num_steps)
     axes.set_ylim(0, NUM_BLOCKS + 2.6)
     axes.set_yticks([i + 0.5 for i in range(NUM_BLOCKS)], [str(i) for i in range(NUM_BLOCKS)], fontsize=8)
@@ -107,8 +103,8 @@ def _dress(axes: Axes, num_steps: int) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     legend = [
-        Patch(color="#555", alpha=0.95, label="in use by a running turn"),
-        Patch(color="#555", alpha=0.28, label="cached, evictable"),
+        pyplot.Rectangle((0, 0), 1, 1, color="#555", alpha=0.95, label="in use by a running turn"),
+        pyplot.Rectangle((0, 0), 1, 1, color="#555", alpha=0.28, label="cached, evictable"),
     ]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8)
     axes.set_title(

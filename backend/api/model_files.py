@@ -166,7 +166,7 @@ def _unreadable(name: str, error: OSError | ValueError) -> ConfigError:
 
 
 def _is_deeper(content: object, most: int) -> bool:
-    level = [content]
+    level: list[Any] = [content]
     for _ in range(most):
         containers = (each.values() if isinstance(each, dict) else each for each in level)
         level = [child for each in containers for child in each if isinstance(child, dict | list)]
@@ -183,6 +183,7 @@ _TYPES = {"object": "an object", "array": "a list", "str": "a text"}
 def _explained(message: str, raw: object, key: str) -> str:
     """msgspec's message as a clause with the key and the value."""
     parts = _MESSAGE.fullmatch(message)
+    assert parts is not None  # the pattern fits every text
     what, where = parts["what"], parts["where"] or ""
     place = f"{key}{where}".lstrip(".")
     if missing := re.search(r"missing required field `(.*)`", what):
@@ -199,7 +200,7 @@ def _explained(message: str, raw: object, key: str) -> str:
 _UNKNOWN = object()
 
 
-def _value_at(raw: object, where: str) -> object:
+def _value_at(raw: Any, where: str) -> object:
     """The value that msgspec means by `where`: .key, [0], or [...] for any value of an object."""
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", where):
         try:

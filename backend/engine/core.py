@@ -193,9 +193,10 @@ class EngineCore:
     def _note_deadline(self, seq: Sequence) -> None:
         """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
         if len(self._deadlines) > 2 * len(self._live) + 64:
-            self._deadlines = [(live.deadline_ns, request_id) for request_id, live in self._live.items()]
+            live = [(other.deadline_ns, request_id) for request_id, other in self._live.items()]
+            self._deadlines = [(ns, request_id) for ns, request_id in live if ns is not None]
             heapq.heapify(self._deadlines)
-        else:
+        elif seq.deadline_ns is not None:
             heapq.heappush(self._deadlines, (seq.deadline_ns, seq.request_id))
 
     def stats(self) -> EngineStats:
@@ -249,7 +250,7 @@ class EngineCore:
         return self._in_flight.popleft(), output
 
     def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
-        """Book what a step did: counters, tokens, KV. Returns the sequences that have news, in row order, and whether they end."""
+        """Book what a step did: counters, tokens, KV. Returns the sequences with news, in row order, and whether they end."""
         plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
         self.statistics.iteration = flight.step.step_id
         news: list[tuple[Sequence, FinishReason]] = []
@@ -265,17 +266,17 @@ class EngineCore:
             news.append((seq, update.finish_reason(seq)))
         rows = flight.step.rows[len(plan.generation) :]
         for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
-            sample = next(samples) if row.samples else None
+            first = next(samples) if row.samples else None  # token of its output
             if seq.seq_id in dropped:
                 continue
             context, recomputed = update.advance(seq, num_tokens)
             self.counters.context_tokens_total += context
             self.counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
-            if sample is not None:
-                update.append_token(seq, sample, now_ns)
+            if first is not None:
+                update.append_token(seq, first, now_ns)
                 self.counters.generated_tokens_total += 1
-            if sample is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens:  # or it asked for no output
+            if first is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens:  # or it asked for no output
                 news.append((seq, update.finish_reason(seq)))
         return news
 
@@ -314,7 +315,8 @@ class EngineCore:
         self.kv.release(seq, keep=seq.status is Status.IDLE)
 
     def _stays(self, seq: Sequence) -> bool:
-        return seq.session_key is not None and not (seq.request.session.end or seq.erase_when_finished)
+        session = seq.request.session
+        return session is not None and not (session.end or seq.erase_when_finished)
 
     def _settle(self, seq: Sequence, keep_output_tokens: int | None = None, undo: bool = False) -> None:
         """A session between turns: cut its log where asked, note its use. One that ended leaves the table.

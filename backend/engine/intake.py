@@ -49,7 +49,9 @@ class Intake:
         return seq
 
     def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int]:
-        session, key = request.session, SessionKey(request.cache_salt, request.session.id)
+        session = request.session
+        assert session is not None  # the caller has looked
+        key = SessionKey(request.cache_salt, session.id)
         if key in self.sessions_this_poll:
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
         known = self._sessions.check_turn(request)
@@ -127,6 +129,7 @@ def _kept_history(known: Sequence | None, request: Request) -> tuple[int, list[i
     if known is None:
         return 0, request.input_token_ids
     session, prompt = request.session, request.input_token_ids
+    assert session is not None  # `known` is one's sequence
     if session.full_history:
         pairs = zip(known.token_ids, prompt, strict=False)
         keep = next((i for i, (old, new) in enumerate(pairs) if old != new), min(known.num_tokens, len(prompt)))

@@ -47,6 +47,7 @@ class SessionTable:
     def check_turn(self, request: Request) -> Sequence | None:
         """Return the session that a turn continues, None for one that starts afresh. Raises SessionError, changes nothing."""
         session = request.session
+        assert session is not None  # only the turns of sessions are checked
         known = self._sessions.get(SessionKey(request.cache_salt, session.id))
         if known is not None and known.status is not Status.IDLE:
             raise SessionError(

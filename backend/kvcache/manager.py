@@ -257,6 +257,7 @@ class KVCacheManager:
             self._reused_blocks_total += len(grant.kept)
             self._missed_blocks_total += len(new)
         seq.num_new_blocks += len(new)
+        assert seq.slot is not None  # it runs, or was admitted just now
         return TableChange(seq.slot, [handle.block_id for handle in new], grant.admitted or grant.replaces is not None)
 
     def _unlock(self, table: BlockTable, keep: bool) -> None:

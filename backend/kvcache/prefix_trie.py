@@ -19,15 +19,16 @@ from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
 
 Key = tuple[int, ...]
+ROOT = BlockHandle(BlockId(-1), -1)  # of a namespace: no block
 
 
 class TrieNode:
     __slots__ = ("children", "handle", "key", "namespace", "ordered_keys", "parent")
 
-    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle | None, namespace: str = ""):
+    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = ""):
         self.parent = parent  # None when cut off, and for roots
         self.key = key
-        self.handle = handle  # None for roots
+        self.handle = handle  # ROOT for roots
         self.namespace = namespace  # of roots
         self.children: dict[Key, TrieNode] = {}
         self.ordered_keys: list[Key] = []  # of the children, ascending
@@ -55,10 +56,10 @@ class PrefixTrie:
         return block_id in self._nodes
 
     def root(self, namespace: str) -> TrieNode:
-        return self._roots.setdefault(namespace, TrieNode(None, (), None, namespace))
+        return self._roots.setdefault(namespace, TrieNode(None, (), ROOT, namespace))
 
     def is_attached(self, node: TrieNode) -> bool:
-        return node.handle is None or self._nodes.get(node.handle.block_id) is node
+        return node.handle is ROOT or self._nodes.get(node.handle.block_id) is node
 
     def match(
         self, namespace: str, token_ids: Seq[int], max_tokens: int, partial: bool = True
@@ -143,7 +144,7 @@ class PrefixTrie:
 
     def _drop_empty_root(self, node: TrieNode) -> None:
         """Namespaces are chosen by clients: one that holds nothing must not be remembered."""
-        if node.handle is None and not node.children:
+        if node.handle is ROOT and not node.children:
             self._roots.pop(node.namespace, None)
 
 

@@ -40,7 +40,7 @@ class CacheState:
         return self._sharing == "all" or not seq.is_anonymous
 
     def match(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], BlockHandle | None, int]:
-        """KV that the trie knows of the sequence's first `limit` tokens: (whole blocks, a block whose head is right, its tokens)."""
+        """KV known of the sequence's first `limit` tokens: (whole blocks, a block whose head is right, tokens of that head)."""
         if not self.enable_block_reuse:
             return [], None, 0
         partial = self._enable_partial_reuse and self.trusts(seq)

@@ -25,7 +25,7 @@ def max_cells(seq: Sequence) -> int:
 
 
 def watermark(kv: KVCacheManager, running: list[Sequence], admitted: list[Sequence]) -> int:
-    """Blocks that an admission beside others leaves free. A sequence that is alone needs none: there is nobody to make room for."""
+    """Blocks that an admission beside others leaves free. A sequence alone needs none: there is nobody to make room for."""
     return kv.watermark_blocks if running or admitted else 0
 
 

@@ -64,8 +64,8 @@ class Scheduler:
         self._kv = kv
         self._micro_batch = MicroBatchScheduler(config, on_cpu)
         self._separate = config.batching == "separate"
-        policies = {"guaranteed_no_evict": GuaranteedNoEvict, "max_utilization": MaxUtilization}
-        self._capacity: CapacityScheduler = policies[config.policy](kv)
+        no_evict = config.policy == "guaranteed_no_evict"
+        self._capacity: CapacityScheduler = GuaranteedNoEvict(kv) if no_evict else MaxUtilization(kv)
 
     @property
     def has_work(self) -> bool:
@@ -110,8 +110,8 @@ class Scheduler:
         if plan.paused:  # the others run what room was planned for, and nobody is admitted
             paused = {seq.seq_id for seq in plan.paused}
             plan.generation = [seq for seq in generation if seq.seq_id not in paused]
-            rows = zip(context, shares, strict=True)
-            plan.context = [(seq, share) for seq, share in rows if share and seq.seq_id not in paused]
+            cut = zip(context, shares, strict=True)
+            plan.context = [(seq, share) for seq, share in cut if share and seq.seq_id not in paused]
             return plan
         if not admit_first:
             self._admit(plan, context, budget)
@@ -140,7 +140,8 @@ class Scheduler:
         return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks)
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
-        context, generation = [], []
+        context: list[Sequence] = []
+        generation: list[Sequence] = []
         for seq in self.running:
             if not seq.is_awaited:
                 (generation if seq.is_generating else context).append(seq)
@@ -198,6 +199,7 @@ def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[R
     rows = []
     for seq in plan.generation:
         new_blocks = _take_new_blocks(seq, changes) if changes else []
+        assert seq.slot is not None  # it runs
         rows.append(Row(seq.slot, seq.num_computed_tokens + seq.num_inflight_tokens, 1, True, new_blocks))
         seq.num_inflight_tokens += 1
         seq.num_inflight_samples += 1
@@ -206,6 +208,7 @@ def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[R
         seq.num_inflight_tokens += num_tokens
         samples = seq.num_uncomputed_tokens == 0 and seq.max_output_tokens > 0
         seq.num_inflight_samples += samples
+        assert seq.slot is not None  # it runs
         rows.append(Row(seq.slot, start, num_tokens, samples, _take_new_blocks(seq, changes)))
     return rows
 
@@ -221,6 +224,7 @@ def _take_new_blocks(seq: Sequence, changes: dict[SequenceId, TableChange]) -> l
 
 def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
     request = seq.request
+    assert seq.slot is not None  # it was admitted in this step
     return NewRow(
         slot=seq.slot,
         token_ids=list(seq.token_ids),

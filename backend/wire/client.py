@@ -86,6 +86,7 @@ class SocketTransport:
         outgoing, self._outgoing = self._outgoing, None
         with self._lock:
             sock, self._sock = self._sock, None
+        assert sock is not None and outgoing is not None  # _run comes here after _connect only
         hang_up(sock)
         outgoing.finish()  # closes the socket
         self._on_lost()

@@ -207,4 +207,5 @@ def _refusal(error: InvalidRequest) -> str:
 
 def _peer_uid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)

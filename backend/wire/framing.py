@@ -1,14 +1,15 @@
 """Framing of the messages between a client of the engine (a Triton stub) and the engine process.
 
 One frame is a 4-byte little-endian length and that many bytes of msgpack; what a frame may hold is one of the tagged structs
-of core/messages.py, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in a 0700
-directory, and the engine checks the peer's user id besides.
+of core/messages.py, decoded by msgspec into exactly that type. Nothing is ever executed or unpickled. The socket is AF_UNIX in
+a 0700 directory, and the engine checks the peer's user id besides.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
@@ -44,8 +45,8 @@ class FrameTooLarge(InvalidRequest):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decode_command = msgspec.msgpack.Decoder(Command).decode
-_decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+_decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 _decode_addressed = msgspec.msgpack.Decoder(_Addressed).decode
 # msgspec's own error, and what passes through it: text that is not UTF-8, nesting without end.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -88,10 +88,12 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress) -> list[R
     contestants = [contestant for engine in engines for contestant in prepare(engine, work, progress)]
     outcome = measure(work, contestants, progress)
     rows = make_rows(work, outcome)
+    prompts = ", ".join(map(str, work.prompts))
+    busy = f"{work.busy} busy neighbours, " if work.busy else ""
+    order = "alternating" if outcome.alternated else "one engine after the other"
     title = (
-        f"{work.model.name} {work.weights}: {', '.join(map(str, work.prompts))} prompt + {work.new} new tokens, best of {work.repeats}, "
-        f"{work.threads} threads, {f'{work.busy} busy neighbours, ' if work.busy else ''}{'alternating' if outcome.alternated else 'one engine after the other'}, "
-        f"{read_bandwidth(outcome.bandwidths)} read"
+        f"{work.model.name} {work.weights}: {prompts} prompt + {work.new} new tokens, best of {work.repeats}, "
+        f"{work.threads} threads, {busy}{order}, {read_bandwidth(outcome.bandwidths)} read"
     )
     console.print(make_table(rows, title))
     for reason in reasons(rows):

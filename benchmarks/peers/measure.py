@@ -28,9 +28,9 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured. `prompts`: tokens of a request's prompt; requests take several lengths in turn. `new`: tokens of its output.
+    """What is measured. `prompts`: tokens of a request's prompt; requests take several lengths in turn.
 
-    `busy`: other processes that keep a core busy all the while.
+    `new`: tokens of its output. `busy`: other processes that keep a core busy all the while.
     """
 
     model: Model

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pictures
 from benchmarks.peers.engines import OURS
 from benchmarks.peers.rows import Row
 
@@ -22,11 +23,7 @@ _BAR = 0.8  # of the room of a group, all its bars together
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     """Upper row: an axis for each concurrency, from zero, with the roof. Lower row: ratios and shares, grouped."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.pyplot()
     measured = [row for row in rows if row["decode_tokens_per_s"] is not None]
     engines = list(dict.fromkeys(row["engine"] for row in measured))
     concurrencies = list(dict.fromkeys(row["concurrency"] for row in rows))

@@ -1,8 +1,9 @@
 """From samples to rows: one for each engine and concurrency, with its ratio to the best peer and its share of the roof.
 
 `decode_tokens_per_s`, `prefill_tokens_per_s` and `output_tokens_per_s` (generated tokens over the whole time) are the best of the
-repeats, as are the ratios made of them; each has a `median_` beside it. An engine that was measured in several settings counts, at each concurrency, with the one that decodes fastest;
-`settings` has them all. `roof_fraction` is the median over the repeats of the share that each reached of the roof at that moment;
+repeats, as are the ratios made of them; each has a `median_` beside it. An engine that was measured in several settings counts,
+at each concurrency, with the one that decodes fastest; `settings` has them all. `roof_fraction` is the median over the repeats
+of the share that each reached of the roof at that moment;
 `bandwidth_gb_per_s` and `roof_tokens_per_s` are medians too. Figures that there are none of are null, and `skipped` says why.
 """
 

@@ -257,7 +257,8 @@ def _cache_directories() -> list[Path]:
     if chosen:
         return [Path(chosen).absolute()]
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return [_CHECKOUT / ".run" / "native", home / "everbatch"]
+    checkout = [_CHECKOUT / ".run" / "native"] if (_CHECKOUT / "pyproject.toml").is_file() else []  # pip leaves that out
+    return [*checkout, home / "everbatch"]
 
 
 def _is_usable(directory: Path) -> bool:

@@ -166,6 +166,18 @@ def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pyt
     assert seen["EVERBATCH_SCHEDULES"] == "100000"
 
 
+@pytest.mark.parametrize("given, quick", [(["--quick", "-x"], True), (["-x"], False)])
+def test_a_quick_run_is_the_suite_with_an_option_of_its_own(
+    given: list[str], quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(cli.subprocess, "run", lambda command, **_: commands.append(command) or done)
+    assert CliRunner().invoke(app, ["test", *given]).exit_code == 0
+    (command,) = commands
+    assert ("--quick" in command) == quick and command[-2:] == ["tests", "-x"]
+
+
 @pytest.mark.parametrize("host, warned", [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_an_address_that_others_reach_is_warned_about_with_what_must_stand_in_front(
     host: str, warned: bool, monkeypatch: pytest.MonkeyPatch

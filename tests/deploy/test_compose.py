@@ -20,8 +20,9 @@ BYTES = re.compile(r"^\d+(b|k|kb|m|mb|g|gb)$")
 PORT = re.compile(r"^(127\.0\.0\.1:)?\d+:\d+$")
 SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
     "build": dict, "image": str, "init": bool, "user": str, "read_only": bool, "cap_drop": list, "security_opt": list,
-    "shm_size": (str, int), "mem_limit": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str), "volumes": list, "ports": list,
-    "command": (list, str), "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list,
+    "shm_size": (str, int), "mem_limit": (str, int), "ulimits": dict, "pids_limit": int, "tmpfs": (list, str),
+    "volumes": list, "ports": list, "command": (list, str),
+    "stop_grace_period": str, "restart": str, "healthcheck": dict, "profiles": list,
     "deploy": dict,
 }  # fmt: skip
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}

@@ -17,7 +17,7 @@ def test_the_configuration_table_is_up_to_date():
     assert write_config_table.rendered(page) == page, "run python -m tools.write_config_table"
 
 
-PAGES = ["README.md", "backend/README.md", "models/default/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "backend/README.md", "models/default/README.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))]
 
 

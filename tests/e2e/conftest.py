@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,13 @@ def nothing_stays_in_use(request) -> Iterator[None]:
         if name in request.fixturenames:
             server = request.getfixturevalue(name)
             if server.running():
-                assert eventually(lambda: _in_use(server) == (0, 0), 10), (
+                assert eventually(partial(_nothing_in_use, server), 10), (
                     f"{name}: (blocks, requests) in use {_in_use(server)}"
                 )
+
+
+def _nothing_in_use(server: TritonServer) -> bool:
+    return _in_use(server) == (0, 0)
 
 
 def _in_use(server: TritonServer) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a client on the wire needs: token requests over gRPC, JSON over HTTP, metrics. tritonclient and the standard library only."""
+"""What a client on the wire needs: token requests over gRPC, JSON over HTTP, metrics. Of libraries, tritonclient only."""
 
 from __future__ import annotations
 

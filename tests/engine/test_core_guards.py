@@ -139,7 +139,7 @@ def test_a_loop_that_sleeps_is_in_no_turn():
     thread.start()
     for number in (1, 2):
         loop.post(Submit(number, Request([1], 5)))
-        assert wait_until(lambda: len(seen) == 5 * number and loop.present_turn is None, 5)
+        assert wait_until(lambda tokens=5 * number: len(seen) == tokens and loop.present_turn is None, 5)
     loop.stop()
     thread.join()
     assert loop.present_turn is None

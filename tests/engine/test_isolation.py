@@ -1,4 +1,4 @@
-"""What clients learn of each other: a prober that recovers secrets by the counters of its own requests, and who owns a session."""
+"""What clients learn of each other: a prober that recovers secrets by its own requests' counters, and who owns a session."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""An engine process over the model-free worker group: `-m backend.executor.engine_process --config FILE --socket PATH` without torch.
+"""An engine process over the model-free worker group, without torch.
 
+It takes the options of backend.executor.engine_process, --config FILE and --socket PATH.
 A prompt that begins with HANGS never comes back from its step.
 """
 

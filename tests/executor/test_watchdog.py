@@ -62,7 +62,7 @@ def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner,
     for executor in (owner, guest):
         executor.submit(Request([3, 4], 200), answers.put)  # nobody knows yet
     for executor in (owner, guest):
-        assert wait_until(lambda: not executor.is_ready(), 10)
+        assert wait_until(lambda executor=executor: not executor.is_ready(), 10)
         with pytest.raises(EngineUnavailable, match="no sign of life"):
             executor.submit(Request([1], 1), answers.put)
     assert owner._process.pid == stopped and answers.empty(), "those in flight wait while it may come back"

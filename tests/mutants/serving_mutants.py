@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from tests.serving import conftest  # noqa: F401, I001: brings the triton_python_backend_utils that backend.serving needs
+# This one goes first: it brings the triton_python_backend_utils that backend.serving needs.
+from tests.serving import conftest  # noqa: F401
+
+# isort: split
 
 from backend.serving import requests
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
+from backend.serving.model_server import ModelServer
 from backend.serving.outputs import TextOutput
 from backend.serving.pump import ResponsePump
-from backend.serving.model_server import ModelServer
 from backend.serving.text_pool import TextPool
 from tests.mutants.changes import Plant, change
 

@@ -1,8 +1,8 @@
 """Logits and greedy tokens equal transformers', whatever the engine does to the KV on the way.
 
-Every combination of {whole, chunked} x {prefix miss, hit} x {stays, evicted and returned} x {alone, in a batch of 7}, for a random
-tiny model of each family and for the default model, on both tiers. Lengths are told in blocks, so that prefixes and what is
-computed again cross their borders on both.
+Every combination of {whole, chunked} x {prefix miss, hit} x {stays, evicted and returned} x {alone, in a batch of 7}, for a
+random tiny model of each family and for the default model, on both tiers. Lengths are told in blocks, so that prefixes and
+what is computed again cross their borders on both.
 """
 
 from __future__ import annotations

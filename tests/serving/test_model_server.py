@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -364,7 +365,7 @@ def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor)
 
 @pytest.mark.parametrize("policy", [True, False])
 def test_the_transaction_policy_is_read_from_the_model_config(policy: bool) -> None:
-    assert is_decoupled('{"model_transaction_policy": {"decoupled": %s}}' % str(policy).lower()) is policy
+    assert is_decoupled(json.dumps({"model_transaction_policy": {"decoupled": policy}})) is policy
 
 
 def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server, executor) -> None:

@@ -19,6 +19,7 @@ from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
+DEFAULTS = TritonConfig()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def tools() -> TextTools:
 
 @pytest.fixture
 def works(tools: TextTools):
-    def parse(model=ENSEMBLE, triton=TritonConfig(), max_seq_len=64, **inputs: np.ndarray) -> list[Work]:
+    def parse(model=ENSEMBLE, triton=DEFAULTS, max_seq_len=64, **inputs: np.ndarray) -> list[Work]:
         inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
         batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
         info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))

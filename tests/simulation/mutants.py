@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from backend.api.request import Request
 from backend.api.response import FinishReason
 from backend.core.sequence import Sequence, SessionKey, Status
 from backend.core.step import SlotId, StepOutput
@@ -310,7 +311,10 @@ def slot_given_out_twice(set_attribute: SetAttribute) -> None:
 
 
 def busy_session_takes_a_second_turn(set_attribute: SetAttribute) -> None:
-    set_attribute(SessionTable, "check_turn", lambda self, request: self._sessions.get(SessionKey(request.cache_salt, request.session.id)))
+    def check_nothing(self: SessionTable, request: Request) -> Sequence | None:
+        return self._sessions.get(SessionKey(request.cache_salt, request.session.id))
+
+    set_attribute(SessionTable, "check_turn", check_nothing)
 
 
 def retired_session_comes_back(set_attribute: SetAttribute) -> None:
