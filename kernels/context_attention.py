@@ -82,7 +82,7 @@ TILES = {
     (90, True): Tiles(128, 64, 8, 3),
 }
 IN_FLOAT32 = Tiles(64, 32, 8, 2)  # for heads of up to 64 without spills
-LEAST_ROWS = 32  # that a kernel is compiled for: not anew for each size of a batch
+MIN_ROWS = 32  # that a kernel is compiled for: not anew for each size of a batch
 ARCHITECTURES = (80, 90)
 
 
@@ -184,7 +184,7 @@ def _constants(
     width = head_dim // 2 if bits == 4 else head_dim
     made = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
     made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
-    return made | {"ROWS": max(LEAST_ROWS, next_power_of_two(rows))}
+    return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}
 
 
 @jit(do_not_specialize=["rows", "table_stride"])

@@ -1,6 +1,6 @@
 """A row of activations as int8, for the quantised products (SmoothQuant, Xiao et al., 2023; QServe, Lin et al., 2024).
 
-    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5)         (all 0 where max |y| < LEAST)
+    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5)         (all 0 where max |y| < MIN_MAGNITUDE)
     sums[g] = the sum of q over the columns of group g: 128, or what is left of them
 
 The sums are those of the integers, not of y, so that a product can correct for a weight's zero points exactly. The
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.common.triton_runtime import jit, tl
 
 GROUP = 128  # columns of a sum
-LEAST = 1e-35  # 127 / max |y| would overflow below
+MIN_MAGNITUDE = 1e-35  # 127 / max |y| would overflow below
 
 
 class Int8Rows(NamedTuple):
@@ -31,8 +31,8 @@ def reference(y: Tensor) -> Int8Rows:
     """y [rows, k]."""
     y = y.float()
     most = y.abs().amax(1)
-    most = torch.where(most < LEAST, 0.0, most)
-    inverse = torch.where(most > 0, torch.full_like(most, 127) / most.clamp(min=LEAST), 0.0)
+    most = torch.where(most < MIN_MAGNITUDE, 0.0, most)
+    inverse = torch.where(most > 0, torch.full_like(most, 127) / most.clamp(min=MIN_MAGNITUDE), 0.0)
     q = torch.floor(y * inverse[:, None] + 0.5).to(torch.int8)
     return Int8Rows(q, most / 127, group_sums(q))
 

@@ -139,17 +139,17 @@ def _quantized(
     BITS: tl.constexpr,
 ):
     """-> q of a and of b, int32; scale, least float16 [GROUP]: kernels/common/kv_format.py's quantize_rows."""
-    MOST_Q: tl.constexpr = (1 << BITS) - 1
+    MAX_Q: tl.constexpr = (1 << BITS) - 1
     low = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
     high = tl.max(tl.where(inside, tl.maximum(a, b), float("-inf")), 1)
     least = tl.clamp(low, -65504.0, 65504.0).to(tl.float16)
     base = least.to(tl.float32)
     # Divided as IEEE 754 says: a quotient a little off would take the other side of a tie.
-    scale = tl.clamp(tl.div_rn(high - base, MOST_Q * 1.0), 0.0, 65504.0).to(tl.float16)
+    scale = tl.clamp(tl.div_rn(high - base, MAX_Q * 1.0), 0.0, 65504.0).to(tl.float16)
     divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
     a = tl.floor(tl.div_rn(a - base[:, None], divisor) + 0.5)
     b = tl.floor(tl.div_rn(b - base[:, None], divisor) + 0.5)
-    return tl.clamp(a, 0.0, MOST_Q * 1.0).to(tl.int32), tl.clamp(b, 0.0, MOST_Q * 1.0).to(tl.int32), scale, least
+    return tl.clamp(a, 0.0, MAX_Q * 1.0).to(tl.int32), tl.clamp(b, 0.0, MAX_Q * 1.0).to(tl.int32), scale, least
 
 
 @jit

@@ -35,7 +35,7 @@ FEW_TOKENS = 256
 class Tiles(NamedTuple):
     n_bytes: int  # of expand
     k_bytes: int  # of shrink
-    most_splits: int
+    max_splits: int
     num_warps: int
     num_stages: int
 
@@ -98,7 +98,7 @@ def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
     slices, adapters, max_rank, k = a.shape
     tiles = TILES[groups.block_m]
     block_k = tiles.k_bytes // x.element_size()
-    parts = min(tiles.most_splits, max(1, k // SPLIT_K))
+    parts = min(tiles.max_splits, max(1, k // SPLIT_K))
     split_k = _cdiv(_cdiv(k, parts), block_k) * block_k
     h = torch.empty(parts, slices, len(x), max_rank, dtype=torch.float32, device=x.device)
     _shrink_kernel[(slices * parts, len(groups.tile_group))](
@@ -307,7 +307,7 @@ def variants() -> dict[str, Variant]:
             instructions={code: (*names, "LDGSTS") for code, names in tensor_core.items()},
         )
         types = tables | {"y": "*bf16", "h": "*fp32", "b": "*bf16", "scales": "*fp32"}
-        parts = min(tiles.most_splits, 4096 // SPLIT_K)
+        parts = min(tiles.max_splits, 4096 // SPLIT_K)
         made[f"expand-{block_m}-rank-{rank}"] = Variant(
             _expand_kernel,
             types | dict.fromkeys(("tokens", "n"), "i32"),

@@ -31,7 +31,7 @@ from kernels.common.gemm_tiles import splits_of, tiles_of
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 from kernels.int8_rows import GROUP, Int8Rows
 from kernels.w4a16 import pack, unpack
-from kernels.w8a8 import MOST_K, add_parts, scaled
+from kernels.w8a8 import MAX_K, add_parts, scaled
 
 # (m, n, k, per group)
 CASES = [
@@ -44,8 +44,8 @@ CASES = [
     (0, 64, 128, True),
 ]
 
-MOST_8 = 119  # QoQ's protective range: with half a step of 4 bits, at most 8, on top it stays within int8
-MOST_GROUP_SCALE = 16
+MAX_8 = 119  # QoQ's protective range: with half a step of 4 bits, at most 8, on top it stays within int8
+MAX_GROUP_SCALE = 16
 
 # $2: four bytes of q. $3: group_scale. $7: zero. $0, $1: four int8 weights each, of the low and of the high bits.
 GROUP_ASM = """{
@@ -107,7 +107,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
         )
     w, group_scales = weight.float(), None
     if per_group:
-        scale = w.abs().amax(1) / MOST_8
+        scale = w.abs().amax(1) / MAX_8
         w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # in units of the int8 weight
         step = _better_step(w)
         group_scales = step.to(torch.int8).T.contiguous()
@@ -127,7 +127,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
 def _better_step(w: Tensor) -> Tensor:
     """w [n, groups, columns] -> [n, groups]: of the whole steps around the one that fits, that with the smaller squared error."""
     fitting = _spread(w) / 15
-    fine, coarse = fitting.floor().clamp(min=1), fitting.ceil().clamp(1, MOST_GROUP_SCALE)
+    fine, coarse = fitting.floor().clamp(min=1), fitting.ceil().clamp(1, MAX_GROUP_SCALE)
     fine_error, coarse_error = ((_rounded(w, s)[0] * s[:, :, None] - w).square().sum(2) for s in (fine, coarse))
     return torch.where(fine_error < coarse_error, fine, coarse)
 
@@ -173,8 +173,8 @@ def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torc
     (m, k), n = x.q.shape, len(weight.packed)
     if k != 2 * weight.packed.shape[1]:
         raise ValueError(f"x has {k} columns, the weight {2 * weight.packed.shape[1]}: they must be the same")
-    if k > MOST_K:
-        raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
+    if k > MAX_K:
+        raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
     if not runs_on(x.q):
         return reference(x, weight, bias, dtype)
     out = torch.empty(m, n, dtype=dtype, device=x.q.device)

@@ -28,7 +28,7 @@ from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 192), (300, 130, 48), (0, 64, 128)]
 ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quantize's x
 
-MOST_K = 131_071  # 128 * 128 * k stays within int32
+MAX_K = 131_071  # 128 * 128 * k stays within int32
 
 
 class Tiles(NamedTuple):
@@ -78,8 +78,8 @@ def w8a8(
 ) -> Tensor:
     """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
     (m, k), n = x.q.shape, len(q_w)
-    if k > MOST_K:
-        raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
+    if k > MAX_K:
+        raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
     if not runs_on(x.q):
         return reference(x, q_w, scale_w, bias, dtype)
     out = torch.empty(m, n, dtype=dtype, device=q_w.device)

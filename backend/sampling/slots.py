@@ -18,7 +18,7 @@ from backend.core.step import NewRow
 from kernels.common.transfer import place
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
 
-LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
+MIN_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
 UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`; NEVER of `special_until`, too: its end never comes
 
 
@@ -98,7 +98,7 @@ class SlotParameters:
         seed = config.seed or 0
         seed -= (1 << 64) if seed >= 1 << 63 else 0
         base = row.num_sampled_before - row.num_prompt_tokens
-        temperature = max(_value(config.temperature, 1.0), LEAST_TEMPERATURE)
+        temperature = max(_value(config.temperature, 1.0), MIN_TEMPERATURE)
         self.floats[row.slot] = torch.tensor([temperature, top_p, min_p, *_penalties(config)], dtype=torch.float64)
         self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens, _mode(options), *_lists(options)])
         self.options[row.slot] = options

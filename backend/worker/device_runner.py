@@ -30,7 +30,7 @@ from kernels.decode_attention import split_for
 from kernels.paged_attention import DECODE_HEAD_DIMS, DevicePlan, DeviceRows, plan_attention
 
 LADDER = (1, 2, 4, 8, *range(16, 256, 8), *range(256, 513, 32))  # rows of a decode step; above it, multiples of 128
-LEAST_WIDTH_TOKENS = 1024  # of the block tables of a decode step: this, or four times as often as it takes
+MIN_WIDTH_TOKENS = 1024  # of the block tables of a decode step: this, or four times as often as it takes
 NUM_BUFFERS = 2  # steps that may be under way
 
 
@@ -130,7 +130,7 @@ class DeviceRunner:
     def _inputs_for(self, rows: int, length: int) -> _Inputs:
         """The table of the least shape that holds `rows` rows of `length` tokens."""
         most = self.batch.block_tables.shape[1]
-        width = min(most, -(-LEAST_WIDTH_TOKENS // self._layout.block_size))
+        width = min(most, -(-MIN_WIDTH_TOKENS // self._layout.block_size))
         while width * self._layout.block_size < length:
             width = min(most, 4 * width)
         key = ladder_size(rows), width

@@ -2,7 +2,7 @@
 
 A function runs eagerly the first time its key is seen (kernels are compiled then), is captured the second time, and replayed from
 then on. It must read what changes from step to step from tensors that stay where they are; what it returns is overwritten by
-the next replay. All graphs share one memory pool; the least recently used goes when there are MOST of them.
+the next replay. All graphs share one memory pool; the least recently used goes when there are MAX_GRAPHS of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("everbatch.worker")
-MOST = 96
+MAX_GRAPHS = 96
 
 
 class Captured(NamedTuple):
@@ -94,5 +94,5 @@ class Graphs:
     def _remember(self, key: Hashable, captured: Captured | None) -> None:
         self._known[key] = captured
         self._known.move_to_end(key)
-        if len(self._known) > MOST:
+        if len(self._known) > MAX_GRAPHS:
             self._known.popitem(last=False)

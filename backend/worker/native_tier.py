@@ -57,7 +57,7 @@ _ROUNDED = (
 )
 
 
-LEAST_SHARE = 1 / 32  # of lm_head in what a step reads, for a screen to be worth its memory
+MIN_SHARE = 1 / 32  # of lm_head in what a step reads, for a screen to be worth its memory
 
 
 class NativeTier:
@@ -78,7 +78,7 @@ class NativeTier:
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
         lm_head, screen = model.lm_head, None
-        if Screen.fits(lm_head) and lm_head.num_bytes >= LEAST_SHARE * model.num_linear_bytes:
+        if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
             screen = Screen(library, lm_head)
             log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
         norm = _float(model.norm)

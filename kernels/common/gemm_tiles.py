@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 PROGRAMS = 132  # that fill a GPU: an H200's SMs
 SPLIT_UP_TO = 64  # rows
-MOST_SPLITS = 8
-LEAST_STEPS = 4  # along k that a split is worth
+MAX_SPLITS = 8
+MIN_STEPS = 4  # along k that a split is worth
 
 
 class GroupTiles(NamedTuple):
@@ -30,7 +30,7 @@ def splits_of(m: int, programs: int, steps: int, even: bool) -> int:
     """A power of two; `programs` are those of a split, `steps` all along k. even: each split has as many."""
     splits = 1
     if m <= SPLIT_UP_TO:
-        while splits < MOST_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
+        while splits < MAX_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
             if even and steps % (2 * splits):
                 break
             splits *= 2

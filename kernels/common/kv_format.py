@@ -45,7 +45,7 @@ from kernels.common.triton_runtime import INTERPRETED, jit, tl
 # (rows, head_dim, bits)
 CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]
 
-MOST_HALF = 65504.0
+MAX_HALF = 65504.0
 
 
 class KVPool(NamedTuple):
@@ -137,9 +137,9 @@ def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, head_dim] -> (q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows])."""
     x = x.float()
     most_q = (1 << bits) - 1
-    least = x.amin(1).clamp_(-MOST_HALF, MOST_HALF).half()
+    least = x.amin(1).clamp_(-MAX_HALF, MAX_HALF).half()
     shifted = x - least.float()[:, None]
-    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_HALF).half()  # below 0: a constant row, and least was rounded up
+    scale = (shifted.amax(1) / most_q).clamp_(0, MAX_HALF).half()  # below 0: a constant row, and least was rounded up
     divisor = torch.where(scale > 0, scale.float(), torch.inf)[:, None]
     q = torch.floor(shifted / divisor + 0.5).clamp_(0, most_q)
     return q.to(torch.uint8), scale, least

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from kernels.int8_rows import GROUP
-from kernels.w4a8 import MOST_GROUP_SCALE, Weight4A8
+from kernels.w4a8 import MAX_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import pack, unpack
 
 TILE = 32  # rows and columns
-LEAST_8, MOST_8 = -128, 127
+MIN_8, MAX_8 = -128, 127
 NOT_WHOLE = 0.05  # of a zero: float16 rounds zero * scale and scale by 2^-11 each
 
 
@@ -49,10 +49,10 @@ def from_qserve(
             f"s2_scales are {tuple(s2_scales.shape)}, not {(k // GROUP, n)}: groups must have {GROUP} columns"
         )
     group_scales = _in_order(s2_scales)
-    _require(group_scales, 1, MOST_GROUP_SCALE, "a group's scale")
+    _require(group_scales, 1, MAX_GROUP_SCALE, "a group's scale")
     zeros = _group_zeros(_in_order(s2_zeros), group_scales)
     weights = (q.int().unflatten(1, (-1, GROUP)) - zeros.int().T[:, :, None]) * group_scales.int().T[:, :, None]
-    _require(weights, LEAST_8, MOST_8, "a weight, (q - zero) * s2_scales,")
+    _require(weights, MIN_8, MAX_8, "a weight, (q - zero) * s2_scales,")
     return Weight4A8(pack(q, GROUP), scale, group_scales, zeros)
 
 

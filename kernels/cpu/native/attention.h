@@ -16,7 +16,7 @@ namespace everbatch {
 
 constexpr int SEGMENT = 256;  // positions
 constexpr int AHEAD = 2;      // panels
-constexpr int MOST_HEAD_DIM = 1024;
+constexpr int MAX_HEAD_DIM = 1024;
 
 struct KVLayout {
     int32_t block_size, kv_heads, head_dim, is_int8;
@@ -83,7 +83,7 @@ void write_cell(const KVHead& head, int offset, const float* key, const float* v
     if constexpr (sizeof(E) == 4) {
         scatter_cell(k, v, dim, token, key, value);
     } else {
-        alignas(64) E keys[MOST_HEAD_DIM], values[MOST_HEAD_DIM];
+        alignas(64) E keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
         if constexpr (sizeof(E) == 2) {
             for (int d = 0; d < dim; d += LANES) store_bf16(keys + d, load<Vec>(key + d)), store_bf16(values + d, load<Vec>(value + d));
         } else {

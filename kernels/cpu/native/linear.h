@@ -56,7 +56,7 @@ constexpr int PIECE_OF_HALVES = LONG_PIECE;
 inline int64_t longest_piece(Format format) {
     return format == INT8 ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
-constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
+constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
 constexpr int HELD_ROWS = 96;   // whose sums of a panel the innermost cache keeps until they are handed over
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
@@ -99,7 +99,7 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
-// Up to MOST_ROWS rows times some of a layer's panels: panel_at(0 .. panels), AT_ONCE together. T: bf16 for BFLOAT16; what INT8 is
+// Up to MAX_ROWS rows times some of a layer's panels: panel_at(0 .. panels), AT_ONCE together. T: bf16 for BFLOAT16; what INT8 is
 // unpacked to; float for the others.
 //
 // An item of work is a few panels, multiplied piece by piece along k with all tiles of rows. Sums wait for the next piece; where there is
@@ -227,8 +227,8 @@ private:
 template <class T, int AT_ONCE, class At, class Put>
 void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, int64_t panels, At panel_at, Put put) {
     static thread_local Buffer<float> scratch;
-    for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
-        const int count = int(std::min<int64_t>(MOST_ROWS, rows - row0));
+    for (int64_t row0 = 0; row0 < rows; row0 += MAX_ROWS) {
+        const int count = int(std::min<int64_t>(MAX_ROWS, rows - row0));
         const Pass<T, AT_ONCE, At, Put> pass(l, a, row0, count, panels, panel_at, put, team.size);
         scratch.grow(pass.scratch_size());
         team.for_each(pass.items(), [&](int64_t item) { pass.run(item, scratch.data()); });

@@ -212,7 +212,7 @@ private:
         std::fill(turned + d, turned + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
         T* queries = reinterpret_cast<T*>(w_.queries.data());
         auto normed_rotated = [&](const float* x, const float* norm, int64_t position) {
-            alignas(64) float normed[MOST_HEAD_DIM];
+            alignas(64) float normed[MAX_HEAD_DIM];
             if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
             rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
         };

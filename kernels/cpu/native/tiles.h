@@ -121,16 +121,16 @@ __attribute__((noinline)) void product_rows(const bf16* a, size_t lda, const bf1
     sums.put(c, ldc);
 }
 
-// Calls f<rows>() for 1 <= rows <= MOST.
-template <int MOST, class F>
+// Calls f<rows>() for 1 <= rows <= UP_TO.
+template <int UP_TO, class F>
 ALWAYS_INLINE void with_rows(int rows, F f) {
-    if constexpr (MOST == 1) {
+    if constexpr (UP_TO == 1) {
         f(std::integral_constant<int, 1>());
     } else {
-        if (rows == MOST)
-            f(std::integral_constant<int, MOST>());
+        if (rows == UP_TO)
+            f(std::integral_constant<int, UP_TO>());
         else
-            with_rows<MOST - 1>(rows, f);
+            with_rows<UP_TO - 1>(rows, f);
     }
 }
 
