@@ -15,9 +15,9 @@ from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
 
-MAX_ROW_BLOCK = 1 << 14  # up to here one program of the int8 form holds a row in registers
-LOOP_BLOCK = 1 << 12  # of longer rows, at a time
-TILE = 1 << 10  # of the plain form
+MAX_ROW_BLOCK = 1 << 14  # columns of a row that one program of the int8 form holds in registers
+LOOP_BLOCK = 1 << 12  # columns of a longer row that it reads at a time
+TILE = 1 << 10  # columns of a program of the plain form
 
 
 def reference(gate_up: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ def _silu_mul_int8_kernel(
     tl.store(scales + tl.program_id(0), scale)
 
 
-def _block(columns: int, most: int) -> int:
-    return min(most, next_power_of_two(columns))
+def _block(columns: int, max_block: int) -> int:
+    return min(max_block, next_power_of_two(columns))
 
 
 def _row_block(intermediate: int) -> int:

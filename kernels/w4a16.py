@@ -7,15 +7,16 @@
     scales   [k / group, n]            bfloat16 or float16, x's type
     zeros    like scales, or None      whole numbers 0..16
 
-A group is 128, 64 or 32 columns. Its low bits are the first half of it and its high bits the second half, so that a group is
-two matrix products and no neighbours are exchanged. The kernel computes y^T = W x^T: wgmma takes its left operand, and only
-that, from registers, where the weights are unpacked; and few tokens are then legal as its right side. A 4-bit number becomes a
-float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
-Bytes are unpacked together, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
-(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and 6.6.
+A group is 128, 64 or 32 columns. The low bits hold its first half and the high bits its second half, so that a group is two
+matrix products and unpacking exchanges no neighbours. The kernel computes y^T = W x^T, because wgmma can take only its left
+operand from registers, where the weights are unpacked, and accepts few tokens only as its right operand. A 4-bit number becomes
+a float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
+Several bytes are unpacked at once, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
+(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and
+6.6.
 
-Few rows do not fill a GPU with tiles: k is then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes
-float32 sums to a buffer of its own, and a second kernel adds them in order: no atomics, so that a result repeats itself.
+Few rows do not fill a GPU with tiles. Then k is split over more programs (split-K: Hoque et al., arXiv 2402.00025), each of which
+writes float32 sums to a buffer of its own, and a second kernel adds them in order. Without atomics, results are reproducible.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ CASES = [
 
 GROUPS = (128, 64, 32)
 SYMMETRIC_ZERO = 8
-# dtype -> the bits of two floats whose last digit is 1, and that float
+# dtype -> (the bits of two floats whose lowest mantissa bit is worth 1, the value of that float)
 MAGIC = {torch.float16: ("0x64006400", 1024), torch.bfloat16: ("0x43004300", 128)}
-# $2: two bytes of q. $0, $1: two floats each, of the low and of the high bits.
+# $2 holds two bytes of q. $0 and $1 get two floats each, from the low and from the high bits.
 PAIR_ASM = """{
     .reg .b32 t;
     cvt.u32.u16 t, $2;
@@ -64,12 +65,12 @@ class Weight4(NamedTuple):
     group: int  # columns
 
     def to(self, dtype: torch.dtype) -> Weight4:
-        """With scales and zeros of x's type."""
+        """The same weight with scales and zeros in `dtype`, which is x's."""
         zeros = None if self.zeros is None else self.zeros.to(dtype)
         return self._replace(scales=self.scales.to(dtype), zeros=zeros)
 
 
-# Architecture -> the least bucket that holds m -> tiles. A step along k is a group.
+# Architecture -> largest m of a bucket (None: any) -> tiles. A step along k is one group.
 TILES = {
     80: {
         16: Tiles(16, 128, 4, 4),
@@ -105,7 +106,7 @@ def unpack(packed: Tensor, group: int) -> Tensor:
 
 
 def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.dtype = torch.bfloat16) -> Weight4:
-    """weight [n, k], any float type -> round to nearest; scales of `dtype`. Groups of zeros stay zeros."""
+    """Quantise weight [n, k], of any float type, to the nearest; scales are in `dtype`. Groups of zeros stay zeros."""
     grouped = weight.float().unflatten(1, (-1, group))  # [n, groups, group]
     if zero_points:
         least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
@@ -120,7 +121,7 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
 
 
 def dequantize(weight: Weight4) -> Tensor:
-    """-> float32 [n, k], not rounded."""
+    """The weight as float32 [n, k], not rounded to x's type."""
     q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
     zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
     return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)

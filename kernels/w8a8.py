@@ -6,10 +6,10 @@
     q_w, scale_w   int8 [n, k], float32 [n]       row-major, so that k is contiguous in both operands: what integer MMA wants
     y              [m, n] bfloat16, float16 or float32
 
-The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071, whatever the order: how many rows
-there are, which tiles are used and how k is split do not change a bit of y. Few rows do not fill a GPU with tiles; k is
-then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes its int32 sums to a buffer of its own,
-and a second kernel adds them.
+The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071 in any order, so the number of rows,
+the tiles and the splits of k do not change a bit of y. Few rows do not fill a GPU with tiles; k is then split over more
+programs (split-K: Hoque et al., arXiv 2402.00025), each of which writes its int32 sums to a buffer of its own, and a second
+kernel adds them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Architecture -> the least bucket that holds m -> tiles. 80 also fits the 99 KiB of 86 and 89.
+# Architecture -> largest m of a bucket (None: any) -> tiles. Those of 80 also fit the 99 KiB of shared memory of 86 and 89.
 TILES = {
     80: {
         16: Tiles(16, 64, 128, 4, 4),
@@ -63,7 +63,7 @@ TILES = {
 
 
 def reference(x: Int8Rows, q_w: Tensor, scale_w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """-> [m, n] in dtype. In float64 the sums of integers are exact."""
+    """Like `w8a8`, in float64, in which the sums of integers are exact."""
     total = (x.q.double() @ q_w.double().T).float()
     y = total * x.scale[:, None] * scale_w
     return (y if bias is None else y + bias.float()).to(dtype)
@@ -155,10 +155,10 @@ def _w8a8_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * k_split
     columns = tl.arange(0, BLOCK_K)
-    # Rows past the end are the last one again: they need no mask, and are not stored.
+    # Rows past the end read the last one again, so loads need no mask; they are not stored.
     x_rows = q_x + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
     w_rows = q_w + tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
-    # wgmma wants 64 rows on the left: with fewer tokens the weights are there.
+    # wgmma needs 64 rows in its left operand: with fewer tokens the weights are the left operand.
     SWAP: tl.constexpr = BLOCK_M < 64
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
@@ -212,7 +212,7 @@ def _reduce_kernel(
 
 @jit
 def scaled(total, x_scale, scale_w, bias, features, n):
-    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. One source for every kernel: the same bits."""
+    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. All kernels use it, for equal bits."""
     y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
     if bias is not None:
         y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]
@@ -249,7 +249,7 @@ def _tiles(architecture: int, m: int) -> Tiles:
 
 
 def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
-    """Of k: a power of two."""
+    """The number of splits of k: a power of two."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     return splits_of(m, programs, k // tiles.block_k, even=False)
 

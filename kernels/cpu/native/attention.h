@@ -122,12 +122,12 @@ struct Ahead {
 // Scratch of one thread.
 template <class T>
 struct AttentionScratch {
-    Buffer<float> scores, sums, most, total;
+    Buffer<float> scores, acc, m_i, l_i;  // m_i, l_i and acc of the online softmax, for each row
     Buffer<T> weights, panel;
     const char* fetched = nullptr;  // the panel that the last attend() has begun to fetch
 
     void shape(int rows, int dim) {
-        scores.grow(size_t(rows) * SEGMENT), sums.grow(size_t(rows) * dim), most.grow(rows), total.grow(rows);
+        scores.grow(size_t(rows) * SEGMENT), acc.grow(size_t(rows) * dim), m_i.grow(rows), l_i.grow(rows);
         weights.grow(size_t(rows) * (SEGMENT + 32)), panel.grow(size_t(PANEL) * dim);
     }
 };
@@ -189,12 +189,12 @@ template <class T, class E, class Put>
 void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, const Ahead& after, AttentionScratch<T>& s, Put put) {
     constexpr size_t WEIGHTS_LD = SEGMENT + 32;
     constexpr bool IS_INT8 = sizeof(E) == 1;
-    const int dim = l.dim(), rows = walk.tokens * group, most_rows = rows_at_once<T>();
+    const int dim = l.dim(), rows = walk.tokens * group, max_rows = rows_at_once<T>();
     s.shape(rows, dim);
-    std::fill_n(s.sums.data(), rows * dim, 0.0f);
-    std::fill_n(s.most.data(), rows, -INFINITY);
-    std::fill_n(s.total.data(), rows, 0.0f);
-    float *most = s.most.data(), *total = s.total.data();
+    std::fill_n(s.acc.data(), rows * dim, 0.0f);
+    std::fill_n(s.m_i.data(), rows, -INFINITY);
+    std::fill_n(s.l_i.data(), rows, 0.0f);
+    float *m_i = s.m_i.data(), *l_i = s.l_i.data();
     for (int64_t base = walk.first_segment(); base < walk.end; base += SEGMENT) {
         const int64_t from = walk.from(base), to = walk.to(base);
         // The panels in the order in which they are read; `AHEAD` of them are on their way from memory.
@@ -220,10 +220,10 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                 dequantize_panel<T, true>(head.keys<E>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data(), ahead);
                 panel = s.panel.data();
             }
-            for (int r = 0; r < rows; r += most_rows)
+            for (int r = 0; r < rows; r += max_rows)
                 with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                     product<lines()>(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT,
-                                     true, std::min(most_rows, rows - r), ahead);
+                                     true, std::min(max_rows, rows - r), ahead);
                 });
         }
         const int lo = int(from - base), hi = int(to - base);
@@ -236,8 +236,8 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
             for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
             Vec greatest = splat(-INFINITY);
             for (int i = lo; i < hi; i += LANES) greatest = vmax(greatest, load<Vec>(x + i));
-            const float before = most[r], now = std::max(before, reduce_max(greatest));
-            const float shift = now == -INFINITY ? 0.0f : now;
+            const float m_prev = m_i[r], m_new = std::max(m_prev, reduce_max(greatest));
+            const float shift = m_new == -INFINITY ? 0.0f : m_new;
             T* p = s.weights.data() + size_t(r) * WEIGHTS_LD;
             Vec sum{};
             for (int i = lo; i < hi; i += LANES) {
@@ -248,12 +248,12 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                 else
                     store_bf16(p + i, e);
             }
-            const float keep = before == -INFINITY ? 0.0f : exp_negative(splat((before - shift) * scale))[0];
-            total[r] = total[r] * keep + reduce_add(sum);
-            most[r] = now;
-            if (keep != 1.0f) {
-                float* sums = s.sums.data() + size_t(r) * dim;
-                for (int d = 0; d < dim; d += LANES) store(sums + d, load<Vec>(sums + d) * keep);
+            const float alpha = m_prev == -INFINITY ? 0.0f : exp_negative(splat((m_prev - shift) * scale))[0];
+            l_i[r] = l_i[r] * alpha + reduce_add(sum);
+            m_i[r] = m_new;
+            if (alpha != 1.0f) {
+                float* acc = s.acc.data() + size_t(r) * dim;
+                for (int d = 0; d < dim; d += LANES) store(acc + d, load<Vec>(acc + d) * alpha);
             }
         }
         for (int64_t key = from; key < to; key += PANEL) {
@@ -267,15 +267,15 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                                                s.panel.data(), ahead);
                     panel = s.panel.data();
                 }
-                for (int r = 0; r < rows; r += most_rows)
+                for (int r = 0; r < rows; r += max_rows)
                     with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                         product<lines()>(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
-                                         s.sums.data() + size_t(r) * dim + d, dim, false, std::min(most_rows, rows - r), ahead);
+                                         s.acc.data() + size_t(r) * dim + d, dim, false, std::min(max_rows, rows - r), ahead);
                     });
             }
         }
     }
-    for (int r = 0; r < rows; r++) put(r / group, r % group, s.sums.data() + size_t(r) * dim, 1.0f / total[r]);
+    for (int r = 0; r < rows; r++) put(r / group, r % group, s.acc.data() + size_t(r) * dim, 1.0f / l_i[r]);
 }
 
 }  // namespace everbatch
