@@ -9,8 +9,8 @@ TurboMind's form; QServe (Lin et al. 2024) stores -least / scale instead, which 
     x     ~ q * scale + least
 
 65504 is float16's largest number, so scale and least are finite whatever the row holds. Values below -65504, or more than
-65504 * (2^bits - 1) above least, are clipped. Otherwise the error is at most scale / 2 + |least| / 2048 + 2^-17; the last two terms
-matter only in rows that are nearly constant.
+65504 * (2^bits - 1) above least, are clipped. Otherwise the error is at most scale / 2 + |least| / 2048 + 2^-17; the last two
+terms matter only in rows that are nearly constant.
 
     pool, uint8 [num_blocks, block_bytes]; a block is
         data        [kv_heads][key, value][block_size][head_dim * bits / 8]

@@ -5,8 +5,8 @@
     q[r, c]     = clamp(round(x[r, c] / scale[r, g]), -127, 127)        half to even; 0 where the scale is 0
     x[r, c]     ~ q[r, c] * scale[r, g]
 
-All other numbers are float32. The last group is shorter when the columns are no multiple of `group`; `group` = the number of columns
-means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every row has scales
+All other numbers are float32. The last group is shorter when the columns are no multiple of `group`; a `group` equal to the
+number of columns means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every row has scales
 of its own, stacking quantised weights is exact.
 """
 
