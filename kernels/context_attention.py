@@ -350,7 +350,7 @@ def _context_attention_kernel(
 @jit
 def _dequantised(
     n,  # [BLOCK_N, BLOCK_D] uint8
-    params,  # [BLOCK_N] int32: float16 scale, and float16 least in the high half
+    params,  # [BLOCK_N] int32: a float16 scale in the low half, and a float16 least in the high half
     dtype: tl.constexpr,
 ):
     scale, least = scale_and_least(params)

@@ -62,9 +62,9 @@ def int8_scales(largest):
 @jit
 def store_int8(
     y,  # float32 [BLOCK]: columns start, start + 1, ... of a row; 0 past its end
-    inverse,  # of int8_scales
+    inverse,  # the factor of y from int8_scales
     q,  # a row: [k] int8
-    sums,  # of the row: [ceil(k / 128)] int32
+    sums,  # a row's sums, [ceil(k / 128)] int32
     start,  # a multiple of 128
     k,
     BLOCK: tl.constexpr,  # a power of two

@@ -177,7 +177,7 @@ def _kv_append_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # of the quantised pool
+    BITS: tl.constexpr,  # 8 or 4 for a quantised pool
     GROUP: tl.constexpr,  # heads of a program, a power of two
     HALF_BLOCK: tl.constexpr,  # a power of two, at least HEAD_DIM / 2
 ):
@@ -230,9 +230,9 @@ def _kv_append_kernel(
                 tl.store(target + HALF, upper.to(tl.uint8), mask)
             low_half = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             word = low_half | least.to(tl.int16, bitcast=True).to(tl.int32) << 16
-            its_place = words + block * words_stride_block + offset * words_stride_token
-            its_place += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
-            tl.store(its_place, word, head < KV_HEADS)
+            word_at = words + block * words_stride_block + offset * words_stride_token
+            word_at += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
+            tl.store(word_at, word, head < KV_HEADS)
 
 
 def variants() -> dict[str, Variant]:

@@ -59,7 +59,7 @@ def silu_mul_int8(gate_up: Tensor) -> Int8Rows:
 
 @jit
 def _gated(gate_up, columns, intermediate):
-    """silu(gate) * up of one row, float32, like columns; 0 beyond its end."""
+    """silu(gate) * up at `columns` of one row, float32; 0 beyond its end."""
     mask = columns < intermediate
     gate = tl.load(gate_up + columns, mask, other=0).to(tl.float32)
     up = tl.load(gate_up + intermediate + columns, mask, other=0).to(tl.float32)
@@ -87,7 +87,7 @@ def _silu_mul_int8_kernel(
     sums,  # [rows, ceil(intermediate / 128)] int32
     intermediate,
     BLOCK: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,  # BLOCK is at least intermediate; otherwise y is computed twice, from memory and from the cache
+    WHOLE_ROW: tl.constexpr,  # whether one BLOCK holds the row; otherwise y is computed twice, reading memory and then the cache
 ):
     row = tl.program_id(0).to(tl.int64) * intermediate
     row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(intermediate, 128)

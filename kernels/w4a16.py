@@ -55,7 +55,7 @@ PAIR_ASM = """{
     shr.u32 t, t, 4;
     lop3.b32 $1, t, 0x000f000f, MAGIC, 0xea;
 }"""
-REDUCED_AT_ONCE = 1024  # features
+REDUCED_AT_ONCE = 1024  # features of a program that adds splits
 
 
 class Weight4(NamedTuple):
@@ -190,13 +190,13 @@ def _w4a16_kernel(
     m,
     n,
     groups,  # k / GROUP
-    groups_split,  # of a split: splits * groups_split = groups
+    groups_split,  # groups of a split: splits * groups_split = groups
     GROUP: tl.constexpr,
-    ASM: tl.constexpr,  # None: the interpreter's
-    IN_PAIRS: tl.constexpr,  # ASM is of two bytes, not of four
+    ASM: tl.constexpr,  # None in the interpreter
+    IN_PAIRS: tl.constexpr,  # whether ASM takes two bytes, not four
     BIAS: tl.constexpr,
     IN_WORDS: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,  # the interpreter's bfloat16
+    IN_FLOAT32: tl.constexpr,  # compute in float32, because the interpreter's bfloat16 is wrong
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -205,7 +205,7 @@ def _w4a16_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * groups_split
     columns = tl.arange(0, HALF)
-    # Tokens and features past the end are the last one again: they need no mask, and are not stored.
+    # Tokens and features past the end read the last one again, so loads need no mask; they are not stored.
     held = tl.minimum(features, n - 1)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * (groups * GROUP) + columns[None, :]
     rows = packed + held.to(tl.int64)[:, None] * (groups * HALF) + columns[None, :]
@@ -226,7 +226,7 @@ def _w4a16_kernel(
             x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
         else:
             low, high = _floats(q, scale.dtype, ASM, IN_PAIRS)
-            offset = (zero.to(tl.float32) + BIAS).to(scale.dtype)  # exact, and so is the difference
+            offset = (zero.to(tl.float32) + BIAS).to(scale.dtype)  # this sum is exact, and so is the difference below
         low = (low - offset[:, None]) * scale[:, None]
         high = (high - offset[:, None]) * scale[:, None]
         total = tl.dot(low, tl.trans(x_low), total, input_precision="ieee")
@@ -243,7 +243,7 @@ def _w4a16_kernel(
 
 @jit
 def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
-    """table [k / GROUP, n] of 16-bit floats -> [BLOCK_N], those of a group."""
+    """A group's row of a table [k / GROUP, n] of 16-bit floats, as [BLOCK_N]."""
     last = tl.minimum(features, n - 1)
     if IN_WORDS:
         words = tl.load(table.to(tl.pointer_type(tl.int32)) + group.to(tl.int64) * (n // 2) + last // 2)
@@ -254,7 +254,7 @@ def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
 
 @jit
 def _floats(q, DTYPE: tl.constexpr, ASM: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """q uint8 -> its low and its high bits, each + BIAS."""
+    """q uint8 -> (low bits, high bits) as floats, each plus BIAS."""
     if not IN_PAIRS:
         return floats_of_int4(q, DTYPE, ASM)
     elif DTYPE == tl.float16:
@@ -286,12 +286,12 @@ def _reduce_kernel(
 
 def _tiles(architecture: int, m: int, group: int) -> Tiles:
     tiles = tiles_of(TILES[architecture], m)
-    # A thread that copies a whole row of 16 bytes would take the weights out of the registers and through shared memory.
+    # If a thread copied a whole row of 16 bytes, the weights would pass through shared memory instead of staying in registers.
     return tiles._replace(block_n=16 * tiles.num_warps) if group == 32 else tiles
 
 
 def _in_words(tiles: Tiles, n: int) -> bool:
-    """Whether the parameters of a group are read in words: 16 bits are not copied asynchronously.
+    """Whether a group's scales and zeros are read in words, because single 16-bit values cannot be copied asynchronously.
 
     With fewer features than threads, words would take the weights out of the registers and through shared memory. With 128
     tokens, words leave sm_90 shared memory for one program a multiprocessor, not two.
@@ -300,14 +300,14 @@ def _in_words(tiles: Tiles, n: int) -> bool:
 
 
 def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[str, object]:
-    """The kernel's constants."""
+    """The constexpr arguments of the kernel."""
     words, in_pairs = unpacking(dtype, 4, compiled), compiled and architecture == 90
     asm = PAIR_ASM.replace("MAGIC", MAGIC[dtype][0]) if in_pairs else words.asm
     return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1]}
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
-    """Of k: a power of two that divides the groups. The same for every m of a bucket."""
+    """The number of splits of k: a power of two that divides the groups. It is the same for every m of a bucket."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     return splits_of(m, programs, groups, even=True)
 
@@ -324,7 +324,7 @@ _VARIANTS = (
 
 
 def variants() -> dict[str, Variant]:
-    """Each architecture with its own tiles."""
+    """One variant for each architecture, because each has its own tiles."""
     made = {
         f"{layer}-{m}-g{group}-sm{architecture}": _variant(architecture, layer, m, group, zero_points)
         for architecture in TILES

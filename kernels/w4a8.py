@@ -134,7 +134,7 @@ def _better_step(w: Tensor) -> Tensor:
 
 
 def _rounded(w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """w [n, groups, columns], step [n, groups] -> q - zero like w, zero [n, groups]; whole numbers."""
+    """w [n, groups, columns], step [n, groups] -> (q - zero, shaped like w; zero [n, groups]), all whole numbers."""
     w = w / _divisor(step)[:, :, None]
     zero = (-w.amin(2).clamp(max=0)).round().clamp(max=15)[:, :, None]
     return torch.minimum(torch.maximum(w.round(), -zero), 15 - zero), zero[:, :, 0]
@@ -165,12 +165,12 @@ def as_int8(weight: Weight4A8) -> tuple[Tensor, Tensor]:
 
 
 def reference(x: Int8Rows, weight: Weight4A8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """-> [m, n] in dtype."""
+    """Like `w4a8`, by the reference of kernels/w8a8.py."""
     return w8a8.reference(x, *as_int8(weight), bias, dtype)
 
 
 def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """x [m, k], weight [n, k] of contiguous tensors, bias [n] -> [m, n] in dtype."""
+    """x [m, k], weight [n, k] in contiguous tensors, bias [n] -> [m, n] in dtype. ValueError for shapes that do not fit."""
     (m, k), n = x.q.shape, len(weight.packed)
     if k != 2 * weight.packed.shape[1]:
         raise ValueError(f"x has {k} columns, the weight {2 * weight.packed.shape[1]}: they must be the same")
@@ -216,7 +216,7 @@ def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torc
 def _in_words(tiles: Tiles, n: int) -> bool:
     """Whether a group's scales and zeros are read in words of four bytes, because single bytes cannot be copied asynchronously.
 
-    With fewer features than threads, words would take the weights out of the registers and through shared memory.
+    With fewer features than threads, reading words would make the weights pass through shared memory.
     """
     return n % 4 == 0 and tiles.block_n >= 32 * tiles.num_warps
 

@@ -76,7 +76,7 @@ def w8a8(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
+    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w must be contiguous."""
     (m, k), n = x.q.shape, len(q_w)
     if k > MAX_K:
         raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
@@ -115,14 +115,14 @@ def w8a8(
 
 
 def add_parts(parts: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """parts int32 [splits, m, n], scale_x float32 [m], scale_w float32 [n], bias [n] -> out [m, n]."""
+    """Adds the splits: parts int32 [splits, m, n], scale_x float32 [m], scale_w float32 [n], bias [n] -> out [m, n]."""
     splits, m, n = parts.shape
     grid = (m, -(-n // REDUCED_AT_ONCE))
     _reduce_kernel[grid](parts, scale_x, scale_w, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
 
 
 def quantize(x: Tensor) -> Int8Rows:
-    """x [rows, k]."""
+    """x [rows, k] as int8 rows."""
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
@@ -237,7 +237,7 @@ def _quantize_kernel(
     store_int8(values, inverse, q + row, row_sums, 0, k, BLOCK)
 
 
-REDUCED_AT_ONCE = 1024  # features
+REDUCED_AT_ONCE = 1024  # features of a program that adds splits
 
 
 def _num_warps(block: int) -> int:

@@ -260,7 +260,7 @@ def floats_of_int8(
 
 @jit
 def load_seen(at, seen, MASKED: tl.constexpr):
-    """Without MASKED all are seen. What is not seen is not read: it may be anything, NaN too."""
+    """Loads only what is seen, because the rest may hold anything, even NaN. Without MASKED, all is seen."""
     if MASKED:
         return tl.load(at, seen, other=0)
     else:
@@ -271,6 +271,6 @@ def load_seen(at, seen, MASKED: tl.constexpr):
 def scale_and_least(
     words,  # int32: KVPool.words
 ):
-    """-> float32, float32."""
+    """scale and least, float32 each."""
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

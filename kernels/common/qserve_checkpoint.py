@@ -6,13 +6,13 @@
     s2_scales   int8 [k / 128, n]     per group: the scale of a group
     s2_zeros    int8 [k / 128, n]     per group: -zero * s2_scales modulo 256, so that w / s1_scales = q * s2_scales + s2_zeros
 
-Byte i of a tile of qweight, counted as [8][4][2][2][4] = [lane_n][lane_k][half_k][half_n][column], holds row
-8 * half_n + lane_n in its low bits and row 8 * half_n + lane_n + 16 in its high bits, of column
-16 * half_k + 4 * lane_k + column, as a lane of mma.m16n8k32 needs them. s2 tensors are in the order of a lane's rows: 0, 8, 16, 24, 1, 9, ... of each 32.
+Byte i of a tile of qweight, counted as [8][4][2][2][4] = [lane_n][lane_k][half_k][half_n][column], holds row 8 * half_n +
+lane_n in its low bits and row 8 * half_n + lane_n + 16 in its high bits, of column 16 * half_k + 4 * lane_k + column, as a
+lane of mma.m16n8k32 needs them. s2 tensors are in the order of a lane's rows: 0, 8, 16, 24, 1, 9, ... of each 32.
 
 The order of qweight and of its halves, s1_szeros, and the sign of s2_zeros follow DeepCompressor 0.1.0, whose packer is by
-QServe's authors. DeepCompressor's s2 tensors are in another order than those of QServe's layers: 0, 8, 1, 9, ..., 7, 15, 16, 24, ... Read
-in QServe's order, the weights of such a checkpoint exceed int8, and it is refused.
+QServe's authors. DeepCompressor's s2 tensors are in another order than those of QServe's layers: 0, 8, 1, 9, ..., 7, 15, 16,
+24, ... Read in QServe's order, the weights of such a checkpoint exceed int8, and it is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def from_qserve(
     s2_scales: Tensor | None = None,
     s2_zeros: Tensor | None = None,
 ) -> Weight4A8:
-    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. ValueError if it cannot be represented."""
+    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. ValueError if it cannot be held."""
     n, k = len(qweight), 2 * qweight.shape[1]
     _require_whole_tiles(n, k)
     q, scale = _rows(qweight), s1_scales.float()

@@ -6,8 +6,8 @@
     x[r, c]     ~ q[r, c] * scale[r, g]
 
 All other numbers are float32. The last group is shorter when the columns are no multiple of `group`; a `group` equal to the
-number of columns means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every row has scales
-of its own, stacking quantised weights is exact.
+number of columns means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every
+row has scales of its own, stacking quantised weights is exact.
 """
 
 from __future__ import annotations

@@ -125,12 +125,12 @@ class NativeSampling:
         floats: Tensor,  # [num_slots, FloatColumn] float64
         ints: Tensor,  # [num_slots, IntColumn] int64
         token_ids: Tensor,  # [num_slots, max_seq_len] int64
-        top_width: int | None = None,  # alternatives wanted at most; None: no row asks for log-probabilities
+        top_width: int | None = None,  # most alternatives that a row asks for; None: no row asks for log-probabilities
     ) -> tuple[NDArray[np.int64], LogProbs | None]:
         """Choose a token for each sample, on up to torch.get_num_threads() threads, one row to a thread.
 
         Returns the tokens [count], and with `top_width` the log-probabilities. Raises ValueError for tensors of another kind, a
-        row or slot that there is not, or a length below 0; MemoryError.
+        row or slot that does not exist, or a negative length; MemoryError when memory runs out.
         """
         for tensor, dtype in ((logits, torch.float32), (token_ids, torch.int64), (floats, torch.float64)):
             if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.stride(1) != 1:

@@ -20,7 +20,7 @@ struct everbatch_model {
     const float *cos, *sin;  // [max_seq_len][head_dim / 2]
     const float* norm;       // [hidden]
     everbatch::Linear lm_head;
-    everbatch::Screen screen;  // of lm_head
+    everbatch::Screen screen;  // the screen of lm_head
     const everbatch_layer* layers;
 };
 

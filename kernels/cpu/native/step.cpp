@@ -12,8 +12,8 @@ using namespace everbatch;
 namespace {
 
 struct Piece {  // consecutive tokens of one row
-    int32_t row, first, count;  // first: in the flat batch
-    int32_t position;           // of the first, in its sequence
+    int32_t row, first, count;  // first: index in the flat batch
+    int32_t position;           // the first one's position in its sequence
 };
 
 struct Best {

@@ -61,7 +61,7 @@ public:
 
         bool is_over(uint32_t phase) const { return phase_.load() != phase; }  // phases are over in order
 
-        std::vector<Counter> next_;  // of each thread's share
+        std::vector<Counter> next_;  // one for each thread's share
         alignas(64) std::atomic<int64_t> done_{0};
         alignas(64) std::atomic<uint32_t> phase_{0};
         alignas(64) std::atomic<int> asleep_{0};

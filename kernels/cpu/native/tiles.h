@@ -187,7 +187,7 @@ struct Int8Rows {
     size_t ld;
     const float* scales;  // [rows][groups]
     const int32_t* sums;  // [rows][groups]
-    size_t groups;        // of a row
+    size_t groups;        // groups of a row
 };
 
 // c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
