@@ -35,7 +35,7 @@ from kernels.cpu.isa import best_isa
 RESULTS = Path(__file__).parent / "results" / "sampling.json"
 KNOWN_TOKENS, PROMPT_TOKENS = 512, 256
 SECONDS = 0.5  # for each cell and path, after which no further call is begun
-MOST_CALLS = 50
+MAX_CALLS = 50
 console = Console()
 
 # mode -> what a row asks for, kind of logits
@@ -101,7 +101,7 @@ def measure(rows: int, vocab: int, mode: str) -> Cell:
         for name, library in (("native", load()), ("torch", None))
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for attempt in range(MOST_CALLS + 1):
+    for attempt in range(MAX_CALLS + 1):
         for name, call in calls.items():
             if sum(times[name]) > SECONDS:
                 continue

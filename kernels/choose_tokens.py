@@ -1,33 +1,34 @@
-"""Choosing the next token of each row on a GPU: the formula of kernels/sampling.py, without a sort and without the host.
+"""Chooses the next token of each row on a GPU by the formula of kernels/sampling.py, without a sort and without the host.
 
     d   = max x - x                                      float32; x after the bit mask and the penalties; a NaN is never chosen
     t   = min(d * (log2 e / temperature), 62)            float64
     t   = round(2^32 * t) / 2^32 = n - g                 n whole, 0 <= g < 1: the words of the float64 2^52 + 2^38 - 2^32 * t
     w   = floor(2^40 * 2^g * 2^-n) for every token       int64: 2^g is a polynomial in whole numbers of 32 bits
 
-then top-k, top-p, min-p and the choice as in kernels/sampling.py. Its weights are the same but for a factor (there they add up to
-2^40, here the heaviest is 2^40) and for the rounding of a float32 softmax: w is within 2^-27 of the true exponential, and every
-operation is exact or IEEE's, hence the same on any GPU, in the interpreter and in torch (`weights_of`, the reference): a product
-and a sum that a compiler may fuse are a product with a power of two, which is exact. So the token is always that of
-kernels/sampling.py's `draw` and `draw_filtered` over these weights. It may differ from its `sample`'s only where a change of u,
-top_p or min_p by SLACK of itself, or of the order of weights equal within SLACK, would change it.
+then top-k, top-p, min-p and the choice follow kernels/sampling.py. The weights here equal its weights up to a factor (there they
+add up to 2^40, here the heaviest is 2^40) and up to the rounding of a float32 softmax: w is within 2^-27 of the true exponential.
+Every operation is exact or rounded as IEEE 754 says, hence the same on any GPU, in the interpreter and in torch (`weights_of`,
+the reference); where a compiler may fuse a product with a sum, the product is by a power of two and exact. So the token always
+equals that of `draw` and `draw_filtered` of kernels/sampling.py over these weights. It can differ from that of `sample` there
+only if changing u, top_p or min_p by a factor of 1 +- SLACK, or swapping weights that are equal within SLACK, changes the token.
 
 Weights never fall when logits rise: all coefficients are positive, and they add up to 2 (in units of 2^30).
 
-Three launches, whatever the rows ask for:
-1. The greatest logit of every GROUP of tokens: the only pass over all logits of a greedy row or of one with a top-k.
-2. For rows without a filter, and for top-p without top-k: the sum of each CHUNK's weights, and how many weights have which n.
+There are three launches, whatever the rows ask for:
+1. The greatest logit of every GROUP of tokens. Greedy rows and rows with a top-k read all logits only here.
+2. For rows without a filter, and for top-p without top-k: the sum of the weights of each CHUNK, and a histogram of n.
 3. One program a row. A greedy row takes the first of the greatest logits. A row without a filter finds its chunk and then its
-   token by running sums. A row with filters finds a weight that nothing it needs lies below (`least`), looks only at groups whose
-   greatest logit weighs as much, and lists their tokens that do, as keys: weight, then token id, hence no two alike and in
-   falling order the order of choice. Top-k, top-p and the choice are each the smallest key with not too much above it, found by
-   halving an interval until one key is in it. The order of the list does not matter.
+   token by running sums. A row with filters needs no token lighter than a bound `least`. It reads only groups whose greatest
+   logit has at least that weight, and lists their tokens that have, as keys of (weight, token id). Keys are all different, and
+   in falling order they are in the order of choice. Top-k, top-p and the choice each need the smallest key with not too much
+   above it; it is found by halving an interval until it holds one key, so the order of the list does not matter.
 
-`least` is the greatest of: 1; the k-th greatest of the groups' greatest weights (k tokens weigh at least that); for top-p without
-top-k the 2^(40 - m) with not more than the mass outside of top_p below it, were every weight of an n as heavy as it can be;
-for min-p, unless top-p is of the mass in top-k, min_p of the greatest weight. Sampling from a few heavy candidates is the idea of
-FlashInfer's and vLLM's kernels without a sort; theirs guess a pivot, here the groups' maxima bound it.
-A row that is not greedy and has no finite greatest logit: the last token. The worst row, flat with a top-p, lists every token.
+`least` is the maximum of these bounds: 1; the k-th greatest of the groups' greatest weights, because k tokens weigh at least as
+much; for top-p without top-k, a power of two below which lies at most the mass that top_p leaves out, as the histogram of n
+shows; for min-p, unless a top-k and a top-p are combined, min_p of the greatest weight. FlashInfer's and vLLM's kernels without a
+sort also sample from a few heavy candidates, but they guess a pivot, where here the groups' maxima bound it.
+A row that is not greedy and has no finite logit gets the last token. In the worst case, flat logits with a top-p, all tokens are
+listed.
 """
 
 from __future__ import annotations
@@ -53,19 +54,20 @@ from kernels.common.choose_tokens_keys import (
 from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_on, tl
 
 LOG2_E = 1.4426950408889634
-SLACK = 2.0**-18  # of float32 softmax: a few 2^-24 in a logit's difference, times up to 28 of exponent, and its sum
-COEFFICIENTS = (1073741824, 744261118, 257941178, 59597949, 10323238, 1441348, 153726, 23267)  # of 2^g, times 2^30
-COUNTED = 1024  # tokens of a row that a program counts
-GROUP = 64  # tokens whose greatest logit is known
-CHUNK = 2048  # tokens whose weights' sum is known
-MAXIMA = 4096  # tokens a program takes the groups' maxima of
-TILE = 1024  # tokens, or listed keys, that the last program looks at together
-PROGRAMS = 2048  # that share the sums of weights: 132 multiprocessors, several each
+# Bound of a float32 softmax's relative error: a few 2^-24 in a difference of logits, times exponents up to 28, and the sum's.
+SLACK = 2.0**-18
+COEFFICIENTS = (1073741824, 744261118, 257941178, 59597949, 10323238, 1441348, 153726, 23267)  # the polynomial of 2^g, times 2^30
+COUNTED = 1024  # tokens of a row's text that one program counts
+GROUP = 64  # tokens that share a stored maximum of logits
+CHUNK = 2048  # tokens that share a stored sum of weights
+MAXIMA = 4096  # tokens for which one program computes the groups' maxima
+TILE = 1024  # tokens, or listed keys, that the last kernel reads at a time
+PROGRAMS = 2048  # programs that the sums of weights are divided over: several for each of 132 multiprocessors
 CASES = [(3, 17), (5, 1500), (4, 5000)]  # (rows, vocab)
 
 
 class Rows(NamedTuple):
-    """What each row asks for; every field [rows]."""
+    """The sampling parameters of each row; every field is [rows]."""
 
     temperature: Tensor  # float32, 0: greedy
     top_k: Tensor  # int64, vocab or 0: off, 1: greedy
@@ -76,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """All but the tokens [rows]. A token id outside the vocabulary is ignored."""
+    """Penalties of each row; every field but `tokens` is [rows]. Token ids outside the vocabulary are ignored."""
 
     tokens: Tensor  # [slots, max_seq_len] int64
     slot: Tensor  # int64
@@ -94,20 +96,20 @@ def allowed_of(mask: Tensor, vocab: int) -> Tensor:
 
 
 def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits float32 [rows, vocab], temperature [rows] -> int64 [rows, vocab], the greatest 2^40; 0 without a finite maximum."""
-    most = logits.amax(1, keepdim=True)
-    t = (most - logits).double() * (LOG2_E / temperature.double())[:, None]
+    """logits float32 [rows, vocab], temperature [rows] -> int64 [rows, vocab], at most 2^40; 0 without a finite maximum."""
+    maximum = logits.amax(1, keepdim=True)
+    t = (maximum - logits).double() * (LOG2_E / temperature.double())[:, None]
     whole = (2.0**52 + 2.0**38 - t.nan_to_num(62.0).clamp(max=62) * 2.0**32).long()
     g = whole & (2**32 - 1)
     n = 64 - ((whole >> 32) & 127)
     p = torch.full_like(g, COEFFICIENTS[-1])
     for c in COEFFICIENTS[-2::-1]:
         p = c + ((p * g) >> 32)
-    return torch.where((logits > -torch.inf) & most.isfinite(), (p << 10) >> n, 0)
+    return torch.where((logits > -torch.inf) & maximum.isfinite(), (p << 10) >> n, 0)
 
 
 def changed(logits: Tensor, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
-    """The logits that the choice is made from, float32; a NaN becomes -inf."""
+    """The logits after penalties and mask, float32; a NaN becomes -inf."""
     x = logits.float().clone()
     if penalties is not None:
         tokens, slot, *rest = penalties
@@ -132,7 +134,11 @@ def reference(logits: Tensor, rows: Rows, penalties: Penalties | None = None, ma
 
 
 def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
-    """logits [rows, vocab] float32 or bfloat16, mask int32 [rows, ceil(vocab / 32)], bit 0: forbidden -> ids int64 [rows]."""
+    """logits [rows, vocab] float32 or bfloat16, mask int32 [rows, ceil(vocab / 32)] -> token ids int64 [rows].
+
+    A 0 bit of the mask forbids its token. Nothing passes a mask yet: it waits for guided decoding, rows 000-42
+    to 000-47 of docs/features.md. Raises ValueError for a vocabulary that is too large.
+    """
     if not runs_on(logits):
         return reference(logits, rows, penalties, mask)
     logits = logits.contiguous()
@@ -164,7 +170,7 @@ def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None
 
 
 def _seen(penalties: Penalties | None, count: int, vocab: int) -> Tensor | None:
-    """[rows, vocab] int32: 2^30 for a token that is there, and its number in the output."""
+    """[rows, vocab] int32: 2^30 if the token occurs in the row, plus its count in the output; 0 if it does not occur."""
     if penalties is None:
         return None
     length = penalties.tokens.shape[1]
@@ -179,7 +185,7 @@ def _seen(penalties: Penalties | None, count: int, vocab: int) -> Tensor | None:
 def _count_kernel(
     tokens,  # [slots, length] int64
     slots, num_prompt, num_tokens,  # [rows] int64
-    seen,  # as of _seen, zeros before
+    seen,  # the result of _seen, filled with zeros before
     length, vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +201,7 @@ def _count_kernel(
 
 @jit
 def _asked_of(temperature, top_k, top_p, min_p, row, vocab):
-    """(k, or vocab if there is no top-k; whether it is greedy, has filters, needs the mass of all weights)"""
+    """(k, or vocab without a top-k; whether the row is greedy, whether it has filters, whether it needs all weights' sum)"""
     k = tl.load(top_k + row)
     greedy = (tl.load(temperature + row) == 0) | (k == 1)
     k = tl.where((k > 0) & (k < vocab), k, vocab)
@@ -231,12 +237,12 @@ def _maxima_of(maxima, row, groups, GROUPS: tl.constexpr):
 
 @jit
 def _masses_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima,  # as of _maxima_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima,  # as in _maxima_kernel
     temperature,  # [rows] float32
     top_k,  # [rows] int64
     top_p, min_p,  # [rows] float64
     masses,  # [rows, chunks] int64: sums of weights
-    tallies,  # [rows, splits, 64] int32: how many weights have which n; of rows with top-p
+    tallies,  # [rows, splits, 64] int32: histogram of n, for rows with top-p
     vocab, groups, chunks,
     GROUPS: tl.constexpr,  # a power of two, at least groups and 2
     CHUNK: tl.constexpr,
@@ -246,14 +252,14 @@ def _masses_kernel(
     row = tl.program_id(0).to(tl.int64)
     _, _, filtered, massive = _asked_of(temperature, top_k, top_p, min_p, row, vocab)
     if massive:
-        most = tl.max(_maxima_of(maxima, row, groups, GROUPS), 0)
+        maximum = tl.max(_maxima_of(maxima, row, groups, GROUPS), 0)
         factor = factor_of(temperature, row)
         tally = tl.zeros([64], tl.int32)
         for i in range(LOOPS):
             chunk = tl.program_id(1) * LOOPS + i
             token = chunk * CHUNK + tl.arange(0, CHUNK)
             x = logits_of((logits, mask, seen, repetition, presence, frequency), row, token, vocab)
-            w, n = weight_and_exponent_of(most - x, factor, COEFFICIENTS)
+            w, n = weight_and_exponent_of(maximum - x, factor, COEFFICIENTS)
             tl.store(masses + row * chunks + chunk, tl.sum(w, 0), chunk < chunks)
             if filtered:
                 tally += tl.histogram(n, 64)
@@ -264,9 +270,9 @@ def _masses_kernel(
 
 @jit
 def _choose_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # as of _masses_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # as in _masses_kernel
     seed, counter,  # [rows] int64
-    masses, tallies,  # as of _masses_kernel
+    masses, tallies,  # as in _masses_kernel
     listed,  # [rows, groups] int32, scratch
     keys,  # [rows, vocab] int64, scratch
     out,  # [rows] int64
@@ -283,12 +289,12 @@ def _choose_kernel(
     k, greedy, filtered, massive = _asked_of(temperature, top_k, top_p, min_p, row, vocab)
     source = (logits, mask, seen, repetition, presence, frequency)
     greatest = _maxima_of(maxima, row, groups, GROUPS)
-    most = tl.max(greatest, 0)
+    maximum = tl.max(greatest, 0)
     if greedy:
-        group = tl.min(tl.where(greatest == most, tl.arange(0, GROUPS), GROUPS - 1), 0)
+        group = tl.min(tl.where(greatest == maximum, tl.arange(0, GROUPS), GROUPS - 1), 0)
         token = group * GROUP + tl.arange(0, GROUP)
         x = logits_of(source, row, token, vocab)
-        tl.store(out + row, tl.min(tl.where(x == most, token, vocab - 1), 0))
+        tl.store(out + row, tl.min(tl.where(x == maximum, token, vocab - 1), 0))
     else:
         factor = factor_of(temperature, row)
         mass = tl.load(seed + row) * 0
@@ -298,15 +304,15 @@ def _choose_kernel(
             p = tl.load(top_p + row)
             least = mass * 0 + 1
             if k < vocab:
-                least = tl.maximum(least, kth_weight(most - greatest, k, factor, COEFFICIENTS))
+                least = tl.maximum(least, kth_weight(maximum - greatest, k, factor, COEFFICIENTS))
             if massive:
                 limit = p * mass.to(tl.float64)
                 least = tl.maximum(least, nucleus_floor(tallies + row * splits * 64, mass, limit, splits, SPLITS))
             if (k == vocab) | (p >= 1):
                 least = tl.maximum(least, tl.minimum(floor_of(min_p + row), 1099511627776))
             own = keys + row * vocab
-            greatest = _maxima_of(maxima, row, groups, GROUPS)  # again: few registers
-            n, total = list_keys(source, greatest, most, factor, least, listed + row * groups, own, row, vocab,
+            greatest = _maxima_of(maxima, row, groups, GROUPS)  # loaded again to save registers
+            n, total = list_keys(source, greatest, maximum, factor, least, listed + row * groups, own, row, vocab,
                                  GROUP, GROUPS, TILE, COEFFICIENTS)  # fmt: skip
             at = (top_p + row, min_p + row, seed + row, counter + row)
             chosen = choose_key(own, n, total, least, mass, k, *at, TILE)
@@ -317,7 +323,7 @@ def _choose_kernel(
             found = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= target).to(tl.int32), 0), chunks - 1)
             target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < found, parts, 0), 0)
             x = logits_of(source, row, found * CHUNK + tl.arange(0, CHUNK), vocab)
-            w = weight_of(most - x, factor, COEFFICIENTS)
+            w = weight_of(maximum - x, factor, COEFFICIENTS)
             before = tl.sum((tl.cumsum(w, 0) <= target).to(tl.int32), 0)
             tl.store(out + row, tl.minimum(found * CHUNK + before, vocab - 1))
 

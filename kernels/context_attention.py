@@ -1,6 +1,7 @@
-"""Causal attention of a flat batch of context rows over paged KV (chunked prefill: fewer queries than keys).
+"""Causal attention of a flat batch of context rows over paged KV.
 
-A row's queries are its newest positions, so the causal mask is aligned at the bottom right:
+A row may have fewer queries than keys (chunked context). Its queries are its newest positions, so the causal mask is aligned
+at the bottom right:
 
     keys      0 .................. length                 query i of n stands at position length - n + i
     queries                [ n ]                          and sees keys in (position - window, position]
@@ -8,17 +9,19 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
     p   = softmax over its keys, and the sink if there is one, of scale * q k^T       a sink is a logit without a value
     out = p v                                                          query heads of one kv head share its keys (GQA)
 
-FlashAttention (Dao 2023) with pages. A tile is BLOCK_M rows: the queries of some tokens for all heads of a kv head. As in vLLM's
-unified attention a program finds its row by itself: the grid depends on shapes alone, so nothing waits for the device and a CUDA
-graph can hold it. Pools: kernels/common/kv_format.py; int8 and int4 are made 16-bit before the products.
+The algorithm is FlashAttention (Dao 2023) over pages, with its online softmax: m_i is a query's greatest score so far, l_i the
+sum of its exponentials, acc the sum of its weighted values. A tile of queries has BLOCK_M rows: some tokens times all heads of a
+kv head. As in vLLM's unified attention, a program finds its row by itself: the grid depends on shapes alone, so nothing waits
+for the device and a CUDA graph can hold the launch. kernels/common/kv_format.py describes the pools; int8 and int4 are converted
+to 16 bits before the products.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
 
-What a token gets does not depend on the chunk it is computed in, up to rounding. Guaranteed: tiles of keys begin at multiples of
-BLOCK_N of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so maxima and
-sums are rescaled at the same places; a tile of which a query sees nothing leaves its result as it was. Equal bits are not: tiles
-with and without a mask are compiled apart, and batches of few queries a row have a smaller BLOCK_M with another matrix
-instruction. A score may then differ by float32 rounding, and a p that lies between two 16-bit numbers may fall to the other.
+Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
+of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
+rescaled at the same positions; a tile that a query does not see leaves its result unchanged. Bits may differ: tiles with and
+without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
+instruction. A score may then differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
 """
 
 from __future__ import annotations
@@ -67,22 +70,23 @@ CASES = [
 
 
 class Tiles(NamedTuple):
-    block_m: int  # rows: tokens * query heads of a kv head
+    block_m: int  # rows of queries: tokens * query heads of a kv head
     block_n: int  # keys
     num_warps: int
     num_stages: int
 
 
-# Architecture, quantised -> tiles, for heads of at most 128. Quantised keys are made 16-bit by each warp for itself on sm_80, and
-# would spill there with 64 keys; on sm_90 the warps share them, and 64 keys cost a fifth less than 32 for each score.
+# (Architecture, whether the pool is quantised) -> tiles, for heads of at most 128. On sm_80 each warp converts quantised keys for
+# itself and would spill registers with 64 keys; on sm_90 the warps share the keys, and with 64 a score costs a fifth less than
+# with 32.
 TILES = {
     (80, False): Tiles(128, 64, 8, 3),
     (80, True): Tiles(128, 32, 8, 3),
     (90, False): Tiles(128, 64, 8, 3),
     (90, True): Tiles(128, 64, 8, 3),
 }
-IN_FLOAT32 = Tiles(64, 32, 8, 2)  # for heads of up to 64 without spills
-LEAST_ROWS = 32  # that a kernel is compiled for: not anew for each size of a batch
+IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
+MIN_ROWS = 32  # the least number of rows that a kernel is compiled for, so that small batches share one
 ARCHITECTURES = (80, 90)
 
 
@@ -90,7 +94,7 @@ def tiles_for(
     head_dim: int, bits: int, group: int, tokens: int, rows: int, architecture: int, in_float32: bool = False
 ) -> Tiles:
     tiles = IN_FLOAT32 if in_float32 else TILES[architecture, bits < 16]
-    if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must be the same: see above
+    if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must not change (see above)
         tiles = tiles._replace(block_m=16, num_warps=4)
     if head_dim > 128:
         tiles = tiles._replace(block_m=min(tiles.block_m, 64), block_n=32, num_stages=2)
@@ -107,7 +111,7 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `context_attention`; token by token, in float64, rounded at the end. Tokens of no row get 0."""
+    """Like `context_attention`, token by token in float64, rounded at the end. Tokens outside of all rows get 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     _, block_size, _, kv_heads, _ = pool.data.shape
     bounds = starts.tolist()
@@ -146,11 +150,11 @@ def context_attention(
 ) -> Tensor:
     """q [tokens, heads, head_dim] -> a new tensor like it. The KV of q's tokens must be in the pool already.
 
-    pool     of one layer; a plain one in q's dtype
-    starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens past the last get anything
+    pool     one layer's pool; a plain one has q's dtype
+    starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens after the last row are undefined
     lengths  int32 [rows]: keys of each row, those of q's tokens included
     tables   int32 [rows, max_blocks]: block ids
-    scale    of the scores, above 0
+    scale    factor of the scores, above 0
     window   tokens that a query sees, itself included
     sinks    float32 [heads]
     """
@@ -184,7 +188,7 @@ def _constants(
     width = head_dim // 2 if bits == 4 else head_dim
     made = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
     made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
-    return made | {"ROWS": max(LEAST_ROWS, next_power_of_two(rows))}
+    return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}
 
 
 @jit(do_not_specialize=["rows", "table_stride"])
@@ -226,7 +230,7 @@ def _context_attention_kernel(
     query_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys, so they start first
     kv_head = tl.program_id(1)
 
-    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at most one too many.
+    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at m_i one too many.
     index = tl.arange(0, ROWS)
     first_tiles = tl.load(starts + index, index < rows, other=0) // BLOCK_Q + index
     row = tl.sum(((index < rows) & (first_tiles <= query_tile)).to(tl.int32), 0) - 1
@@ -268,20 +272,20 @@ def _context_attention_kernel(
         whole_end = tl.maximum(whole_end, whole_begin)
     bounds = (begin // BLOCK_N, whole_begin, whole_end, tl.cdiv(end, BLOCK_N))
 
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        most = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
-        mass += 1.0  # one of -inf fades with the first tile
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        m_i = tl.load(sinks + kv_head * GROUP + place % GROUP, is_query, other=0) * 1.4426950408889634
+        l_i += 1.0  # the first tile rescales the 1 of a sink of -inf to 0
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if BITS == 4:
-        total_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head = pool + kv_head.to(tl.int64) * stride_head
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
 
     for part in tl.static_range(3):
-        for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting costs registers
+        for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting would cost registers
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             is_seen = (key >= begin) & (key < end)
             mask = is_seen[:, None] & (d < WIDTH)[None, :]
@@ -311,42 +315,42 @@ def _context_attention_kernel(
                     may_see &= key[None, :] > position[:, None] - WINDOW
                 scores = tl.where(may_see, scores, float("-inf"))
 
-            new_most = tl.maximum(most, tl.max(scores, 1) * scale)
-            shift = new_most
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+            shift = m_new
             if part != 1:
-                shift = tl.where(new_most > float("-inf"), new_most, 0.0)
+                shift = tl.where(m_new > float("-inf"), m_new, 0.0)
             p = tl.exp2(scores * scale - shift[:, None])
-            decay = tl.exp2(most - shift)
-            most = new_most
-            mass = mass * decay + tl.sum(p, 1)
-            total *= decay[:, None]
+            alpha = tl.exp2(m_i - shift)
+            m_i = m_new
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc *= alpha[:, None]
             p = p.to(x.dtype)
             v = load_seen(
                 head + (base + stride_side) + at, mask, part != 1 or BLOCK_D != WIDTH
-            )  # not sooner: registers
+            )  # loaded late to save registers
             if BITS == 16:
                 v_low = v.to(x.dtype)
             else:
                 v_params = load_seen(head_words + (words_at + words_stride_side), is_seen, part != 1)
                 v_low = _dequantised(v & 15 if BITS == 4 else v, v_params, x.dtype)
-            total = tl.dot(p, v_low, total, input_precision="ieee")
+            acc = tl.dot(p, v_low, acc, input_precision="ieee")
             if BITS == 4:
                 v_high = _dequantised(v >> 4, v_params, x.dtype)
-                total_high = tl.dot(p, v_high, total_high * decay[:, None], input_precision="ieee")
+                acc_high = tl.dot(p, v_high, acc_high * alpha[:, None], input_precision="ieee")
 
-    inverse = 1.0 / tl.where(mass > 0, mass, 1.0)
+    inverse = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     heads = tl.num_programs(1) * GROUP
     out += (token * heads + kv_head * GROUP) * HEAD_DIM
     out_at = out + (place // GROUP * heads + place % GROUP)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out_at, (total * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+    tl.store(out_at, (acc * inverse[:, None]).to(out.dtype.element_ty), q_mask)
     if BITS == 4:
-        tl.store(out_at + WIDTH, (total_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
+        tl.store(out_at + WIDTH, (acc_high * inverse[:, None]).to(out.dtype.element_ty), q_mask)
 
 
 @jit
 def _dequantised(
     n,  # [BLOCK_N, BLOCK_D] uint8
-    params,  # [BLOCK_N] int32: float16 scale, and float16 least in the high half
+    params,  # [BLOCK_N] int32: a float16 scale in the low half, and a float16 least in the high half
     dtype: tl.constexpr,
 ):
     scale, least = scale_and_least(params)
@@ -354,7 +358,7 @@ def _dequantised(
 
 
 def variants() -> dict[str, Variant]:
-    """Llama-3-8B: 32 heads, 8 kv heads of 128."""
+    """The variants for Llama-3-8B: 32 heads and 8 kv heads of 128."""
 
     def variant(
         bits: int,

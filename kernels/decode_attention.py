@@ -3,26 +3,27 @@
     out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length); 0 where the length is 0
     a sink adds exp(sink) to a head's denominator, and nothing to its numerator
 
-A program has a row, a kv head and a split of the tokens. A split is a number of tokens, and splits are merged in order: a row's
-result does not depend on the batch, nor on the tables' width.
+Each program handles one row, one kv head and one split of the keys, with the online softmax: m_i is a head's greatest score so
+far, l_i the sum of its exponentials, acc the sum of its weighted values. A split has a fixed number of tokens, and
+merge_splits.py merges splits in order, so a row's result does not depend on the batch or on the tables' width.
 
-Quantised pools (kernels/common/kv_format.py, x ~ n * scale + least) are not dequantised element by element (TurboMind;
-QServe, Lin et al. 2024), but folded:
+Quantised pools (kernels/common/kv_format.py, x ~ n * scale + least) are not dequantised element by element (as in TurboMind and
+QServe, Lin et al. 2024); scale and least are folded into the products instead:
 
     q.k           = scale_k * q.n + least_k * sum(q)
     sum_t p_t v_t = sum_t (p_t * scale_v) n_t + sum_t p_t * least_v
 
-The dots see n + bias, and bias is taken out where `least` goes in. The low and high halves of an int4 byte are the two halves of
-head_dim: two dots each.
+The products multiply n + bias; the bias is subtracted together with adding `least`. The low and high halves of an int4 byte are
+the two halves of head_dim, so each product is two dots.
 
-What bounds this loop is instructions (docs/kv4-decode.md), so
+The number of instructions bounds this loop (docs/kv4-decode.md). Therefore
 
-    both dots are turned         K q^T and V^T p^T: keys, then columns, fill the 16 rows of a matrix instruction, and the heads of
-                                 a kv head its 8 columns, where as rows they would be padded to 16
-    a program is one warp        (up to 16 heads) nothing is reduced between warps, nothing waits for another
-    columns are permuted         so that a thread's bytes of a key, or of a value, lie together in shared memory: one load. The
-                                 query is permuted like the keys, and what the values make is put straight at the end
-    masks are where they matter  tiles that are seen as a whole have none
+    both products are transposed    K q^T and V^T p^T: keys, then columns, fill the 16 rows of a matrix instruction, and the heads
+                                    of a kv head its 8 columns; as rows they would be padded to 16
+    a program is one warp           (up to 16 heads) so that no reduction crosses warps and no warp waits for another
+    columns are permuted            so that a thread's bytes of a key, or of a value, are one load from shared memory. The query
+                                    is permuted like the keys, and the sum of values is permuted back at the end
+    masks are used where needed     tiles that are seen as a whole have none
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like `decode_attention`: of rows with one query each, context_attention's."""
+    """Like `decode_attention`: the reference of context_attention.py for rows with one query each."""
     starts = torch.arange(len(q) + 1)
     return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks)
 
 
 def split_for(rows: int, kv_heads: int) -> int:
-    """Tokens of a split for batches of at most `rows`: at 1k of context each they yield four warps an SM, or are short."""
+    """Tokens of a split for batches of at most `rows` rows: short for small batches, which else would not fill the GPU."""
     return next((split for split in SHORT_SPLITS if 2 * rows * kv_heads <= split), SPLIT_TOKENS)
 
 
@@ -78,10 +79,10 @@ def decode_attention(
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> Tensor:
-    """q [rows, heads, head_dim], head_dim a power of two from 32 on -> like q.
+    """q [rows, heads, head_dim] -> a new tensor like q. Raises ValueError unless head_dim is a power of two from 32 on.
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
-    a query sees, its own included. pool: of one layer; a plain one of q's dtype. split_tokens: a multiple of TILE_TOKENS.
+    a query sees, its own included. pool is one layer's; a plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
     """
     if not runs_on(q):
         return reference(q, pool, lengths, tables, scale, window, sinks)
@@ -124,7 +125,7 @@ def _for_keys(
     N: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """-> x with other columns: those that a quarter of the dot's threads has for itself lie together in x."""
+    """x with permuted columns: the columns that a quarter of the dot's threads holds are neighbours in x."""
     return x.reshape(N, 4, ROW // 16, 4).permute(0, 2, 1, 3).reshape(N, ROW)
 
 
@@ -135,7 +136,7 @@ def _for_values(
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """-> [ROW, N], the rows such that an eighth of the dot's threads has columns that lie together in x."""
+    """x transposed to [ROW, N] and permuted: the columns that an eighth of the dot's threads holds are neighbours in x."""
     return _apart(x, N, ROW, BITS).reshape(N, 8, ROW // 8).permute(2, 1, 0).reshape(ROW, N)
 
 
@@ -146,9 +147,9 @@ def _apart(
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """-> x with other rows: threads that read at the same time have neighbours, and less of the same banks."""
+    """x with permuted rows: threads that read at the same time read neighbours, with fewer conflicts of memory banks."""
     if BITS != 4:
-        return x  # rows as long as all banks
+        return x  # a row spans all banks, so no order has fewer conflicts
     else:
         return x.reshape(N // 16, 4, 4, ROW).permute(0, 2, 1, 3).reshape(N, ROW)
 
@@ -173,7 +174,7 @@ def _decode_kernel(
     sinks,  # [heads] float32, or None
     out,  # like q
     parts,  # [rows, heads, splits, HEAD_DIM] float32, or None: one split, which writes `out`
-    stats,  # [rows, heads, splits, 2] float32: a split's greatest exponent and its sum; or None
+    stats,  # [rows, heads, splits, 2] float32: m_i and l_i of a split; or None
     scale,  # times log2(e)
     window,  # 0: none
     splits,
@@ -220,12 +221,12 @@ def _decode_kernel(
         q_b = tl.load(q_at + ROW, real[None, :] & (d < ROW)[:, None], other=0).to(DTYPE)
         q_sum += tl.sum(q_b.to(tl.float32), 0)
     q_sum *= scale
-    most = tl.full([COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as threads have them: added up at the end
+    m_i = tl.full([COLUMNS], float("-inf"), tl.float32)
+    l_i = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as the threads hold them; added up at the end
     acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
     acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
-    shift = tl.zeros([8, COLUMNS], tl.float32)  # what is to be added to each element of acc
-    # What is not seen is not read: it may be anything, NaN too. Tiles of [whole_begin, whole_end) are seen as a whole.
+    shift = tl.zeros([8, COLUMNS], tl.float32)  # a term to add to each element of acc at the end
+    # Cells that are not seen are not read: they may hold anything, even NaN. All of tiles [whole_begin, whole_end) is seen.
     stop = tl.minimum(length, start + SPLIT)
     whole_begin = tl.maximum(start, tl.cdiv(first, TILE) * TILE)
     whole_end = tl.maximum(stop // TILE * TILE, whole_begin)
@@ -262,24 +263,24 @@ def _decode_kernel(
                 s = s * (k_scale * scale)[:, None] + q_sum[None, :] * (k_least - BIAS * k_scale)[:, None]
             if part != 1:
                 s = tl.where(seen[:, None], s, float("-inf"))
-            new = tl.maximum(most, tl.max(s, 0))
-            decay = tl.exp2(most - new)
-            p = tl.exp2(s - new[None, :])
-            total = total * decay[None, :] + tl.sum(p.reshape(TILE // 8, 8, COLUMNS), 0)
-            most = new
-            acc_a *= decay[None, :]
+            m_new = tl.maximum(m_i, tl.max(s, 0))
+            alpha = tl.exp2(m_i - m_new)
+            p = tl.exp2(s - m_new[None, :])
+            l_i = l_i * alpha[None, :] + tl.sum(p.reshape(TILE // 8, 8, COLUMNS), 0)
+            m_i = m_new
+            acc_a *= alpha[None, :]
             values = _for_values(load_seen(at + stride_side, seen[:, None], part != 1), TILE, ROW, BITS)
             if BITS == 16:
                 acc_a = tl.dot(values.to(DTYPE), p.to(DTYPE), acc_a, input_precision="ieee")
             else:
                 v_scale, v_least = scale_and_least(load_seen(word + words_stride_side, seen, part != 1))
                 weight = (p * v_scale[:, None]).to(DTYPE)
-                # The rounded weights' BIAS is taken out: it is they that the dots have multiplied.
+                # BIAS is subtracted for the rounded weights, because the dots multiply the rounded ones.
                 change = p * v_least[:, None] - weight.to(tl.float32) * BIAS
-                shift = shift * decay[None, :] + tl.sum(change.reshape(TILE // 8, 8, COLUMNS), 0)
+                shift = shift * alpha[None, :] + tl.sum(change.reshape(TILE // 8, 8, COLUMNS), 0)
                 weight = _apart(weight, TILE, COLUMNS, BITS)
                 if BITS == 4:
-                    acc_b *= decay[None, :]
+                    acc_b *= alpha[None, :]
                     low, high = floats_of_int4(values, q.dtype.element_ty, ASM)
                     acc_a = tl.dot(low.to(DTYPE), weight, acc_a, input_precision="ieee")
                     acc_b = tl.dot(high.to(DTYPE), weight, acc_b, input_precision="ieee")
@@ -287,14 +288,14 @@ def _decode_kernel(
                     acc_a = tl.dot(
                         floats_of_int8(values, q.dtype.element_ty, ASM).to(DTYPE), weight, acc_a, input_precision="ieee"
                     )
-    total = tl.sum(total, 0)
+    l_i = tl.sum(l_i, 0)
     shift = tl.sum(shift, 0)
     acc_a = _straight(acc_a + shift[None, :], COLUMNS, ROW)
     acc_b = _straight(acc_b + shift[None, :], COLUMNS, ROW)
     mask = real[:, None] & (d < ROW)[None, :]
     if parts is None:
         place = place[:, None] + d[None, :]
-        factor = finished(most, total, sinks, head, real)[:, None]
+        factor = finished(m_i, l_i, sinks, head, real)[:, None]
         tl.store(out + place, (acc_a * factor).to(out.dtype.element_ty), mask)
         if BITS == 4:
             tl.store(out + place + ROW, (acc_b * factor).to(out.dtype.element_ty), mask)
@@ -304,8 +305,8 @@ def _decode_kernel(
         tl.store(target, acc_a, mask)
         if BITS == 4:
             tl.store(target + ROW, acc_b, mask)
-        tl.store(stats + part_at * 2, most, real)
-        tl.store(stats + part_at * 2 + 1, total, real)
+        tl.store(stats + part_at * 2, m_i, real)
+        tl.store(stats + part_at * 2 + 1, l_i, real)
 
 
 def variants() -> dict[str, Variant]:

@@ -1,10 +1,10 @@
-"""The embedding table's rows of some tokens.
+"""Looks up the embeddings of tokens.
 
     y[t] = table[ids[t] - first] * scale          0 where ids[t] - first is not a row of the table
 
 With tensor parallelism over the vocabulary (Megatron-LM, Shoeybi et al., 2019) a rank's table begins at token `first`, and the
-sum over the ranks is the embedding. Gemma multiplies by sqrt(hidden), rounded to the table's type; the product is computed in
-float32 and rounded once. Without a scale the rows are copied bit for bit.
+sum over the ranks is the embedding; `first` waits for row 002-37 of docs/features.md. Gemma multiplies by sqrt(hidden), rounded
+to the table's type; the product is computed in float32 and rounded once. Without a scale the rows are copied bit for bit.
 """
 
 from __future__ import annotations

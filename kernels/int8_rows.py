@@ -1,10 +1,10 @@
-"""A row of activations as int8, for the quantised products (SmoothQuant, Xiao et al., 2023; QServe, Lin et al., 2024).
+"""Rows of activations in int8, for the quantised products (SmoothQuant, Xiao et al., 2023; QServe, Lin et al., 2024).
 
-    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5)         (all 0 where max |y| < LEAST)
-    sums[g] = the sum of q over the columns of group g: 128, or what is left of them
+    scale = max |y| / 127, q = floor(y * (127 / max |y|) + 0.5)         (all 0 where max |y| < MIN_MAGNITUDE)
+    sums[g] = the sum of q over the columns of group g, which has 128 columns; the last one may have fewer
 
-The sums are those of the integers, not of y, so that a product can correct for a weight's zero points exactly. The
-kernels that make y (rms_norm.py, silu_mul.py, w8a8.py's quantize) end with it.
+The sums are over the integers, not over y, so that a product can correct for a weight's zero points exactly. The kernels
+that make y (rms_norm.py, silu_mul.py, and quantize of w8a8.py) quantise it as their last step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.common.triton_runtime import jit, tl
 
 GROUP = 128  # columns of a sum
-LEAST = 1e-35  # 127 / max |y| would overflow below
+MIN_MAGNITUDE = 1e-35  # below this max |y|, 127 / max |y| would overflow
 
 
 class Int8Rows(NamedTuple):
@@ -30,11 +30,11 @@ class Int8Rows(NamedTuple):
 def reference(y: Tensor) -> Int8Rows:
     """y [rows, k]."""
     y = y.float()
-    most = y.abs().amax(1)
-    most = torch.where(most < LEAST, 0.0, most)
-    inverse = torch.where(most > 0, torch.full_like(most, 127) / most.clamp(min=LEAST), 0.0)
+    largest = y.abs().amax(1)
+    largest = torch.where(largest < MIN_MAGNITUDE, 0.0, largest)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest.clamp(min=MIN_MAGNITUDE), 0.0)
     q = torch.floor(y * inverse[:, None] + 0.5).to(torch.int8)
-    return Int8Rows(q, most / 127, group_sums(q))
+    return Int8Rows(q, largest / 127, group_sums(q))
 
 
 def group_sums(q: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def group_sums(q: Tensor) -> Tensor:
 
 
 def empty(rows: int, k: int, device: torch.device) -> Int8Rows:
-    """For a kernel to fill."""
+    """Uninitialised rows for a kernel to fill."""
     return Int8Rows(
         torch.empty(rows, k, dtype=torch.int8, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -53,23 +53,23 @@ def empty(rows: int, k: int, device: torch.device) -> Int8Rows:
 
 
 @jit
-def int8_scales(most):
-    """max |y| of a row, float32 -> (scale, what y is multiplied by)."""
-    most = tl.where(most < 1e-35, 0.0, most)
-    return most / 127.0, tl.where(most > 0, 127.0 / tl.maximum(most, 1e-35), 0.0)
+def int8_scales(largest):
+    """max |y| of a row, float32 -> (scale, the factor of y before rounding)."""
+    largest = tl.where(largest < 1e-35, 0.0, largest)
+    return largest / 127.0, tl.where(largest > 0, 127.0 / tl.maximum(largest, 1e-35), 0.0)
 
 
 @jit
 def store_int8(
     y,  # float32 [BLOCK]: columns start, start + 1, ... of a row; 0 past its end
-    inverse,  # of int8_scales
+    inverse,  # the factor of y from int8_scales
     q,  # a row: [k] int8
-    sums,  # of the row: [ceil(k / 128)] int32
+    sums,  # a row's sums, [ceil(k / 128)] int32
     start,  # a multiple of 128
     k,
     BLOCK: tl.constexpr,  # a power of two
 ):
-    """Rounds a part of a row and adds its groups up."""
+    """Stores a part of a row as int8, and the sums of its groups."""
     GROUPS: tl.constexpr = (BLOCK + 127) // 128
     columns = start + tl.arange(0, BLOCK)
     rounded = tl.floor(y * inverse + 0.5).to(tl.int32)

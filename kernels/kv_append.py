@@ -1,14 +1,14 @@
-"""What comes between the projections and the attention of a decoder layer: the heads' norms, RoPE, and the write to the KV pool.
+"""The steps between the projections and the attention of a layer: the heads' norms, RoPE, and the write to the KV pool.
 
-    q, k = norm(q), norm(k)                     RMSNorm over head_dim, where the model has it (Qwen3); kernels/rms_norm.py
+    q, k = norm(q), norm(k)                     RMSNorm over head_dim, for models that have it (Qwen3); kernels/rms_norm.py
     q, k = rope(q, position), rope(k, position)                                                   kernels/rope.py
     pool[cell] = k, v                           as they are or quantised: kernels/common/kv_format.py
 
-for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. All in float32 from qkv on: a value is rounded once, when it
-is written. A cell is a token's physical position, block * block_size + offset. A token whose cell is -1 pads the batch of a CUDA
-graph: nothing is read or written for it, and its q is not defined.
+for qkv [tokens, (heads + 2 * kv_heads) * head_dim] = [q | k | v]. Everything is computed in float32, and a value is rounded once,
+when it is written. A cell is a token's physical position, block * block_size + offset. A token whose cell is -1 pads the batch
+of a CUDA graph: nothing is read or written for it, and its q is undefined.
 
-The same fusion: TurboMind (kv_cache_utils_v2), QServe (Lin et al. 2024), LMDeploy (fill_kv_cache).
+TurboMind (kv_cache_utils_v2), QServe (Lin et al. 2024) and LMDeploy (fill_kv_cache) fuse the same steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_
 # (tokens, heads, kv_heads, head_dim, block_size)
 CASES = [(1, 1, 1, 8, 4), (5, 4, 2, 64, 16), (7, 9, 3, 80, 2), (4, 2, 1, 96, 16), (3, 16, 8, 128, 8)]
 
-# A program has one token and this many heads at most: 8 of 128 elements are 16 bytes a thread and load in two warps, where one
-# head a program would be 48 programs of 256 bytes for each token of Llama-3-8B.
+# A program handles at most this many heads of one token. 8 heads of 128 elements are 16 bytes a thread and load in two warps;
+# with one head a program, each token of Llama-3-8B would take 48 programs that load 256 bytes each.
 HEADS_AT_ONCE = 8
 
 
@@ -94,7 +94,7 @@ def kv_append(
 
 
 def _shape(qkv: Tensor, pool: KVPool) -> tuple[int, int, int, int]:
-    """-> heads, kv_heads, head_dim, block_size."""
+    """Returns heads, kv_heads, head_dim, block_size."""
     _, block_size, _, kv_heads, _ = pool.data.shape
     return qkv.shape[1] // pool.head_dim - 2 * kv_heads, kv_heads, pool.head_dim, block_size
 
@@ -106,7 +106,7 @@ def _config(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
 
 
 def _num_groups(heads: int, kv_heads: int, group: int) -> int:
-    """Programs of a token."""
+    """The number of programs for each token."""
     return -(-heads // group) + 2 * -(-kv_heads // group)
 
 
@@ -138,18 +138,18 @@ def _quantized(
     inside,  # [1, HALF_BLOCK]
     BITS: tl.constexpr,
 ):
-    """-> q of a and of b, int32; scale, least float16 [GROUP]: kernels/common/kv_format.py's quantize_rows."""
-    MOST_Q: tl.constexpr = (1 << BITS) - 1
+    """Returns q of a and of b, int32, and scale and least, float16 [GROUP]: quantize_rows of kernels/common/kv_format.py."""
+    MAX_Q: tl.constexpr = (1 << BITS) - 1
     low = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
     high = tl.max(tl.where(inside, tl.maximum(a, b), float("-inf")), 1)
     least = tl.clamp(low, -65504.0, 65504.0).to(tl.float16)
     base = least.to(tl.float32)
-    # Divided as IEEE 754 says: a quotient a little off would take the other side of a tie.
-    scale = tl.clamp(tl.div_rn(high - base, MOST_Q * 1.0), 0.0, 65504.0).to(tl.float16)
+    # Division is rounded as IEEE 754 says, because a small error would round a tie the other way.
+    scale = tl.clamp(tl.div_rn(high - base, MAX_Q * 1.0), 0.0, 65504.0).to(tl.float16)
     divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
     a = tl.floor(tl.div_rn(a - base[:, None], divisor) + 0.5)
     b = tl.floor(tl.div_rn(b - base[:, None], divisor) + 0.5)
-    return tl.clamp(a, 0.0, MOST_Q * 1.0).to(tl.int32), tl.clamp(b, 0.0, MOST_Q * 1.0).to(tl.int32), scale, least
+    return tl.clamp(a, 0.0, MAX_Q * 1.0).to(tl.int32), tl.clamp(b, 0.0, MAX_Q * 1.0).to(tl.int32), scale, least
 
 
 @jit
@@ -177,7 +177,7 @@ def _kv_append_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # of the quantised pool
+    BITS: tl.constexpr,  # 8 or 4 for a quantised pool
     GROUP: tl.constexpr,  # heads of a program, a power of two
     HALF_BLOCK: tl.constexpr,  # a power of two, at least HEAD_DIM / 2
 ):
@@ -230,9 +230,9 @@ def _kv_append_kernel(
                 tl.store(target + HALF, upper.to(tl.uint8), mask)
             low_half = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             word = low_half | least.to(tl.int16, bitcast=True).to(tl.int32) << 16
-            its_place = words + block * words_stride_block + offset * words_stride_token
-            its_place += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
-            tl.store(its_place, word, head < KV_HEADS)
+            word_at = words + block * words_stride_block + offset * words_stride_token
+            word_at += side.to(tl.int64) * words_stride_side + head.to(tl.int64) * words_stride_head
+            tl.store(word_at, word, head < KV_HEADS)
 
 
 def variants() -> dict[str, Variant]:

@@ -1,16 +1,18 @@
-"""Log-probabilities of chosen tokens and of the n most likely ones, without a log-softmax in memory.
+"""Log-probabilities of chosen tokens and of the n most likely ones, without storing a log-softmax of all tokens.
 
     log p_t = (x_t - max x) - log(sum over s of exp(x_s - max x))          -inf where x_t is -inf, also when every x is
 
-The logits are read once, in splits: each leaves its maximum and its sum of exponentials under that maximum (the online softmax of
-Milakov and Gimelshein, 2018), and the maximum of each of its groups of tokens. A second kernel adds up the splits of a row. The
-n largest logits lie in the n groups with the largest maxima, so it picks these groups, reads them again, and picks the tokens.
+The logits are read once, in splits. Each split stores its maximum m_s and the sum l_s of its exponentials relative to m_s (the
+online softmax of Milakov and Gimelshein, 2018), and the maximum of each of its groups of tokens. A second kernel merges the
+splits of a row. The n largest logits lie in the n groups with the largest maxima, so it picks these groups, reads them again,
+and picks the tokens.
 
-Picking is n times the largest of 64-bit keys below the last one:
+Picking takes, n times, the largest 64-bit key below the one before:
 
     key = (the float's bits as an integer of the same order) << 32 | (2^31 - 1 - index)
 
-so equal logits go by the lower token id. Splits have a fixed number of tokens: what a row gets does not depend on its neighbours.
+so among equal logits the lower token id comes first. Splits have a fixed number of tokens, so a row's result does not depend on
+its neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_
 # (rows, vocab, n)
 CASES = [(1, 1, 1), (3, 17, 17), (4, 50, 0), (2, 100, 20), (3, 5000, 5), (2, 8192, 20), (1, 12345, 1)]
 
-GROUP = 64  # tokens; about sqrt(vocab / n), where both pickings look at equally many keys
+GROUP = 64  # tokens; about sqrt(vocab / n), which balances the picking of groups and of tokens
 SPLIT = 4096  # tokens, a multiple of GROUP
 MAX_TOP = 20
 TOP_BLOCK = 32  # a power of two, at least MAX_TOP
@@ -40,10 +42,10 @@ class LogProbs(NamedTuple):
 def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
     """logits [rows, vocab], any float dtype; ids int64 [rows]; n <= vocab. In float64, rounded at the end."""
     x = logits.double()
-    most = x.amax(1, keepdim=True)
-    shifted = torch.where(x > -torch.inf, x - most, -torch.inf)
-    mass = shifted.exp().sum(1, keepdim=True)
-    log_p = shifted - torch.where(mass > 0, mass, 1).log()
+    m_i = x.amax(1, keepdim=True)
+    shifted = torch.where(x > -torch.inf, x - m_i, -torch.inf)
+    l_i = shifted.exp().sum(1, keepdim=True)
+    log_p = shifted - torch.where(l_i > 0, l_i, 1).log()
     known = (ids >= 0) & (ids < logits.shape[1])
     chosen = torch.where(known, log_p.gather(1, torch.where(known, ids, 0)[:, None])[:, 0], -torch.inf)
     top_ids = x.sort(dim=1, descending=True, stable=True).indices[:, :n]
@@ -51,9 +53,9 @@ def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
 
 
 def log_probs(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
-    """logits [rows, vocab] float32 or 16-bit, ids int64 [rows] (-inf for one that is no token), n <= vocab.
+    """logits [rows, vocab] float32 or 16-bit, ids int64 [rows], n <= vocab. An id that is no token gets -inf.
 
-    For n > MAX_TOP the reference.
+    For n > MAX_TOP it computes the reference. Raises ValueError for n > vocab.
     """
     if not runs_on(logits) or n > MAX_TOP:
         return reference(logits, ids, n)
@@ -99,10 +101,10 @@ def _scan_kernel(
     of_groups = tl.max(x, 1)
     if group_maxima is not None:
         tl.store(group_maxima + row * groups + group, of_groups, group < groups)
-    most = tl.max(of_groups, 0)
+    m_i = tl.max(of_groups, 0)
     split = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(maxima + split, most)
-    tl.store(sums + split, tl.sum(tl.exp(x - _finite(most))))
+    tl.store(maxima + split, m_i)
+    tl.store(sums + split, tl.sum(tl.exp(x - _finite(m_i))))
 
 
 @jit(do_not_specialize=["n"])
@@ -128,21 +130,22 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     split = tl.arange(0, SPLITS)
-    mosts = tl.load(maxima + row * splits + split, split < splits, other=float("-inf"))
-    masses = tl.load(sums + row * splits + split, split < splits, other=0)
-    shift = _finite(tl.max(mosts, 0))
-    mass = tl.sum(masses * tl.exp(mosts - shift), 0)
-    log_mass = tl.log(tl.where(mass > 0, mass, 1.0))
+    m_s = tl.load(maxima + row * splits + split, split < splits, other=float("-inf"))
+    l_s = tl.load(sums + row * splits + split, split < splits, other=0)
+    m_i = _finite(tl.max(m_s, 0))
+    l_i = tl.sum(l_s * tl.exp(m_s - m_i), 0)
+    log_l_i = tl.log(tl.where(l_i > 0, l_i, 1.0))
 
     token = tl.load(ids + row)
     known = (token >= 0) & (token < vocab)
     value = tl.load(x + tl.where(known, token, 0), known, other=float("-inf")).to(tl.float32)
-    tl.store(chosen + row, value - shift - log_mass)
+    tl.store(chosen + row, value - m_i - log_l_i)
 
     if group_maxima is not None:
         group = tl.arange(0, GROUPS)
         best = tl.load(group_maxima + row * groups + group, group < groups, other=float("-inf"))
-        # -inf of no group comes after -inf of a group; what is beyond n, or no group, has columns beyond vocab
+        # Places beyond `groups` have -inf and the highest indices, so they come last. They, and places beyond n, have columns
+        # beyond vocab.
         picked = _index(_largest(_keys(best, group), n, TOP))
         column = picked[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         candidates = tl.load(x + column, column < vocab, other=float("-inf")).to(tl.float32)
@@ -150,18 +153,18 @@ def _finish_kernel(
         found = _largest(tl.reshape(keys, [TOP * GROUP], can_reorder=True), n, TOP)
         slot = tl.arange(0, TOP)
         tl.store(top_ids + row * n + slot, _index(found), slot < n)
-        tl.store(top + row * n + slot, _value(found) - shift - log_mass, slot < n)
+        tl.store(top + row * n + slot, _value(found) - m_i - log_l_i, slot < n)
 
 
 @jit
-def _finite(most):
-    """The maximum to subtract: no inf - inf where all is -inf."""
-    return tl.where(most > float("-inf"), most, 0.0)
+def _finite(m_i):
+    """The maximum that is subtracted; 0 where all logits are -inf, to avoid inf - inf."""
+    return tl.where(m_i > float("-inf"), m_i, 0.0)
 
 
 @jit
 def _keys(x, index):
-    """int64, greater than the least one, -2^63."""
+    """Keys (see above), int64. All are greater than -2^63, which stands for no key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index.to(tl.int64))
@@ -169,7 +172,7 @@ def _keys(x, index):
 
 @jit
 def _index(key):
-    """int64; 2^31 - 1 for the least key."""
+    """The index in a key, int64; 2^31 - 1 for the key -2^63."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
@@ -181,7 +184,7 @@ def _value(key):
 
 @jit
 def _largest(keys, n, TOP: tl.constexpr):
-    """The n largest of keys, all different, in falling order; the least key beyond n."""
+    """The n largest of `keys`, which are all different, in falling order; then -2^63 up to TOP."""
     found = tl.full([TOP], -0x8000000000000000, tl.int64)
     last = tl.max(keys, 0) + 1
     for i in range(n):

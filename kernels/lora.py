@@ -1,15 +1,17 @@
-"""LoRA (Hu et al. 2021) for a batch in which each token has an adapter of its own, or none (S-LoRA, Sheng et al. 2023; Punica,
-Chen et al. 2023, and the kernels of vLLM).
+"""LoRA (Hu et al. 2021) for a batch in which each token has an adapter of its own, or none.
+
+No caller in the product yet: it waits for rows 000-19, 001-48 and 002-45 of docs/features.md. Batching several adapters follows
+S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and the kernels of vLLM.
 
     h[slice, t, r] = sum over k of x[t, k] * a[slice, adapter(t), r, k]                        (shrink)
     y[t, n]       += scale[adapter(t)] * sum over r of h[slice(n), t, r] * b[adapter(t), n, r]   (expand)
 
 The slices of a fused projection (query, key, value; gate, up) are columns offsets[slice] .. offsets[slice + 1] of y, and share x.
-Stacks are padded to `max_rank`; what is past an adapter's rank is never used. Tokens of one adapter are gathered into tiles
-(kernels/moe.py: group_rows, once a step for all layers), so that each tile is a matrix product, and tokens without an adapter are
-in no tile: nothing is computed for them, and their y keeps its bits.
+Stacks are padded to `max_rank`; rows beyond an adapter's rank are never used. Tokens of one adapter are gathered into tiles
+(`group_rows` of kernels/moe.py, once a step for all layers), so that each tile is a matrix product. Tokens without an adapter are
+in no tile: nothing is computed for them, and their y stays unchanged.
 
-With few tokens, shrink divides k over several programs, each of which writes a part of h; expand adds the parts, in their order.
+With few tokens, shrink divides k over several programs, each of which writes a part of h; expand adds the parts in order.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ FEW_TOKENS = 256
 
 
 class Tiles(NamedTuple):
-    n_bytes: int  # of expand
-    k_bytes: int  # of shrink
-    most_splits: int
+    n_bytes: int  # columns of a tile of expand, in bytes
+    k_bytes: int  # columns of a step of shrink, in bytes
+    max_splits: int
     num_warps: int
     num_stages: int
 
 
-TILES = {16: Tiles(256, 256, 8, 4, 4), 64: Tiles(256, 128, 1, 4, 4)}  # block_m -> the rest
-SPLIT_K = 1024  # at least; a multiple of every block of k
+TILES = {16: Tiles(256, 256, 8, 4, 4), 64: Tiles(256, 128, 1, 4, 4)}  # block_m -> the other sizes
+SPLIT_K = 1024  # the least k of a split; a multiple of every block of k
 
 
 def group_tokens(adapters: Tensor, num_adapters: int) -> Groups:
-    """adapters int32 [tokens], -1: none. What `shrink` and `expand` need, of one step."""
+    """The groups of a step's tokens, for `shrink` and `expand`. adapters int32 [tokens]; -1 = none."""
     return group_rows(adapters, num_adapters, 16 if len(adapters) <= FEW_TOKENS else 64)
 
 
@@ -83,14 +85,15 @@ def lora(
     offsets: tuple[int, ...],
     groups: Groups,
 ) -> None:
-    """Adds to y [tokens, n] what the adapters make of x [tokens, k]. The rest: `shrink`, `expand`."""
+    """Adds the adapters' product with x [tokens, k] to y [tokens, n]. Other arguments are those of `shrink` and `expand`."""
     expand(y, shrink(x, a, ranks, groups), b, ranks, scales, offsets, groups)
 
 
 def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
-    """x [tokens, k], a [slices, adapters, max_rank, k], ranks int32 [adapters]; groups of `group_tokens`.
+    """x [tokens, k], a [slices, adapters, max_rank, k], ranks int32 [adapters]; groups from `group_tokens`.
 
-    -> h float32 [parts, slices, tokens, max_rank], to be summed over the parts; undefined where there is no adapter, or rank 0.
+    Returns h float32 [parts, slices, tokens, max_rank], whose parts `expand` adds. Tokens without an adapter, or with one of
+    rank 0, are undefined.
     """
     if not runs_on(x):
         return reference_shrink(x, a, ranks, groups.ids).float()
@@ -98,7 +101,7 @@ def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
     slices, adapters, max_rank, k = a.shape
     tiles = TILES[groups.block_m]
     block_k = tiles.k_bytes // x.element_size()
-    parts = min(tiles.most_splits, max(1, k // SPLIT_K))
+    parts = min(tiles.max_splits, max(1, k // SPLIT_K))
     split_k = _cdiv(_cdiv(k, parts), block_k) * block_k
     h = torch.empty(parts, slices, len(x), max_rank, dtype=torch.float32, device=x.device)
     _shrink_kernel[(slices * parts, len(groups.tile_group))](
@@ -128,7 +131,7 @@ def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
 def expand(
     y: Tensor, h: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, offsets: tuple[int, ...], groups: Groups
 ) -> None:
-    """Adds to y [tokens, n], contiguous; h of `shrink`, b [adapters, n, max_rank], scales float32 [adapters]."""
+    """Adds to y [tokens, n], contiguous. h comes from `shrink`; b [adapters, n, max_rank], scales float32 [adapters]."""
     if not runs_on(y):
         chosen = groups.ids >= 0
         y[chosen] = reference_expand(y, h, b, ranks, scales, offsets, groups.ids)[chosen].to(y.dtype)
@@ -244,7 +247,7 @@ def _expand_kernel(
     rank = tl.load(ranks + adapter)
     if rank == 0:
         return
-    # No block of columns has two slices.
+    # A block of columns lies within one slice.
     block = tl.program_id(0)
     which = 0 * block
     start = OFFSETS[0] + block * BLOCK_N
@@ -263,7 +266,7 @@ def _expand_kernel(
     column = start + tl.arange(0, BLOCK_N)
     r = tl.arange(0, RANK_PADDED)
     mask = (column < stop)[:, None] & (r < MAX_RANK)[None, :]
-    mask = mask & (r < (rank + 7) // 8 * 8)[None, :]  # by eights: whole 16-byte loads
+    mask = mask & (r < (rank + 7) // 8 * 8)[None, :]  # eight at a time, for 16-byte loads
     b_tile = tl.load(b + (adapter.to(tl.int64) * n + column)[:, None] * MAX_RANK + r[None, :], mask, other=0)
     hidden = tl.zeros([BLOCK_M, RANK_PADDED], tl.float32)
     for part in tl.static_range(PARTS):
@@ -288,7 +291,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def variants() -> dict[str, Variant]:
-    """Llama-3-8B's query, key and value; block_m 16 decodes, 64 prefills."""
+    """Llama-3-8B's query, key and value; block_m 16 serves generation steps, 64 context steps."""
     made = {}
     for block_m, rank in ((16, 16), (16, 64), (64, 64)):
         tiles = TILES[block_m]
@@ -307,7 +310,7 @@ def variants() -> dict[str, Variant]:
             instructions={code: (*names, "LDGSTS") for code, names in tensor_core.items()},
         )
         types = tables | {"y": "*bf16", "h": "*fp32", "b": "*bf16", "scales": "*fp32"}
-        parts = min(tiles.most_splits, 4096 // SPLIT_K)
+        parts = min(tiles.max_splits, 4096 // SPLIT_K)
         made[f"expand-{block_m}-rank-{rank}"] = Variant(
             _expand_kernel,
             types | dict.fromkeys(("tokens", "n"), "i32"),

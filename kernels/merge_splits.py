@@ -1,11 +1,12 @@
-"""Adding up what the splits of a row's keys have found (Flash-Decoding, Dao et al. 2023).
+"""Merges the partial attention results of the splits of a row's keys (Flash-Decoding, Dao et al. 2023).
 
-    most  = max over splits of most_s          total = sum over splits of total_s * 2^(most_s - most)
-    out   = (sum over splits of part_s * 2^(most_s - most)) / total                    0 for a row without keys
+    m_i = max over splits of m_s          l_i = sum over splits of l_s * 2^(m_s - m_i)
+    out = (sum over splits of acc_s * 2^(m_s - m_i)) / l_i                             0 for a row without keys
 
-A split s covers tokens [s * split, (s + 1) * split) and left part_s = sum_t 2^(x_t - most_s) v_t, most_s = max x_t and total_s =
-sum_t 2^(x_t - most_s); splits without a token that the row sees left nothing and are not read. A sink adds exp(sink) to the
-denominator. Splits are taken AT_ONCE at a time, in order: the result does not depend on how many others there is room for.
+Split s covers tokens [s * split, (s + 1) * split). Its results are m_s = max x_t and l_s = sum_t 2^(x_t - m_s), in `stats`, and
+acc_s = sum_t 2^(x_t - m_s) v_t, in `parts`. Splits of which the row sees no token have no results and are not read. A sink adds
+exp(sink) to the denominator. AT_ONCE splits are merged at a time, in order, so the result does not depend on the number of
+splits that the tables have room for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kernels.common.triton_runtime import Variant, jit, runs_on, tl
 # (heads, head_dim, split, lengths, window)
 CASES = [(2, 32, 4, (3, 0, 40), 0), (1, 64, 2, (75, 1), 0), (3, 32, 4, (70, 66, 9), 11), (2, 32, 1, (40,), 1)]
 
-AT_ONCE = 16  # splits
+AT_ONCE = 16  # splits that are merged together
 NUM_WARPS = 2
 LOG2_E = 1.4426950408889634
 
@@ -39,16 +40,16 @@ def reference(
         out[row] = 0
         if length == 0:
             continue
-        most, total = stats[row, :, its].double().unbind(-1)  # [heads, splits]
-        greatest = most.amax(1, keepdim=True)
+        m_s, l_s = stats[row, :, its].double().unbind(-1)  # [heads, splits]
+        m_i = m_s.amax(1, keepdim=True)
         if sinks is not None:
             sink = sinks.double()[:, None] * LOG2_E
-            greatest = torch.maximum(greatest, sink)
-        share = torch.exp2(most - greatest)
-        denominator = (total * share).sum(1, keepdim=True)
+            m_i = torch.maximum(m_i, sink)
+        share = torch.exp2(m_s - m_i)
+        l_i = (l_s * share).sum(1, keepdim=True)
         if sinks is not None:
-            denominator = denominator + torch.exp2(sink - greatest)
-        merged = (parts[row, :, its].double() * share[:, :, None]).sum(1) / denominator
+            l_i = l_i + torch.exp2(sink - m_i)
+        merged = (parts[row, :, its].double() * share[:, :, None]).sum(1) / l_i
         out[row] = merged.to(out.dtype)
 
 
@@ -77,21 +78,21 @@ def merge_splits(
 
 @jit
 def finished(
-    most,  # float32 [N]: a head's sums are in units of exp2(most)
-    total,  # float32 [N]
+    m_i,  # float32 [N]: a head's sums are relative to exp2(m_i)
+    l_i,  # float32 [N]
     sinks,  # [heads] float32, or None
     head,  # [N]
     inside,  # [N]
 ):
-    """-> what the weighted values are to be multiplied by [N]."""
-    factor = tl.where(total > 0, 1.0, 0.0)
+    """The factor [N] that turns acc into the result: 1 / l_i with the sink included, 0 for a row without keys."""
+    factor = tl.where(l_i > 0, 1.0, 0.0)
     if sinks is not None:
         sink = tl.load(sinks + head, inside, other=0) * 1.4426950408889634
-        new = tl.maximum(most, sink)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        factor = tl.exp2(most - safe)
-        total = total * factor + tl.exp2(sink - safe)
-    return factor / tl.where(total > 0, total, 1.0)
+        m_new = tl.maximum(m_i, sink)
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        factor = tl.exp2(m_i - safe)
+        l_i = l_i * factor + tl.exp2(sink - safe)
+    return factor / tl.where(l_i > 0, l_i, 1.0)
 
 
 @jit(do_not_specialize=["splits"])
@@ -114,22 +115,22 @@ def _merge_kernel(
     first = tl.maximum(length - window, 0) * (window > 0).to(tl.int32)
     begin, end = first // SPLIT, tl.cdiv(length, SPLIT)
     place = row * tl.num_programs(1) + head
-    most = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)
         mine = (split >= begin) & (split < end)
         part = place * splits + split
-        its_most = tl.load(stats + part * 2, mine, other=float("-inf"))
-        new = tl.maximum(most, tl.max(its_most, 0))
-        decay = tl.exp2(most - new)
-        share = tl.exp2(its_most - new)
-        total = total * decay + tl.sum(tl.load(stats + part * 2 + 1, mine, other=0) * share, 0)
+        m_s = tl.load(stats + part * 2, mine, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(m_s, 0))
+        alpha = tl.exp2(m_i - m_new)
+        share = tl.exp2(m_s - m_new)
+        l_i = l_i * alpha + tl.sum(tl.load(stats + part * 2 + 1, mine, other=0) * share, 0)
         values = tl.load(parts + part[:, None] * HEAD_DIM + d[None, :], mine[:, None], other=0)
-        acc = acc * decay + tl.sum(values * share[:, None], 0)
-        most = new
-    factor = finished(most, total, sinks, head, head >= 0)
+        acc = acc * alpha + tl.sum(values * share[:, None], 0)
+        m_i = m_new
+    factor = finished(m_i, l_i, sinks, head, head >= 0)
     tl.store(out + place * HEAD_DIM + d, (acc * factor).to(out.dtype.element_ty))
 
 

@@ -1,15 +1,18 @@
 """A mixture of experts (Shazeer et al. 2017; Mixtral, Jiang et al. 2024): routing, and matrix products grouped by expert.
 
+No caller in the product yet. Its grouping of rows serves kernels/lora.py, which waits for rows 000-19, 001-48 and 002-45 of
+docs/features.md; models with experts have no row there.
+
     p       = softmax(logits)                                 of a token, over the experts, in float32
     ids     = the top_k experts of largest p                  ties: the lower expert first
     weights = p[ids], or p[ids] / sum(p[ids])                 (renormalise)
     out     = x[pair // top_k] @ w[ids[pair]].T               pair = token * top_k + choice            (grouped_matmul)
     y       = sum over choices of weights * out               in float32, in the order of choices      (grouped_matmul_sum)
 
-Rows of one group (here: pairs of one expert) are gathered into tiles of `block_m` rows, as vLLM's moe_align_block_size and SGLang
-do: `rows` lists them by group, in their order, -1 where the last tile of a group is not full. How many tiles there may be depends
-on shapes alone, so nothing waits for the device and a CUDA graph can hold it; tiles that are left over belong to group -1. An id
-of -1 (an expert of another rank) is in no tile: its row of `out` stays unwritten, and the sum leaves it out.
+Rows of one group (here: pairs of one expert) are gathered into tiles of `block_m` rows, as in vLLM's moe_align_block_size and
+SGLang: `rows` lists them by group, in their order, with -1 where the last tile of a group is not full. The number of tiles
+depends on shapes alone, so nothing waits for the device and a CUDA graph can hold the launches; unused tiles belong to group -1.
+A row whose id is -1 (an expert of another rank) is in no tile: its row of `out` is not written, and the sum leaves it out.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ CASES = [
 
 
 class Groups(NamedTuple):
-    """Rows by group. Made once, for every product that has the same ids."""
+    """Rows sorted into tiles by group, made once for all products with the same ids."""
 
-    ids: Tensor  # int32 [rows]: a row's group, -1: none
+    ids: Tensor  # int32 [rows]: a row's group; -1 = none
     rows: Tensor  # int32 [tiles * block_m]: indices into ids; -1: padding; undefined in tiles of group -1
     tile_group: Tensor  # int32 [tiles]
     block_m: int
@@ -48,13 +51,13 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# block_m -> the rest; in bytes, so that float32 has smaller tiles. Few rows: the weights are on the left of the product, which
-# then is wide enough for wgmma.
+# block_m -> the other sizes of a tile, in bytes so that float32 has smaller tiles. With few rows the weights are the left operand
+# of the product, which is then wide enough for wgmma.
 TILES = {16: Tiles(128, 256, 4, 4), 64: Tiles(256, 128, 4, 3), 128: Tiles(256, 128, 8, 3)}
 
 
 def block_m_for(rows: int, groups: int) -> int:
-    """What TILES has for so many rows in so many groups."""
+    """The key of TILES for this number of rows and groups."""
     mean = rows / groups
     return 16 if mean <= 32 else 64 if mean <= 64 else 128
 
@@ -78,7 +81,7 @@ def reference_groups(ids: Tensor, groups: int, block_m: int) -> Groups:
         own += [-1] * (-len(own) % block_m)
         rows += own
         tile_group += [group] * (len(own) // block_m)
-    unused = _most_tiles(len(of_rows), groups, block_m) - len(tile_group)
+    unused = _max_tiles(len(of_rows), groups, block_m) - len(tile_group)
     rows += [-1] * (unused * block_m)
     tile_group += [-1] * unused
     return Groups(ids, _int32(rows, ids), _int32(tile_group, ids), block_m)
@@ -131,7 +134,7 @@ def group_rows(ids: Tensor, groups: int, block_m: int) -> Groups:
     ids = ids.reshape(-1)
     if not runs_on(ids):
         return reference_groups(ids, groups, block_m)
-    tiles = _most_tiles(len(ids), groups, block_m)
+    tiles = _max_tiles(len(ids), groups, block_m)
     rows = torch.empty(tiles * block_m, dtype=torch.int32, device=ids.device)
     tile_group = torch.empty(tiles, dtype=torch.int32, device=ids.device)
     block = min(1024, max(32, next_power_of_two(len(ids))))
@@ -151,14 +154,14 @@ def grouped_matmul(x: Tensor, w: Tensor, groups: Groups, top_k: int) -> Tensor:
     out = torch.empty(len(groups.ids), n, dtype=x.dtype, device=x.device)
     tiles = TILES[groups.block_m]
     block_n, block_k = tiles.n_bytes // x.element_size(), tiles.k_bytes // x.element_size()
-    most = len(groups.tile_group)
-    _matmul_kernel[(most * _cdiv(n, block_n),)](
+    max_tiles = len(groups.tile_group)
+    _matmul_kernel[(max_tiles * _cdiv(n, block_n),)](
         x,
         w,
         out,
         groups.rows,
         groups.tile_group,
-        most,
+        max_tiles,
         n,
         k,
         TOP_K=top_k,
@@ -204,22 +207,22 @@ def _route_kernel(
     choice = tl.arange(0, TOP_K_PADDED)
     mask = (token < tokens)[:, None] & (expert < experts)[None, :]
     logit = tl.load(logits + token.to(tl.int64)[:, None] * experts + expert[None, :], mask, other=float("-inf"))
-    most = tl.max(logit, 1)
-    most = tl.where(most > float("-inf"), most, 0.0)
-    total = tl.sum(tl.exp(logit - most[:, None]), 1)
+    m_i = tl.max(logit, 1)
+    m_i = tl.where(m_i > float("-inf"), m_i, 0.0)
+    l_i = tl.sum(tl.exp(logit - m_i[:, None]), 1)
     left = tl.broadcast_to((expert < experts)[None, :], [BLOCK, EXPERTS_PADDED])
     taken = tl.zeros([BLOCK, TOP_K_PADDED], tl.int32)
     weight = tl.zeros([BLOCK, TOP_K_PADDED], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(tl.where(left, logit, float("-inf")), 1)
         lowest = tl.min(tl.where(left & (logit == best[:, None]), expert[None, :], EXPERTS_PADDED), 1)
-        lowest = tl.minimum(lowest, experts - 1)  # NaN equals nothing
+        lowest = tl.minimum(lowest, experts - 1)  # no expert is found where `best` is NaN
         left = left & (expert[None, :] != lowest[:, None])
         taken = tl.where(choice[None, :] == i, lowest[:, None], taken)
-        weight = tl.where(choice[None, :] == i, tl.exp(best - most)[:, None], weight)
+        weight = tl.where(choice[None, :] == i, tl.exp(best - m_i)[:, None], weight)
     if RENORMALISE:
-        total = tl.sum(weight, 1)
-    weight = weight / tl.where(total > 0, total, 1.0)[:, None]
+        l_i = tl.sum(weight, 1)
+    weight = weight / tl.where(l_i > 0, l_i, 1.0)[:, None]
     at = token.to(tl.int64)[:, None] * TOP_K + choice[None, :]
     mask = (token < tokens)[:, None] & (choice < TOP_K)[None, :]
     tl.store(weights + at, weight, mask)
@@ -238,7 +241,8 @@ def _group_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program a group, each of which counts all of them: no second launch, no atomics, an order that is always the same.
+    # Each group has a program, which counts the rows of all groups: that needs no second launch and no atomics, and the order is
+    # always the same.
     group = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     every = tl.arange(0, GROUPS_PADDED)
@@ -287,7 +291,7 @@ def _matmul_kernel(
     EVEN_K: tl.constexpr,  # whether BLOCK_K divides k
     WIDEN: tl.constexpr,  # multiply float32: the interpreter cannot multiply bfloat16
 ):
-    # Eight tiles of rows share a column of weights while it is in the cache.
+    # Neighbouring programs take eight tiles of rows for a column of weights, while the cache has it.
     width = 8 * tl.cdiv(n, BLOCK_N)
     first = tl.program_id(0) // width * 8
     height = tl.minimum(tiles - first, 8)
@@ -353,7 +357,7 @@ def _sum_kernel(
     tl.store(total + token * n + column, summed.to(total.dtype.element_ty), column < n)
 
 
-def _most_tiles(rows: int, groups: int, block_m: int) -> int:
+def _max_tiles(rows: int, groups: int, block_m: int) -> int:
     return (rows + min(groups, rows) * (block_m - 1)) // block_m
 
 
@@ -366,7 +370,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def variants() -> dict[str, Variant]:
-    """Mixtral 8x7B: hidden 4096, intermediate 14336, 8 experts, 2 of them a token."""
+    """The variants for Mixtral 8x7B: hidden 4096, intermediate 14336, 8 experts, 2 of them for each token."""
     instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "LDGSTS"), 100: ("UTCHMMA", "LDGSTS")}
     types = dict.fromkeys(("x", "w", "out"), "*bf16") | dict.fromkeys(("rows", "tile_group"), "*i32")
     types |= dict.fromkeys(("tiles", "n", "k"), "i32")

@@ -7,13 +7,13 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
     out = softmax(q k^T / sqrt(head_dim) + mask) v        query heads of one kv head share its keys (GQA)
 
-Physical cells are reached only through block tables. What no query may see never reaches the result, whatever it holds
-(NaN of memory never written included): cells beyond `length`, cells before the window. Table entries of blocks that
-have left the window (-1) and beyond the end are never used as an index. Pool layouts: kernels/common/kv_format.py.
+Physical cells are reached only through block tables. Cells beyond `length` or before the window never affect the result,
+whatever they hold (even NaN in memory that was never written). Table entries of blocks that have left the window (-1), or beyond
+the end, are never used as an index. kernels/common/kv_format.py describes the pools.
 
-`plan_attention` runs once a step on the host and holds what all layers share; `paged_attention` runs once a layer. The
-reference gathers, and dequantises what is quantised: rows with one query go together, in groups of like length, the others one
-by one. On a GPU the kernels of decode_attention.py and context_attention.py read the pool through the tables.
+`plan_attention` runs once a step on the host and prepares what all layers share; `paged_attention` runs once a layer. The
+reference gathers the blocks of a row and dequantises them: rows with one query are batched in groups of similar length, the
+others run one by one. On a GPU the kernels of decode_attention.py and context_attention.py read the pool through the tables.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kernels.context_attention import context_attention
 from kernels.decode_attention import SPLIT_TOKENS, decode_attention
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
-DECODE_HEAD_DIMS = (32, 64, 128, 256)  # others take the kernel for contexts
-# Of one context row behind a mask: bounds the mask's memory, and skips keys that none of the queries sees.
+DECODE_HEAD_DIMS = (32, 64, 128, 256)  # those of decode_attention.py; rows of others go to context_attention.py
+# Queries of a context row that share a mask. It bounds the mask's memory, and skips keys that none of the queries sees.
 QUERIES_AT_ONCE = 256
 
 
 class AttentionRows(NamedTuple):
-    """Where the rows of a flat batch find their queries and keys. On the host."""
+    """Where the rows of a flat batch have their queries and keys, as arrays on the host."""
 
     starts: NDArray[np.int64]  # [num_rows + 1]: row r's queries are flat tokens [starts[r], starts[r + 1])
     lengths: NDArray[np.int64]  # [num_rows]: keys of each row, those of this step included
@@ -48,13 +48,13 @@ class AttentionRows(NamedTuple):
 
 
 class GenerationGroup(NamedTuple):
-    """Rows with one query. `cells` = blocks gathered for each row * block_size."""
+    """Rows with one query. Each gathers `cells` = blocks * block_size cells."""
 
-    tokens: Tensor | None  # [rows] int64: their place in the flat batch; None when they are all of it
+    tokens: Tensor | None  # [rows] int64: their place in the flat batch; None if they are the whole batch
     blocks: Tensor  # [rows * blocks] int64
     mask: Tensor  # [rows, 1, 1, cells] in the query's dtype: 0, or -inf where a cell is not to be seen
     unseen: Tensor  # [rows, cells, 1, 1, 1] bool
-    seen_by_all: slice  # cells; the rest must be cleaned, for 0 * NaN is NaN
+    seen_by_all: slice  # cells that every row sees; unseen ones among the others are set to 0, because 0 * NaN is NaN
 
 
 class QuerySlice(NamedTuple):
@@ -84,12 +84,12 @@ class DeviceRows(NamedTuple):
 
 
 class DevicePlan(NamedTuple):
-    """Rows of one query each, and those behind them. Either may be missing."""
+    """The leading rows of one query each, and the rows after them. Either may be missing."""
 
     generation: DeviceRows | None
     context: DeviceRows | None
     window: int | None
-    split: int = SPLIT_TOKENS  # tokens; one for all batches of a model, so that a row's result does not depend on them
+    split: int = SPLIT_TOKENS  # tokens; the same for all batches of a model, so that results do not depend on the batch
 
 
 Plan = AttentionPlan | DevicePlan
@@ -133,7 +133,7 @@ def plan_attention(
     device: torch.device,
     split: int = SPLIT_TOKENS,
 ) -> dict[int | None, Plan]:
-    """Work out what each row reads, for each window (tokens; None: all). `dtype` is that of the queries. split: DevicePlan."""
+    """The plan of each window (tokens; None: all). `dtype` is that of the queries; `split` is as in DevicePlan."""
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
         generation, context = _place_rows(rows, num_queries, head_dim, device)
@@ -168,7 +168,7 @@ def _plan_gathers(
 
 
 def num_leading_single(num_queries: NDArray[np.int64], head_dim: int) -> int:
-    """How many of the first rows decode_attention.py takes."""
+    """The number of leading rows that decode_attention.py takes."""
     if head_dim not in DECODE_HEAD_DIMS:
         return 0
     return int((num_queries != 1).argmax()) if (num_queries != 1).any() else len(num_queries)
@@ -205,7 +205,7 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
 def _place_rows(
     rows: AttentionRows, num_queries: NDArray[np.int64], head_dim: int, device: torch.device
 ) -> tuple[DeviceRows | None, DeviceRows | None]:
-    """(those of one query that come first, those behind them), each array in memory of its own: kernels want it aligned."""
+    """(the leading rows of one query, the rows after them). Each array has memory of its own, because kernels need alignment."""
 
     def put(array: NDArray) -> Tensor:
         return place(np.ascontiguousarray(array, dtype=np.int32), device)
@@ -228,7 +228,7 @@ def _plan_generation(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[GenerationGroup]:
-    """Rows are grouped by the power of two above their number of blocks: less than half of a gather is padding."""
+    """Groups rows by their number of blocks, rounded up to a power of two: less than half of a gather is padding."""
     ends = rows.lengths[single]
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     first_blocks = first_keys // block_size
@@ -269,7 +269,7 @@ def _plan_context(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ContextRow:
-    """`first`: the row's first token in the flat batch. Each slice sees just its keys, so nothing has to be cleaned."""
+    """The plan of one row, whose first token in the flat batch is `first`. Each slice reads only keys that it sees."""
     reach = length if window is None else window
     computed = length - num_queries
     first_block = max(0, computed - reach + 1) // block_size

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019), with what comes before and after it in a decoder layer.
+"""RMSNorm (Zhang and Sennrich, 2019), fused with the residual addition before it and the int8 quantisation after it.
 
 r     = x + residual                                 (add_rms_norm; rounded to x's type, returned as well)
 y     = r / sqrt(mean(r^2) + eps) * weight           mean over the last dimension, in float32

@@ -1,25 +1,24 @@
-"""Choosing the next token of each row: penalties, temperature, top-k, top-p, min-p, one random number per row.
+"""Chooses the next token of each row: penalties, temperature, top-k, top-p, min-p, one random number per row.
 
 Formula, for one row with logits x [vocab], in this order:
 
     penalties     x_t <- x_t / r  if x_t > 0  else  x_t * r      for t in prompt + output (CTRL, Keskar et al. 2019)
                   x_t <- x_t - frequency * count(t) - presence * [count(t) > 0]     counts over the output only
     weights       w_t  = floor(2^40 * softmax((x - max x) / temperature)_t)         an integer, so that sums are exact
-    top-k         the k largest w, equal ones in token order
-    top-p         of these, in falling order, while less than p of their mass lies before a token (Holtzman et al. 2019)
-    min-p         of these, w_t >= min_p * max w                                    (Nguyen et al. 2024)
+    top-k         keeps the k largest w, equal ones in token order
+    top-p         of these in falling order, keeps a token while less than p of their mass lies before it (Holtzman et al. 2019)
+    min-p         of these, keeps those with w_t >= min_p * max w                   (Nguyen et al. 2024)
     choice        the first token whose running sum of w exceeds floor(u * total), u in (0, 1)
 
 The running sum follows token order for a row without top-k, top-p, min-p, and falling weight for a row with one of
-them: the row's own parameters decide, never its neighbours. Integer sums do not depend on the order of addition, and
-softmax reduces each row by itself, so a row's choice is the same, bit for bit, in any batch. A token of weight 0
-(masked, filtered, or less likely than 2^-40) is never chosen: its running sum exceeds nothing that its predecessor's
-did not.
+them: this depends on the row's own parameters only. Integer sums do not depend on the order of addition, and softmax
+reduces each row by itself, so a row's choice is the same, bit for bit, in any batch. A token of weight 0 (masked,
+filtered, or less likely than 2^-40) is never chosen, because its running sum equals that of the token before it.
 
 u is made from (seed, counter) by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), applied to the seed and again to the sum with the counter times the golden gamma.
 
-Each function is torch operators on any device. On a CPU the native kernel (cpu/sampling.py) does all of this in one call; on a
+The functions use torch operators on any device. On a CPU the native kernel (cpu/sampling.py) does all of this in one call; on a
 GPU choose_tokens.py makes the same choice from weights of its own.
 """
 
@@ -30,10 +29,10 @@ from torch import Tensor
 
 WEIGHT_BITS = 40  # a weight needs 41 bits (softmax may be 1), its token id the other 22 of a positive int64
 MAX_VOCAB = 1 << (63 - WEIGHT_BITS - 1)
-MAX_TOPK = 1024  # up to here torch.topk beats a full sort
-HEAD = 512  # on a CPU most nuclei lie in that many tokens, and looking costs little
+MAX_TOPK = 1024  # up to this k torch.topk is faster than a full sort
+HEAD = 512  # on a CPU, tokens that are ranked first: most top-p sets lie within them, and trying costs little
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # all constants as signed 64-bit numbers
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants are written as signed 64-bit numbers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -51,7 +50,7 @@ def mix64(z: Tensor) -> Tensor:
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """One number in the open interval (0, 1) per row, float64; both int64 (a uint64 as two's complement)."""
     word = mix64(mix64(seed + _GOLDEN_GAMMA) + (counter + 1) * _GOLDEN_GAMMA)
-    return (_shift_right(word, 12).double() + 0.5) * 2.0**-52  # 52 bits and a half: exact, never 0, never 1
+    return (_shift_right(word, 12).double() + 0.5) * 2.0**-52  # 52 random bits plus a half: exact, never 0, never 1
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
@@ -63,7 +62,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def penalize(
     logits: Tensor,  # [rows, vocab] float32
-    token_ids: Tensor,  # [rows, length] int64; what lies beyond num_tokens is ignored
+    token_ids: Tensor,  # [rows, length] int64; tokens beyond num_tokens are ignored
     num_prompt: Tensor,  # [rows] int64
     num_tokens: Tensor,  # [rows] int64, at least 1
     repetition: Tensor,  # [rows] float32, 1 = off
@@ -83,7 +82,7 @@ def penalize(
 
 
 def tail_matches(tokens: Tensor, num_tokens: Tensor, words: Tensor, lengths: Tensor) -> Tensor:
-    """Whether the next token may complete a word: bool [words], true when the known tokens end in all but its last.
+    """bool [words]: whether a next token can complete the word, because the known tokens end with all of it but its last token.
 
     tokens [words, max_len] int64 are the tokens of each word's row, num_tokens [words] how many are known, words
     [words, width] int64 the words aligned to the right, lengths [words].
@@ -104,7 +103,7 @@ def tail_matches(tokens: Tensor, num_tokens: Tensor, words: Tensor, lengths: Ten
 def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
     """Integer weights [rows, vocab] int64 that add up to about 2^40; a row without any finite logit gets weights of 0.
 
-    logits float32, temperature [rows] float32 > 0. The maximum is taken off first, so no temperature overflows.
+    logits float32, temperature [rows] float32 > 0. The maximum is subtracted first, so no temperature overflows.
     """
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
     return (torch.softmax(scaled, dim=-1).nan_to_num_(nan=0.0) * 2.0**WEIGHT_BITS).long()
@@ -113,8 +112,8 @@ def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
 def rank(order: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row in falling order, equal ones in token order: (values, token ids), both [rows, k] int64.
 
-    `order` [rows, vocab] holds integers in 0 .. 2^40. The token id rides in the low bits, so one sort of integers
-    without equals gives both, and torch's choice among equals plays no part.
+    `order` [rows, vocab] holds integers in 0 .. 2^40. The token id is put into the low bits, so one sort of different
+    integers gives both, and does not depend on how torch orders equal ones.
     """
     last = order.shape[1] - 1
     bits = last.bit_length()
@@ -130,11 +129,11 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_filtered(weights: Tensor, u: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, k_max: int) -> Tensor:
-    """Like `draw` over what the three filters leave, in falling order of weight.
+    """Like `draw` over the tokens that the three filters keep, in falling order of weight.
 
     top_k [rows] int64 in 1 .. vocab, top_p and min_p [rows] float64; `k_max` is the greatest top_k (known on the host).
-    The most likely token is always left. On a CPU a full sort is spared for rows whose nucleus lies in their HEAD; on
-    other devices finding out would cost a synchronisation. The choice is the same on either way.
+    The most likely token is always kept. On a CPU, rows whose top-p set lies within their HEAD are not fully sorted; on
+    other devices finding that out would cost a synchronisation. The choice is the same either way.
     """
     mass = weights.sum(dim=-1)
     if k_max <= MAX_TOPK or weights.device.type != "cpu":
@@ -152,12 +151,12 @@ def draw_filtered(weights: Tensor, u: Tensor, top_k: Tensor, top_p: Tensor, min_
 def _draw_ranked(
     ranked: Tensor, ids: Tensor, mass: Tensor, u: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Draw from weights in falling order [rows, k]; k >= top_k, or else `mass` is what the top_k weights add up to."""
+    """Draw from weights in falling order [rows, k]. Either k >= top_k, or `mass` is the sum of the top_k weights."""
     k = ranked.shape[1]
     ranked = ranked.masked_fill(torch.arange(k, device=ids.device) >= top_k[:, None], 0)
     running = ranked.cumsum(dim=-1)
     mass = torch.where(top_k <= k, running[:, -1], mass)
-    keep = (running - ranked) < (top_p * mass)[:, None]  # both conditions hold for a head of the falling order
+    keep = (running - ranked) < (top_p * mass)[:, None]  # both conditions hold for the first tokens, up to some place
     keep &= ranked >= min_p[:, None] * ranked[:, :1]
     last = (keep.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     return ids.gather(1, _first_above(running, running.gather(1, last), u).clamp_(max=k - 1)[:, None]).squeeze(1)
@@ -189,7 +188,7 @@ def sample(
 def top_log_probs(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each row, equal ones in token order: (log-probabilities, token ids), both [rows, k].
 
-    log_probs [rows, vocab] float32, none positive: the bits of such floats, sign off, fall as the number rises.
+    log_probs [rows, vocab] float32, none positive: without the sign, the bits of such floats fall as the number rises.
     """
     order = 0x7FFFFFFF - (log_probs.contiguous().view(torch.int32) & 0x7FFFFFFF)
     ids = rank(order.long(), k)[1]

@@ -15,9 +15,9 @@ from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 
 CASES = [(1, 64), (7, 96), (33, 512), (2, 3, 80), (3, 2 * 1031)]  # shapes of gate_up
 
-MAX_ROW_BLOCK = 1 << 14  # up to here one program of the int8 form holds a row in registers
-LOOP_BLOCK = 1 << 12  # of longer rows, at a time
-TILE = 1 << 10  # of the plain form
+MAX_ROW_BLOCK = 1 << 14  # columns of a row that one program of the int8 form holds in registers
+LOOP_BLOCK = 1 << 12  # columns of a longer row that it reads at a time
+TILE = 1 << 10  # columns of a program of the plain form
 
 
 def reference(gate_up: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def silu_mul_int8(gate_up: Tensor) -> Int8Rows:
 
 @jit
 def _gated(gate_up, columns, intermediate):
-    """silu(gate) * up of one row, float32, like columns; 0 beyond its end."""
+    """silu(gate) * up at `columns` of one row, float32; 0 beyond its end."""
     mask = columns < intermediate
     gate = tl.load(gate_up + columns, mask, other=0).to(tl.float32)
     up = tl.load(gate_up + intermediate + columns, mask, other=0).to(tl.float32)
@@ -87,7 +87,7 @@ def _silu_mul_int8_kernel(
     sums,  # [rows, ceil(intermediate / 128)] int32
     intermediate,
     BLOCK: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,  # BLOCK is at least intermediate; otherwise y is computed twice, from memory and from the cache
+    WHOLE_ROW: tl.constexpr,  # whether one BLOCK holds the row; otherwise y is computed twice, reading memory and then the cache
 ):
     row = tl.program_id(0).to(tl.int64) * intermediate
     row_sums = sums + tl.program_id(0).to(tl.int64) * tl.cdiv(intermediate, 128)
@@ -107,8 +107,8 @@ def _silu_mul_int8_kernel(
     tl.store(scales + tl.program_id(0), scale)
 
 
-def _block(columns: int, most: int) -> int:
-    return min(most, next_power_of_two(columns))
+def _block(columns: int, max_block: int) -> int:
+    return min(max_block, next_power_of_two(columns))
 
 
 def _row_block(intermediate: int) -> int:

@@ -7,16 +7,16 @@
     scales   [k / group, n]            bfloat16 or float16, x's type
     zeros    like scales, or None      whole numbers 0..16
 
-A group is 128, 64 or 32 columns. Its low bits are the first half of it and its high bits the second half, so that a group is
-two matrix products and no neighbours are exchanged. The kernel computes y^T = W x^T: wgmma takes its left operand, and only
-that, from registers, where the weights are unpacked; and few tokens are then legal as its right side. A 4-bit number becomes a
-float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
-Bytes are unpacked together, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
-(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2
-and 6.6.
+A group is 128, 64 or 32 columns. The low bits hold its first half and the high bits its second half, so that a group is two
+matrix products and unpacking exchanges no neighbours. The kernel computes y^T = W x^T, because wgmma can take only its left
+operand from registers, where the weights are unpacked, and accepts few tokens only as its right operand. A 4-bit number becomes
+a float by setting bits: a float16 0x6400 | q is 1024 + q, a bfloat16 0x4300 | q is 128 + q, and subtracting 1024 + zero is exact.
+Several bytes are unpacked at once, in PTX: two on sm_90, where wgmma's layout gives a thread two neighbours, else four
+(kernels/common/kv_format.py). With 16 rows the loop has 3.4 instructions a weight on sm_90 and 3.3 on sm_80, instead of 5.2 and
+6.6.
 
-Few rows do not fill a GPU with tiles: k is then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes
-float32 sums to a buffer of its own, and a second kernel adds them in order: no atomics, so that a result repeats itself.
+Few rows do not fill a GPU with tiles. Then k is split over more programs (split-K: Hoque et al., arXiv 2402.00025), each of which
+writes float32 sums to a buffer of its own, and a second kernel adds them in order. Without atomics, results are reproducible.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CASES = [
 
 GROUPS = (128, 64, 32)
 SYMMETRIC_ZERO = 8
-# dtype -> the bits of two floats whose last digit is 1, and that float
+# dtype -> (the bits of two floats whose lowest mantissa bit is worth 1, the value of that float)
 MAGIC = {torch.float16: ("0x64006400", 1024), torch.bfloat16: ("0x43004300", 128)}
-# $2: two bytes of q. $0, $1: two floats each, of the low and of the high bits.
+# $2 holds two bytes of q. $0 and $1 get two floats each, from the low and from the high bits.
 PAIR_ASM = """{
     .reg .b32 t;
     cvt.u32.u16 t, $2;
@@ -55,7 +55,7 @@ PAIR_ASM = """{
     shr.u32 t, t, 4;
     lop3.b32 $1, t, 0x000f000f, MAGIC, 0xea;
 }"""
-REDUCED_AT_ONCE = 1024  # features
+REDUCED_AT_ONCE = 1024  # features of a program that adds splits
 
 
 class Weight4(NamedTuple):
@@ -65,12 +65,12 @@ class Weight4(NamedTuple):
     group: int  # columns
 
     def to(self, dtype: torch.dtype) -> Weight4:
-        """With scales and zeros of x's type."""
+        """The same weight with scales and zeros in `dtype`, which is x's."""
         zeros = None if self.zeros is None else self.zeros.to(dtype)
         return self._replace(scales=self.scales.to(dtype), zeros=zeros)
 
 
-# Architecture -> the least bucket that holds m -> tiles. A step along k is a group.
+# Architecture -> largest m of a bucket (None: any) -> tiles. A step along k is one group.
 TILES = {
     80: {
         16: Tiles(16, 128, 4, 4),
@@ -106,7 +106,7 @@ def unpack(packed: Tensor, group: int) -> Tensor:
 
 
 def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.dtype = torch.bfloat16) -> Weight4:
-    """weight [n, k], any float type -> round to nearest; scales of `dtype`. Groups of zeros stay zeros."""
+    """Quantise weight [n, k], of any float type, to the nearest; scales are in `dtype`. Groups of zeros stay zeros."""
     grouped = weight.float().unflatten(1, (-1, group))  # [n, groups, group]
     if zero_points:
         least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
@@ -121,7 +121,7 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
 
 
 def dequantize(weight: Weight4) -> Tensor:
-    """-> float32 [n, k], not rounded."""
+    """The weight as float32 [n, k], not rounded to x's type."""
     q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
     zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
     return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)
@@ -190,13 +190,13 @@ def _w4a16_kernel(
     m,
     n,
     groups,  # k / GROUP
-    groups_split,  # of a split: splits * groups_split = groups
+    groups_split,  # groups of a split: splits * groups_split = groups
     GROUP: tl.constexpr,
-    ASM: tl.constexpr,  # None: the interpreter's
-    IN_PAIRS: tl.constexpr,  # ASM is of two bytes, not of four
+    ASM: tl.constexpr,  # None in the interpreter
+    IN_PAIRS: tl.constexpr,  # whether ASM takes two bytes, not four
     BIAS: tl.constexpr,
     IN_WORDS: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,  # the interpreter's bfloat16
+    IN_FLOAT32: tl.constexpr,  # compute in float32, because the interpreter's bfloat16 is wrong
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -205,7 +205,7 @@ def _w4a16_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * groups_split
     columns = tl.arange(0, HALF)
-    # Tokens and features past the end are the last one again: they need no mask, and are not stored.
+    # Tokens and features past the end read the last one again, so loads need no mask; they are not stored.
     held = tl.minimum(features, n - 1)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[:, None] * (groups * GROUP) + columns[None, :]
     rows = packed + held.to(tl.int64)[:, None] * (groups * HALF) + columns[None, :]
@@ -226,7 +226,7 @@ def _w4a16_kernel(
             x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
         else:
             low, high = _floats(q, scale.dtype, ASM, IN_PAIRS)
-            offset = (zero.to(tl.float32) + BIAS).to(scale.dtype)  # exact, and so is the difference
+            offset = (zero.to(tl.float32) + BIAS).to(scale.dtype)  # this sum is exact, and so is the difference below
         low = (low - offset[:, None]) * scale[:, None]
         high = (high - offset[:, None]) * scale[:, None]
         total = tl.dot(low, tl.trans(x_low), total, input_precision="ieee")
@@ -243,7 +243,7 @@ def _w4a16_kernel(
 
 @jit
 def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
-    """table [k / GROUP, n] of 16-bit floats -> [BLOCK_N], those of a group."""
+    """A group's row of a table [k / GROUP, n] of 16-bit floats, as [BLOCK_N]."""
     last = tl.minimum(features, n - 1)
     if IN_WORDS:
         words = tl.load(table.to(tl.pointer_type(tl.int32)) + group.to(tl.int64) * (n // 2) + last // 2)
@@ -254,7 +254,7 @@ def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
 
 @jit
 def _floats(q, DTYPE: tl.constexpr, ASM: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """q uint8 -> its low and its high bits, each + BIAS."""
+    """q uint8 -> (low bits, high bits) as floats, each plus BIAS."""
     if not IN_PAIRS:
         return floats_of_int4(q, DTYPE, ASM)
     elif DTYPE == tl.float16:
@@ -286,12 +286,12 @@ def _reduce_kernel(
 
 def _tiles(architecture: int, m: int, group: int) -> Tiles:
     tiles = tiles_of(TILES[architecture], m)
-    # A thread that copies a whole row of 16 bytes would take the weights out of the registers and through shared memory.
+    # If a thread copied a whole row of 16 bytes, the weights would pass through shared memory instead of staying in registers.
     return tiles._replace(block_n=16 * tiles.num_warps) if group == 32 else tiles
 
 
 def _in_words(tiles: Tiles, n: int) -> bool:
-    """Whether the parameters of a group are read in words: 16 bits are not copied asynchronously.
+    """Whether a group's scales and zeros are read in words, because single 16-bit values cannot be copied asynchronously.
 
     With fewer features than threads, words would take the weights out of the registers and through shared memory. With 128
     tokens, words leave sm_90 shared memory for one program a multiprocessor, not two.
@@ -300,14 +300,14 @@ def _in_words(tiles: Tiles, n: int) -> bool:
 
 
 def _unpacking(architecture: int, dtype: torch.dtype, compiled: bool) -> dict[str, object]:
-    """The kernel's constants."""
+    """The constexpr arguments of the kernel."""
     words, in_pairs = unpacking(dtype, 4, compiled), compiled and architecture == 90
     asm = PAIR_ASM.replace("MAGIC", MAGIC[dtype][0]) if in_pairs else words.asm
     return {"ASM": asm, "IN_PAIRS": in_pairs, "BIAS": MAGIC[dtype][1]}
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
-    """Of k: a power of two that divides the groups. The same for every m of a bucket."""
+    """The number of splits of k: a power of two that divides the groups. It is the same for every m of a bucket."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     return splits_of(m, programs, groups, even=True)
 
@@ -324,7 +324,7 @@ _VARIANTS = (
 
 
 def variants() -> dict[str, Variant]:
-    """Each architecture with its own tiles."""
+    """One variant for each architecture, because each has its own tiles."""
     made = {
         f"{layer}-{m}-g{group}-sm{architecture}": _variant(architecture, layer, m, group, zero_points)
         for architecture in TILES

@@ -9,13 +9,14 @@
     group_scale    1..16; (q - zero) * group_scale lies within int8, so that every weight is also an int8 weight
     q_x, scale_x   kernels/int8_rows.py's
 
-The sums are int32 and exact: rows, tiles and splits of k do not change a bit of y, which is kernels/w8a8.py's of `as_int8`.
+The sums are int32 and exact, so the number of rows, the tiles and the splits of k do not change y; it equals the result of
+kernels/w8a8.py for `as_int8(weight)`.
 (QServe corrects for a channel's zero with the sum of the activations before they were rounded, which is not exact.)
 
 A group is two products, of its low and of its high bits, and the kernel computes y^T = W x^T, both as in kernels/w4a16.py.
-Four weights are unpacked at once, in a word (PTX, since Triton computes bytes one by one): t = (q - zero) * group_scale + 128
+Four weights are unpacked at once in a word (in PTX, since Triton computes bytes one by one): t = (q - zero) * group_scale + 128
 lies within 0..255, so that one multiply-add makes four of them without a carry, and t ^ 0x80 is the int8 weight. The loop then
-has 2.0 instructions a weight (sm_90, 16 rows) and no PRMT, instead of 7.2 with 360 PRMT byte by byte.
+has 2.0 instructions a weight (sm_90, 16 rows) and no PRMT; unpacking byte by byte it has 7.2, and 360 PRMT.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kernels.common.gemm_tiles import splits_of, tiles_of
 from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 from kernels.int8_rows import GROUP, Int8Rows
 from kernels.w4a16 import pack, unpack
-from kernels.w8a8 import MOST_K, add_parts, scaled
+from kernels.w8a8 import MAX_K, add_parts, scaled
 
 # (m, n, k, per group)
 CASES = [
@@ -44,10 +45,10 @@ CASES = [
     (0, 64, 128, True),
 ]
 
-MOST_8 = 119  # QoQ's protective range: with half a step of 4 bits, at most 8, on top it stays within int8
-MOST_GROUP_SCALE = 16
+MAX_8 = 119  # QoQ's protective range: half a 4-bit step, at most 8, more still fits int8
+MAX_GROUP_SCALE = 16
 
-# $2: four bytes of q. $3: group_scale. $7: zero. $0, $1: four int8 weights each, of the low and of the high bits.
+# $2 holds four bytes of q, $3 group_scale, $7 zero. $0 and $1 get four int8 weights each, from the low and from the high bits.
 GROUP_ASM = """{
     .reg .b32 offset, t;
     mul.lo.u32 t, $3, $7;
@@ -75,7 +76,7 @@ class Weight4A8(NamedTuple):
     zeros: Tensor  # uint8 [k / GROUP, n], or [1, n] per channel; 0..15
 
 
-# Architecture -> the least bucket that holds m -> tiles. A step along k is a group.
+# Architecture -> largest m of a bucket (None: any) -> tiles. A step along k is one group.
 TILES = {
     80: {
         16: Tiles(16, 128, 4, 4),
@@ -99,7 +100,7 @@ TILES = {
 
 
 def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
-    """weight [n, k], any float type, k a multiple of 128 -> round to nearest. Zeros stay zeros."""
+    """Quantise weight [n, k], of any float type with k a multiple of 128, to the nearest. Zeros stay zeros."""
     n, k = weight.shape
     if k % GROUP:
         raise ValueError(
@@ -107,7 +108,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
         )
     w, group_scales = weight.float(), None
     if per_group:
-        scale = w.abs().amax(1) / MOST_8
+        scale = w.abs().amax(1) / MAX_8
         w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # in units of the int8 weight
         step = _better_step(w)
         group_scales = step.to(torch.int8).T.contiguous()
@@ -125,22 +126,22 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
 
 
 def _better_step(w: Tensor) -> Tensor:
-    """w [n, groups, columns] -> [n, groups]: of the whole steps around the one that fits, that with the smaller squared error."""
+    """w [n, groups, columns] -> whole steps [n, groups]: the exact step rounded down or up, whichever has less squared error."""
     fitting = _spread(w) / 15
-    fine, coarse = fitting.floor().clamp(min=1), fitting.ceil().clamp(1, MOST_GROUP_SCALE)
+    fine, coarse = fitting.floor().clamp(min=1), fitting.ceil().clamp(1, MAX_GROUP_SCALE)
     fine_error, coarse_error = ((_rounded(w, s)[0] * s[:, :, None] - w).square().sum(2) for s in (fine, coarse))
     return torch.where(fine_error < coarse_error, fine, coarse)
 
 
 def _rounded(w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """w [n, groups, columns], step [n, groups] -> q - zero like w, zero [n, groups]; whole numbers."""
+    """w [n, groups, columns], step [n, groups] -> (q - zero, shaped like w; zero [n, groups]), all whole numbers."""
     w = w / _divisor(step)[:, :, None]
     zero = (-w.amin(2).clamp(max=0)).round().clamp(max=15)[:, :, None]
     return torch.minimum(torch.maximum(w.round(), -zero), 15 - zero), zero[:, :, 0]
 
 
 def _spread(w: Tensor) -> Tensor:
-    """w [n, groups, columns] -> [n, groups]: from the least to the most, 0 among them."""
+    """w [n, groups, columns] -> [n, groups]: the width of the range of each group's values and 0."""
     return w.amax(2).clamp(min=0) - w.amin(2).clamp(max=0)
 
 
@@ -149,13 +150,13 @@ def _divisor(step: Tensor) -> Tensor:
 
 
 def dequantize(weight: Weight4A8) -> Tensor:
-    """-> float32 [n, k]."""
+    """The weight as float32 [n, k]."""
     q, scale = as_int8(weight)
     return q.float() * scale[:, None]
 
 
 def as_int8(weight: Weight4A8) -> tuple[Tensor, Tensor]:
-    """The same weight as kernels/w8a8.py's: int8 [n, k], float32 [n]. Exact."""
+    """The same weight in the format of kernels/w8a8.py, exactly: int8 [n, k] and scales float32 [n]."""
     q = unpack(weight.packed, GROUP).to(torch.int8).unflatten(1, (-1, GROUP))
     q = q - weight.zeros.to(torch.int8).T[:, :, None]
     if weight.group_scales is not None:
@@ -164,17 +165,17 @@ def as_int8(weight: Weight4A8) -> tuple[Tensor, Tensor]:
 
 
 def reference(x: Int8Rows, weight: Weight4A8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """-> [m, n] in dtype."""
+    """Like `w4a8`, by the reference of kernels/w8a8.py."""
     return w8a8.reference(x, *as_int8(weight), bias, dtype)
 
 
 def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """x [m, k], weight [n, k] of contiguous tensors, bias [n] -> [m, n] in dtype."""
+    """x [m, k], weight [n, k] in contiguous tensors, bias [n] -> [m, n] in dtype. ValueError for shapes that do not fit."""
     (m, k), n = x.q.shape, len(weight.packed)
     if k != 2 * weight.packed.shape[1]:
         raise ValueError(f"x has {k} columns, the weight {2 * weight.packed.shape[1]}: they must be the same")
-    if k > MOST_K:
-        raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
+    if k > MAX_K:
+        raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
     if not runs_on(x.q):
         return reference(x, weight, bias, dtype)
     out = torch.empty(m, n, dtype=dtype, device=x.q.device)
@@ -213,9 +214,9 @@ def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torc
 
 
 def _in_words(tiles: Tiles, n: int) -> bool:
-    """Whether the parameters of a group are read in words: bytes are not copied asynchronously.
+    """Whether a group's scales and zeros are read in words of four bytes, because single bytes cannot be copied asynchronously.
 
-    With fewer features than threads, words would take the weights out of the registers and through shared memory.
+    With fewer features than threads, reading words would make the weights pass through shared memory.
     """
     return n % 4 == 0 and tiles.block_n >= 32 * tiles.num_warps
 
@@ -239,9 +240,9 @@ def _w4a8_kernel(
     m,
     n,
     groups,  # k / 128
-    groups_split,  # of a split: splits * groups_split = groups
+    groups_split,  # groups of a split: splits * groups_split = groups
     IN_WORDS: tl.constexpr,
-    ASM: tl.constexpr,  # None: the interpreter's
+    ASM: tl.constexpr,  # None in the interpreter
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -249,7 +250,7 @@ def _w4a8_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * groups_split
     columns = tl.arange(0, 64)
-    # Rows and features past the end are the last one again: they need no mask, and are not stored.
+    # Rows and features past the end read the last one again, so loads need no mask; they are not stored.
     held_rows, held = tl.minimum(rows, m - 1), tl.minimum(features, n - 1)
     x_rows = x + held_rows.to(tl.int64)[:, None] * (groups * 128) + columns[None, :]
     w_rows = packed + held.to(tl.int64)[:, None] * (groups * 64) + columns[None, :]
@@ -286,7 +287,7 @@ def _w4a8_kernel(
 
 @jit
 def _bytes(table, group, features, n, IN_WORDS: tl.constexpr):
-    """table [k / 128, n] of bytes -> int32 [BLOCK_N], those of a group."""
+    """A group's row of a table [k / 128, n] of bytes, as int32 [BLOCK_N]."""
     last = tl.minimum(features, n - 1)
     if IN_WORDS:
         words = tl.load(table.to(tl.pointer_type(tl.int32)) + group.to(tl.int64) * (n // 4) + last // 4)
@@ -305,7 +306,7 @@ def _group_weights(q, scale, zero, ASM: tl.constexpr):
     else:
         scale, _ = tl.broadcast(scale, q)
         zero, _ = tl.broadcast(zero, q)
-        # A word and, four times each, what all its bytes share: they are of one row.
+        # The four bytes of a word are of one row, so scale and zero are repeated four times.
         return tl.inline_asm_elementwise(
             ASM, "=r,=r,r,r,r,r,r,r,r,r,r", [q, scale, zero], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
@@ -313,7 +314,7 @@ def _group_weights(q, scale, zero, ASM: tl.constexpr):
 
 @jit
 def _nibbles(q, ASM: tl.constexpr):
-    """q uint8 [BLOCK_N, 64] -> int8: low, high."""
+    """q uint8 [BLOCK_N, 64] -> (low bits, high bits), each int8."""
     if ASM is None:
         return (q & 15).to(tl.int8), (q >> 4).to(tl.int8)
     else:
@@ -325,7 +326,7 @@ def _tiles(architecture: int, m: int) -> Tiles:
 
 
 def _splits(tiles: Tiles, m: int, n: int, groups: int) -> int:
-    """Of k: a power of two that divides the groups."""
+    """The number of splits of k: a power of two that divides the groups."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     return splits_of(m, programs, groups, even=True)
 

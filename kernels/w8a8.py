@@ -6,10 +6,10 @@
     q_w, scale_w   int8 [n, k], float32 [n]       row-major, so that k is contiguous in both operands: what integer MMA wants
     y              [m, n] bfloat16, float16 or float32
 
-The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071, whatever the order: how many rows
-there are, which tiles are used and how k is split do not change a bit of y. Few rows do not fill a GPU with tiles; k is
-then split over more programs (split-K: Hoque et al., arXiv 2402.00025), each writes its int32 sums to a buffer of its own,
-and a second kernel adds them.
+The format is SmoothQuant's (Xiao et al., 2023). The sums are int32 and exact for k <= 131071 in any order, so the number of rows,
+the tiles and the splits of k do not change a bit of y. Few rows do not fill a GPU with tiles; k is then split over more
+programs (split-K: Hoque et al., arXiv 2402.00025), each of which writes its int32 sums to a buffer of its own, and a second
+kernel adds them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.int8_rows import Int8Rows, int8_scales, store_int8
 CASES = [(1, 64, 128), (3, 40, 100), (16, 200, 1024), (17, 72, 256), (65, 130, 192), (300, 130, 48), (0, 64, 128)]
 ROWS_CASES = [(1, 1), (5, 64), (17, 100), (3, 1000), (0, 64)]  # shapes of quantize's x
 
-MOST_K = 131_071  # 128 * 128 * k stays within int32
+MAX_K = 131_071  # 128 * 128 * k stays within int32
 
 
 class Tiles(NamedTuple):
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Architecture -> the least bucket that holds m -> tiles. 80 also fits the 99 KiB of 86 and 89.
+# Architecture -> largest m of a bucket (None: any) -> tiles. Those of 80 also fit the 99 KiB of shared memory of 86 and 89.
 TILES = {
     80: {
         16: Tiles(16, 64, 128, 4, 4),
@@ -63,7 +63,7 @@ TILES = {
 
 
 def reference(x: Int8Rows, q_w: Tensor, scale_w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """-> [m, n] in dtype. In float64 the sums of integers are exact."""
+    """Like `w8a8`, in float64, in which the sums of integers are exact."""
     total = (x.q.double() @ q_w.double().T).float()
     y = total * x.scale[:, None] * scale_w
     return (y if bias is None else y + bias.float()).to(dtype)
@@ -76,10 +76,10 @@ def w8a8(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w contiguous."""
+    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w must be contiguous."""
     (m, k), n = x.q.shape, len(q_w)
-    if k > MOST_K:
-        raise ValueError(f"k = {k}: int32 sums are exact up to {MOST_K} only")
+    if k > MAX_K:
+        raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
     if not runs_on(x.q):
         return reference(x, q_w, scale_w, bias, dtype)
     out = torch.empty(m, n, dtype=dtype, device=q_w.device)
@@ -115,14 +115,14 @@ def w8a8(
 
 
 def add_parts(parts: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """parts int32 [splits, m, n], scale_x float32 [m], scale_w float32 [n], bias [n] -> out [m, n]."""
+    """Adds the splits: parts int32 [splits, m, n], scale_x float32 [m], scale_w float32 [n], bias [n] -> out [m, n]."""
     splits, m, n = parts.shape
     grid = (m, -(-n // REDUCED_AT_ONCE))
     _reduce_kernel[grid](parts, scale_x, scale_w, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
 
 
 def quantize(x: Tensor) -> Int8Rows:
-    """x [rows, k]."""
+    """x [rows, k] as int8 rows."""
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
@@ -155,10 +155,10 @@ def _w8a8_kernel(
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * k_split
     columns = tl.arange(0, BLOCK_K)
-    # Rows past the end are the last one again: they need no mask, and are not stored.
+    # Rows past the end read the last one again, so loads need no mask; they are not stored.
     x_rows = q_x + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
     w_rows = q_w + tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + first + columns[None, :]
-    # wgmma wants 64 rows on the left: with fewer tokens the weights are there.
+    # wgmma needs 64 rows in its left operand: with fewer tokens the weights are the left operand.
     SWAP: tl.constexpr = BLOCK_M < 64
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
@@ -212,7 +212,7 @@ def _reduce_kernel(
 
 @jit
 def scaled(total, x_scale, scale_w, bias, features, n):
-    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. One source for every kernel: the same bits."""
+    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. All kernels use it, for equal bits."""
     y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
     if bias is not None:
         y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]
@@ -237,7 +237,7 @@ def _quantize_kernel(
     store_int8(values, inverse, q + row, row_sums, 0, k, BLOCK)
 
 
-REDUCED_AT_ONCE = 1024  # features
+REDUCED_AT_ONCE = 1024  # features of a program that adds splits
 
 
 def _num_warps(block: int) -> int:
@@ -249,7 +249,7 @@ def _tiles(architecture: int, m: int) -> Tiles:
 
 
 def _splits(tiles: Tiles, m: int, n: int, k: int) -> int:
-    """Of k: a power of two."""
+    """The number of splits of k: a power of two."""
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     return splits_of(m, programs, k // tiles.block_k, even=False)
 

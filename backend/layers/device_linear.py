@@ -4,7 +4,7 @@
     W4A16Linear   4-bit weights in groups                                   kernels/w4a16.py
     W4A8Linear    4-bit weights in QoQ's format; activations in int8        kernels/w4a8.py
 
-Floats are F.linear's. For int8 weights in groups, and for 4 bits in float32, there is no kernel: QuantizedLinear.
+Float weights go through F.linear. int8 weights in groups and 4-bit weights in float32 have no kernel: QuantizedLinear takes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("everbatch.layers")
 
 
 def make_triton_linear(dtype: torch.dtype) -> MakeLinear:
-    """For one model, which computes in `dtype`. Where Triton does not run, its layers are make_torch_linear's."""
+    """Returns the MakeLinear of a model that computes in `dtype`. Where Triton does not run, it calls make_torch_linear."""
     said = set()
 
     def say(line: str, *values: object) -> None:
@@ -75,7 +75,7 @@ class W8A8Linear:
     takes_int8 = True
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype):
-        """`weight`: with one scale a row."""
+        """`weight` has one scale a row."""
         self._q, self._scale = weight.q.contiguous(), weight.scale[:, 0].contiguous()
         self._bias, self._dtype = bias, dtype
 
@@ -96,7 +96,7 @@ class W4A16Linear:
     takes_int8 = False
 
     def __init__(self, weight: Weight4, bias: Tensor | None):
-        """`weight`: with scales and zeros of the model's dtype, bfloat16 or float16."""
+        """Scales and zeros of `weight` are in the model's dtype, bfloat16 or float16."""
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         self._weight = Weight4(weight.packed.contiguous(), weight.scales.contiguous(), zeros, weight.group)
         self._bias = bias

@@ -1,11 +1,11 @@
-"""Linear layers: y = x W^T + bias, behind one interface, whatever form the weight is held in.
+"""Linear layers: y = x W^T + bias behind one interface, whatever form the weight is held in.
 
-    DenseLinear       any device and dtype, F.linear
-    PackedLinear      bfloat16 on a CPU, the weight in the order that oneDNN's product reads it
-    QuantizedLinear   int8 weight and its scales; the reference of other kernels: right, not fast
+    DenseLinear       F.linear, for any device and dtype
+    PackedLinear      bfloat16 on a CPU; the weight is held in the order in which oneDNN's product reads it
+    QuantizedLinear   int8 weight and scales; slow, and the reference of the quantised kernels
 
-A `MakeLinear` chooses among them. The weight it is given is its own: a layer that packs keeps the packed form alone.
-4-bit weights are int8 weights as well, exactly: `in_eight_bits`. Those of a GPU: device_linear.py.
+A `MakeLinear` chooses among them and owns the weight it is given: a layer that packs it keeps the packed form only. Without a
+4-bit kernel, 4-bit weights are held as int8 (`in_eight_bits`), which is exact. The layers for GPUs are in device_linear.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QuantizedFormat = Literal["int8", "w8a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/common/quantize.py. A checkpoint's own values may include -128."""
+    """A weight in the format of kernels/common/quantize.py; one that comes from a checkpoint may also hold -128."""
 
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]
@@ -42,7 +42,7 @@ Weight = Tensor | QuantizedWeight | Weight4 | Weight4A8  # [n, k]
 class Linear(Protocol):
     """A linear layer of n outputs and k inputs."""
 
-    takes_int8: bool  # whether it may be called with Int8Rows, which a norm before it makes in passing
+    takes_int8: bool  # whether it accepts Int8Rows, so that the norm before it can quantise its output
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
 
 
 def in_eight_bits(weight: Weight4 | Weight4A8) -> QuantizedWeight:
-    """The same weight, exactly: what is left of 4 bits after the zero point fits int8, and the scales stay."""
+    """The same weight as int8, exactly: 4-bit values less their zero point fit int8, and the scales stay."""
     if isinstance(weight, Weight4A8):
         q, scale = w4a8.as_int8(weight)
         return QuantizedWeight(q, scale[:, None], q.shape[1], "w8a8")
@@ -81,7 +81,7 @@ def in_eight_bits(weight: Weight4 | Weight4A8) -> QuantizedWeight:
 
 
 class DenseLinear:
-    """Holds the very tensor it is given, so that a tied output head costs nothing."""
+    """Holds the given tensor itself, not a copy, so that an output head tied to the embedding takes no memory."""
 
     takes_int8 = False
 
@@ -101,7 +101,7 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """bfloat16 on a CPU through torch's private oneDNN operators: ask `onednn_packs` first."""
+    """bfloat16 on a CPU through torch's private oneDNN operators. Call it only where `onednn_packs()` is true."""
 
     takes_int8 = False
 
@@ -122,7 +122,10 @@ class PackedLinear:
 
 
 class QuantizedLinear:
-    """In float32: dequantised weight times x, and for w8a8 times x quantised and dequantised. Slices bound the memory."""
+    """Multiplies in float32 by the dequantised weight; for w8a8, x is quantised and dequantised as well.
+
+    The weight is dequantised in slices of rows, which bounds the memory.
+    """
 
     takes_int8 = False
 
@@ -149,16 +152,16 @@ class QuantizedLinear:
 
 @cache
 def onednn_packs() -> bool:
-    """Whether torch's private packed linear exists on this machine, and is right on a small random case."""
+    """Whether torch's private packed linear exists on this machine and gives the right result for a small random case."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (40, 70), (40,)))
     expected = F.linear(x.float(), weight.float(), bias.float())
     try:
         return torch.allclose(PackedLinear(weight, bias)(x).float(), expected, rtol=0.01, atol=0.01)
-    except (AttributeError, RuntimeError, TypeError):  # the operators are not there, not for this CPU, or have changed
+    except (AttributeError, RuntimeError, TypeError):  # the operators are missing, do not support this CPU, or have changed
         return False
 
 
 def num_bytes_of(*tensors: Tensor | None) -> int:
-    """Memory of those that are there."""
+    """Bytes of the given tensors together; None counts as 0."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

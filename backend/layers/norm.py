@@ -1,4 +1,4 @@
-"""The norm before a linear layer, with the residual addition before it and the quantisation behind it."""
+"""The norm before a linear layer, fused with the residual addition before it and the int8 quantisation after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.rms_norm import add_rms_norm, add_rms_norm_int8, rms_norm, rms_norm
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to_int8: bool
 ) -> tuple[Tensor | Int8Rows, Tensor]:
-    """x, delta [num_tokens, hidden] -> (norm of x + delta, x + delta). to_int8: as the linear layer behind it takes it."""
+    """x, delta [num_tokens, hidden] -> (norm of x + delta, x + delta). With `to_int8` the norm is quantised."""
     if delta is None:
         return (rms_norm_int8 if to_int8 else rms_norm)(x, weight, eps), x
     return (add_rms_norm_int8 if to_int8 else add_rms_norm)(delta, x, weight, eps)

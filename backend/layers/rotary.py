@@ -1,4 +1,4 @@
-"""Rotary tables: cos and sin for every position, computed once. Frequencies follow transformers' `rope_type`s."""
+"""Rotary tables: cos and sin of every position, computed once. Frequencies follow transformers' `rope_type`s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RopeConfig(Struct, frozen=True):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32."""
+    """Radians per position of each rotated pair, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":

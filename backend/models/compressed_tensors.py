@@ -124,7 +124,7 @@ def parse(section: dict[str, Any]) -> Int8Layers | Int4Layers:
 
 
 def _obstacle(config: _Config, group: _Group, weights: _Scheme, format: str) -> str | None:
-    """What about this configuration is not supported; None when all is."""
+    """The first thing in this configuration that is not supported; None if all of it is."""
     activations, is_4_bits = group.input_activations, weights.num_bits == 4
     wrong = {
         f"targets {group.targets}": group.targets != ["Linear"],

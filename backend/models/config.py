@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json says, for the Llama-shaped families. What is not understood is an error, no guess."""
+"""ModelConfig: the settings in config.json of the Llama-shaped families. Settings that are not supported raise an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backend.models.quantized import QuantizedLayers
 FILE = "config.json"
 ROPE_KINDS = ("default", "linear", "llama3")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MAX_LAYERS = 4096  # a tuple of so many is made before the tensors are looked at
+MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make the parser take
 
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 Factor = Annotated[float, Meta(gt=0, le=1e30)]
@@ -53,7 +53,7 @@ class _Raw(Struct):
 
 
 class _Scaling(Struct):
-    """rope_parameters of transformers 5, rope_scaling before it."""
+    """The section `rope_parameters` (transformers 5) or `rope_scaling` (before it)."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -89,15 +89,15 @@ class ModelConfig(Struct, frozen=True):
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]  # of each layer, in tokens
-    dtype: str | None  # None: not said, then it is that of the embedding
+    windows: tuple[int | None, ...]  # attention window of each layer in tokens; None = unlimited
+    dtype: str | None  # None: config.json has none, and the embedding's is taken
     eos_ids: tuple[int, ...]
-    quantization: QuantizedLayers | None  # of the checkpoint's linear layers; None = floats
-    kv_cache_dtype: KvDtype | None  # that the checkpoint was calibrated for; None = not said
+    quantization: QuantizedLayers | None  # format of the checkpoint's linear layers; None = floats
+    kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window when every layer has one; None as soon as one layer sees everything."""
+        """The widest window if every layer has one; None if any layer attends to all tokens."""
         return None if None in self.windows else max(self.windows)
 
     def with_window(self, num_tokens: int | None) -> ModelConfig:
@@ -124,7 +124,7 @@ def parse_model_config(text: str) -> ModelConfig:
 
 
 def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple[int, ...]:
-    """The eos_token_id of the file `name`. Raises ConfigError for one that the model cannot say."""
+    """Returns `ids`, the eos_token_id of the file `name`. Raises ConfigError for an id outside the vocabulary."""
     for token_id in ids:
         if token_id >= config.vocab_size:
             raise ConfigError(f"{name}: eos_token_id {token_id} is not below vocab_size {config.vocab_size}; {REMEDY}")
@@ -176,7 +176,7 @@ def _of_object(content: dict[str, Any]) -> ModelConfig:
 
 
 def _head_dim(raw: _Raw) -> int:
-    """Of a config.json that does not say it."""
+    """The head dimension of a config.json that has no head_dim."""
     size, rest = divmod(raw.hidden_size, raw.num_attention_heads)
     if rest or size % 2 or size == 0:
         raise ConfigError(

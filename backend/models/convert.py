@@ -1,7 +1,9 @@
-"""Rotary layouts of W_q and W_k (features.md 004-27).
+"""Conversion of W_q and W_k between the rotary layouts of Meta and of Hugging Face.
 
-Meta's Llama rotates neighbouring rows (0,1), (2,3), ...; Hugging Face's pairs row i with row i + head_dim/2. The
-weights differ by a permutation of the rows of each head; everything else of the two forms is the same.
+No caller yet: row 004-27 of docs/features.md, which waits for the conversion tool of row 004-33.
+
+Meta's Llama rotates neighbouring rows (0,1), (2,3), ...; Hugging Face's pairs row i with row i + head_dim/2. The weights differ
+by a permutation of the rows of each head and are otherwise the same.
 
     Meta   a0 b0 a1 b1 a2 b2       Hugging Face   a0 a1 a2 b0 b1 b2
 """
@@ -12,7 +14,7 @@ from torch import Tensor
 
 
 def meta_to_hf(weight: Tensor, num_heads: int) -> Tensor:
-    """Permute rows [num_heads * head_dim, ...] from pairs to halves. Row scales of a quantised weight go alike."""
+    """Permute rows [num_heads * head_dim, ...] from pairs to halves; a quantised weight's row scales are permuted alike."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

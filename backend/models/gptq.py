@@ -3,7 +3,7 @@
     NAME.qweight   int32 [k / 8, n]          eight rows of k a word
     NAME.qzeros    int32 [k / group, n / 8]  eight columns of n a word; checkpoint_format gptq: zero - 1, gptq_v2: zero
     NAME.scales    float16 [k / group, n]
-    NAME.g_idx     int32 [k], may be missing: the group of each row of k, here always in order
+    NAME.g_idx     int32 [k], may be missing: the group of each row of k; only groups in order are accepted
 
 weight = (q - zero) * scale, 4 bits. AutoGPTQ also stores a bias of zeros for layers that have none.
 """

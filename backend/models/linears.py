@@ -1,4 +1,4 @@
-"""LinearBuilder: from a checkpoint's tensors to linear layers, several projections fused, quantised where it is asked for."""
+"""LinearBuilder: makes linear layers of a checkpoint's tensors, fuses projections, and quantises weights if configured."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 
-WHOLE_ROW = -1  # as LinearOptions.group: one scale a row
+WHOLE_ROW = -1  # a value of LinearOptions.group: one scale a row
 
 
 class LinearOptions(NamedTuple):
-    """How linear layers are held."""
+    """How linear layers hold their weights."""
 
-    quantization: Quantization = "none"  # of float weights while loading; none = as the checkpoint has them
-    group: int | None = None  # columns a scale of weights quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
+    quantization: Quantization = "none"  # what float weights are quantised to while loading; none = not at all
+    group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
 
     def columns_per_scale(self, columns: int) -> int:
-        """Of a weight that has `columns`."""
+        """Columns that share a scale in a weight of `columns` columns."""
         return columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[self.quantization]
 
 
 class LinearBuilder:
     def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions):
-        """`checkpoint`: the format of weights that are quantised already. ConfigError when `options` contradict it."""
+        """`checkpoint` is the format of weights that are already quantised. Raises ConfigError if `options` contradict it."""
         if checkpoint is not None and options.quantization not in ("none", checkpoint.scheme):
             raise ConfigError(
                 f"model.quantization is {options.quantization}, but the checkpoint is quantised as {checkpoint.scheme}; "
@@ -46,7 +46,7 @@ class LinearBuilder:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does."""
         if self._checkpoint is not None and self._are_quantized(rows, self._checkpoint.marker):
             weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
-            if not has_bias:  # then GPTQ's writers store zeros
+            if not has_bias:  # GPTQ's writers store a bias of zeros for such a layer
                 self._source.drop_zeros(name + ".bias" for name in rows)
         elif self._checkpoint is None and self._options.quantization != "none":
             weight = self._quantize(rows, columns, self._options.quantization)
@@ -64,7 +64,7 @@ class LinearBuilder:
         return self._options.make(weight, None)
 
     def _are_quantized(self, rows: Mapping[str, int], marker: str) -> bool:
-        """Layers that the checkpoint was told to leave alone are floats in it."""
+        """Whether the checkpoint holds these projections quantised; layers excluded from quantisation are stored as floats."""
         scaled = [name for name in rows if self._source.has(name + marker)]
         if scaled and len(scaled) < len(rows):
             raise ConfigError(
@@ -74,7 +74,7 @@ class LinearBuilder:
         return bool(scaled)
 
     def _quantize(self, rows: Mapping[str, int], columns: int, format: QuantizedFormat) -> QuantizedWeight:
-        """From the values as they are stored, not as the model's dtype would round them."""
+        """Quantise the stored values, before any rounding to the model's dtype."""
         group, num_rows, device = self._options.columns_per_scale(columns), sum(rows.values()), self._source.device
         for name, count in rows.items():
             self._source.check_shape(name + ".weight", (count, columns))

@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. One forward over a flat batch, all of it by arguments."""
+"""The Llama-shaped decoder: Llama 2/3, Mistral, Qwen2, Qwen3. `forward` runs a flat batch and keeps no state between calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Llama:
 
     @property
     def num_linear_bytes(self) -> int:
-        """What a step that samples reads of weights, at least: all linear layers, the output head among them."""
+        """Bytes of all linear layers, the output head included: every step that samples reads at least these."""
         linears = [self.lm_head]
         for layer in self.layers:
             linears += layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
@@ -62,8 +62,8 @@ class Llama:
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV.
 
-        token_ids, positions, cells: [num_tokens] int64. plans: of attention, by window. pools: one a layer. Returns
-        [num_tokens, hidden], before the last norm.
+        token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool
+        a layer. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         eps, tables = self.config.norm_eps, (self.cos, self.sin)
         x, delta = embedding(self.embedding, token_ids), None  # [num_tokens, hidden]; delta is still to be added to x
@@ -87,7 +87,7 @@ def build_llama(
     device: torch.device,
     options: LinearOptions,
 ) -> Llama:
-    """Make a model from a checkpoint's tensors, one layer at a time, so that what is packed is let go at once.
+    """Make a model from a checkpoint's tensors, one layer at a time, so that the original of a packed weight is freed at once.
 
     Raises ConfigError for missing, misshapen or unused tensors.
     """

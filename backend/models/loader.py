@@ -24,7 +24,7 @@ from backend.models.weight_files import tensor_names, weight_files
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "default"
 GENERATION = "generation_config.json"
-MAX_POSITIONS = 1 << 21  # whose rotary tables take 1 GiB at a head_dim of 128
+MAX_POSITIONS = 1 << 21  # at a head_dim of 128 the rotary tables then take 1 GiB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -124,7 +124,7 @@ def read_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """What config.json counts must be there before anything is made by its number."""
+    """Raise ConfigError, before any memory is taken, if config.json names more layers than there are tensors for."""
     found = {match[1] for name in tensors if (match := _LAYER.match(name))}
     if config.num_layers > len(found):
         raise ConfigError(
@@ -139,7 +139,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
-    except (SafetensorError, OSError):  # its header was sound: it has changed, or this version does not know a type
+    except (SafetensorError, OSError):  # its header was valid: the file has changed, or safetensors does not know a type
         raise ConfigError(
             f"{path.name} cannot be read as safetensors, though its header is sound; fetch it again"
         ) from None
@@ -148,8 +148,8 @@ def _open(path: Path) -> safe_open:
 class _LazyTensors(Mapping[str, Tensor]):
     """Tensors of safetensors files, read one at a time when they are asked for.
 
-    safetensors maps a whole file into memory for as long as a tensor of it lives, and pages once touched count as used. So
-    the file is opened for each tensor anew: what has been read is let go together with the tensor.
+    safetensors maps a whole file into memory for as long as a tensor of it lives, and touched pages count as used. So the file
+    is opened anew for each tensor: the pages are released together with the tensor.
     """
 
     def __init__(self, paths: list[Path]):

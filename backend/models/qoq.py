@@ -4,7 +4,7 @@
     per channel     NAME.s1_szeros float16 [n]                                              group_size -1
     per group       NAME.s2_scales, NAME.s2_zeros int8 [k / 128, n]                         group_size 128
 
-Source: OmniServe's converter; the layout is kernels/common/qserve_checkpoint.py's.
+Source: OmniServe's converter; kernels/common/qserve_checkpoint.py describes the layout.
 """
 
 from __future__ import annotations

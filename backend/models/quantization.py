@@ -1,4 +1,4 @@
-"""quantization_config of a config.json: which reader it means, and in what type the KV cache is to be kept."""
+"""Parses config.json's quantization_config: the format of the linear layers and the type of the KV cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _READERS: dict[str, Callable[[dict[str, Any]], QuantizedLayers]] = {
     "gptq": gptq.parse,
     "qoq": qoq.parse,
 }
-# What `everbatch quantize --kv` writes: as the KV cache of kernels/common/kv_format.py is quantised, whatever the text.
+# The kv_cache_scheme that `everbatch quantize --kv` writes. It names the quantisation of kernels/common/kv_format.py.
 _KV_SCHEME = {"type": "int", "symmetric": False, "strategy": "token_head", "dynamic": True}
 _KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
 
 
 def parse_quantization(raw: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
-    """How linear layers are stored and KV is to be kept, None: as floats. Raises ConfigError."""
+    """Returns how linear layers are stored and the type of the KV cache; None means floats. Raises ConfigError."""
     key = "quantization_config" if raw.get("quantization_config") else "compression_config"
     section = convert(raw.get(key), dict[str, Any] | None, "config.json", key)
     if not section:

@@ -1,7 +1,7 @@
-"""Quantised checkpoints: what the readers of their formats share.
+"""Quantised checkpoints: the part that the readers of all formats share.
 
-A reader (compressed_tensors.py, awq.py, gptq.py, qoq.py) makes a `QuantizedLayers` of config.json's quantization_config; that
-reads a projection's tensors into one of the forms that linear layers take (backend/layers/linear.py), exactly.
+A reader (compressed_tensors.py, awq.py, gptq.py, qoq.py) parses config.json's quantization_config into a `QuantizedLayers`.
+That object reads the tensors of a projection, without loss, into a form that linear layers take (backend/layers/linear.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unsupported(method: str, reason: str = "") -> ConfigError:
 
 
 def first_obstacle(wrong: dict[str, bool]) -> str | None:
-    """Of reasons why something is not supported, the first that holds."""
+    """`wrong` maps reasons against a configuration to whether they apply. Returns the first that does, or None."""
     return next((reason for reason, is_wrong in wrong.items() if is_wrong), None)
 
 
@@ -61,7 +61,10 @@ def is_group_size_of_4_bits(size: int | None) -> bool:
 
 
 def kernel_group(name: str, group: int | None, k: int) -> tuple[int, int]:
-    """(columns of a group that the 4-bit kernels take, how many such groups share the stored scale). None: a whole row."""
+    """Cut a stored group (None: a whole row) into groups that the 4-bit kernels take: (their columns, their number).
+
+    All of the smaller groups share the stored scale. Raises ConfigError when no such size divides it.
+    """
     stored = group or k
     if k % stored:
         raise ConfigError(f"{name} has {k} columns, no multiple of its quantisation group of {stored}")
@@ -81,14 +84,14 @@ def nibbles(words: Tensor) -> Tensor:
 
 
 def stack(parts: Sequence[Held]) -> Held:
-    """Several projections of one checkpoint and the same columns as one layer. Exact: every row has scales of its own."""
+    """Stack projections with equal columns as one layer. This is exact, because every row has its own scales."""
     first = parts[0]
     if isinstance(first, QuantizedWeight):
         q, scale = (torch.cat([part[index] for part in parts]) for index in range(2))
         return first._replace(q=q, scale=scale)
     if isinstance(first, Weight4):
         zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts], 1)
-        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():  # which need not be read then
+        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():  # kernels need not read zeros that are all symmetric
             zeros = None
         packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.scales for part in parts], 1)
         return Weight4(packed, scales, zeros, first.group)

@@ -1,4 +1,4 @@
-"""Architecture name -> the function that builds the model from checkpoint tensors."""
+"""Maps an architecture's name to the function that builds the model from checkpoint tensors."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorSource:
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device):
         self._tensors = tensors
-        self._left = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}  # derived from the config
+        # Rotary frequencies are computed from the configuration, so stored ones are ignored.
+        self._left = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
         self.dtype, self.device = dtype, device
 
     def has(self, name: str) -> bool:
@@ -52,7 +53,7 @@ class TensorSource:
         return tensor.to(self.device)
 
     def take_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Like `take_raw`, of scales, which are few. Raises ConfigError also for one that is no finite number."""
+        """Like `take_raw`, for scales. Also raises ConfigError when one of them is not finite."""
         scales = self.take_raw(name, shape)
         wrong = scales[~scales.isfinite()]
         if wrong.numel():
@@ -60,7 +61,7 @@ class TensorSource:
         return scales
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Before memory is taken for what will be made of a tensor: raise ConfigError when it has another shape."""
+        """Raise ConfigError when a tensor has another shape; call it before allocating memory for what it becomes."""
         if name in self._left and tuple(self._tensors[name].shape) != shape:
             self.take_raw(name, shape)
 

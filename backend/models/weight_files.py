@@ -1,7 +1,7 @@
-"""Which files hold a checkpoint's tensors, and what their headers say: all of it checked before a tensor is read.
+"""Finds the files that hold a checkpoint's tensors, and checks their headers before any tensor is read.
 
 A safetensors file is 8 bytes with the length of the header, the header as JSON {NAME: {dtype, shape, data_offsets}}, and the
-data. The library that maps the tensors checks it as well; here an error names the tensor and the value.
+data. The safetensors library checks it as well, but an error here names the tensor and the value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Entry(Struct):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those that the index names if there is one. Raises ConfigError."""
+    """The safetensors files of a checkpoint: those that its index names, if it has one. Raises ConfigError."""
     index = read_object(directory, INDEX)
     if index is not None:
         return [_shard(directory, name) for name in _shard_names(index)]
@@ -44,7 +44,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """What the header names, once it agrees with itself and with the file's length. Raises ConfigError."""
+    """The names of a file's tensors, after checking its header against itself and the file's length. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -66,7 +66,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def _shard_names(index: dict[str, object]) -> list[str]:
-    """Names of files, not paths: an index must not lead out of its directory."""
+    """The file names in an index. Raises ConfigError for paths: an index must not lead out of its directory."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{INDEX} has no weight_map of tensors' names to files' names; fetch it again")
@@ -111,7 +111,7 @@ def _entries(file: str, header: bytes) -> dict[str, _Entry]:
         entries = {name: _entry(file, name, entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, RecursionError):
         raise ConfigError(f"{file}: the header is no JSON object of tensors; fetch it again") from None
-    # A name that stands there twice would hide its first tensor.
+    # If a name occurs twice, the parser keeps the second entry only.
     if text.count('"data_offsets"') != len(entries):
         raise ConfigError(f"{file}: the header names a tensor twice; fetch it again")
     return entries
@@ -125,7 +125,7 @@ def _entry(file: str, name: str, raw: msgspec.Raw) -> _Entry:
 
 
 def _check_entry(place: str, entry: _Entry, start: int) -> int:
-    """Where the tensor ends, if it starts at `start`, has a type that is known, and as many bytes as its shape asks for."""
+    """Check that a tensor starts at `start`, has a known type, and as many bytes as its shape needs; return where it ends."""
     begin, end = entry.data_offsets
     if entry.dtype not in _BITS:
         raise ConfigError(f"{place}: dtype is {shown(entry.dtype)}, which is not known; {REMEDY}")

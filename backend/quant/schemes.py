@@ -19,7 +19,7 @@ from backend.api.errors import ConfigError
 from backend.quant.grids import Grid
 from kernels.common.qserve_checkpoint import TILE, to_qserve
 from kernels.common.quantize import quantize_weight
-from kernels.w4a8 import GROUP, MOST_8, MOST_GROUP_SCALE, Weight4A8
+from kernels.w4a8 import GROUP, MAX_8, MAX_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import GROUPS, pack
 
 ZERO_ROWS = 8  # zero points are packed along n, eight to a word
@@ -117,10 +117,10 @@ class W4A8:
             step = ((most - least) / 15).half().float()
             zero = (-least / _divisor(step)).round().clamp(0, 15)
             return Grid(step, zero, torch.zeros_like(step), torch.full_like(step, 15))
-        scale = (weight.abs().amax(1, keepdim=True) / MOST_8).half().float()
-        in_eight_bits = (weight / _divisor(scale)).clamp(-MOST_8, MOST_8).unflatten(1, (-1, GROUP))
+        scale = (weight.abs().amax(1, keepdim=True) / MAX_8).half().float()
+        in_eight_bits = (weight / _divisor(scale)).clamp(-MAX_8, MAX_8).unflatten(1, (-1, GROUP))
         least, most = _range(in_eight_bits, ratio)
-        multiple = ((most - least) / 15).ceil().clamp(1, MOST_GROUP_SCALE)
+        multiple = ((most - least) / 15).ceil().clamp(1, MAX_GROUP_SCALE)
         zero = (-least / multiple).round().clamp(0, 15)
         lowest = (zero - (128 / multiple).floor()).clamp(min=0)
         highest = (zero + (127 / multiple).floor()).clamp(max=15)

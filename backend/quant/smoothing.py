@@ -27,7 +27,7 @@ from backend.quant.schemes import Scheme
 
 EXPONENTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 KEY_EXPONENT = 0.5
-LEAST, MOST = 1e-3, 1e3  # of a scale, when their geometric mean is 1
+MIN_SCALE, MAX_SCALE = 1e-3, 1e3  # of a scale, when their geometric mean is 1
 Tie = Callable[[Tensor], Tensor]  # a statistic of each channel -> the same for those that must have one scale
 
 
@@ -59,4 +59,4 @@ def _candidates(inputs: Inputs, weight: Tensor, tie: Tie) -> Iterator[Tensor]:
 def _balanced(scale: Tensor) -> Tensor:
     """With a geometric mean of 1 over each row, and within bounds; channels that are always 0 are left alone."""
     logarithms = torch.where(scale > 0, scale, 1).log()
-    return (logarithms - logarithms.mean(-1, keepdim=True)).exp().clamp(LEAST, MOST)
+    return (logarithms - logarithms.mean(-1, keepdim=True)).exp().clamp(MIN_SCALE, MAX_SCALE)

@@ -12,7 +12,7 @@ from backend.api.errors import ConfigError
 from backend.text.tokenizer import Tokenizer
 
 ROWS, ROW_TOKENS = 16, 512
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 # For the default model, which has read Python's standard library: none of the files that were kept from it.
 BUILT_IN = (
     "argparse.py",
@@ -63,9 +63,9 @@ def rows_of(texts: list[str], directory: Path, longest: int) -> Tensor:
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text)
-    if len(ids) < LEAST_TOKENS:
+    if len(ids) < MIN_TOKENS:
         raise ConfigError(
-            f"the calibration text has {len(ids)} tokens, at least {LEAST_TOKENS} are needed; "
+            f"the calibration text has {len(ids)} tokens, at least {MIN_TOKENS} are needed; "
             f"{ROWS * ROW_TOKENS} are used of a longer one"
         )
     length = min(ROW_TOKENS, longest, len(ids))

@@ -1,1 +1,1 @@
-"""Per-slot sampling parameters and the Sampler. The tensor mathematics is in kernels/sampling.py."""
+"""The Sampler and its per-slot parameters. Its arithmetic on tensors is in kernels/sampling.py."""

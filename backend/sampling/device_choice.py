@@ -1,7 +1,7 @@
-"""The choice on a GPU: tokens are chosen by kernels and stay there; the host learns of them when it asks.
+"""DeviceChoice: chooses tokens on a GPU. They stay on the device; the host fetches them when it needs them.
 
-What the rows ask for travels as one table of numbers a step [Number, rows], which a CUDA graph may hold; rows that ask for more
-(Kind.SPECIAL) have their logits changed, and their log-probabilities read off, by operators outside the graph.
+The sampling parameters of a step's rows are one table [Number, rows], which a CUDA graph can read. Rows that need more
+(Kind.SPECIAL) have their logits changed, and their log-probabilities computed, by operators outside the graph.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kernels.log_probs import LogProbs, log_probs
 
 
 class Number(IntEnum):
-    """Rows of the table. Those from TEMPERATURE on are float64, as bits."""
+    """Rows of the int64 table of a step's parameters. Those from TEMPERATURE on hold the bits of a float64."""
 
     SLOT = 0
-    KNOWN = 1  # tokens, without the one that is chosen; 0 = padding, whose token is of no interest
+    KNOWN = 1  # tokens before the one to choose; 0 marks a padding row, whose token is ignored
     TOP_K = 2
     SEED = 3
     COUNTER = 4
     NUM_PROMPT = 5
-    TEMPERATURE = 6  # 0 = the most likely token
+    TEMPERATURE = 6  # 0 = greedy
     TOP_P = 7
     MIN_P = 8
     REPETITION = 9
@@ -45,18 +45,18 @@ _FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # in the order of Flo
 
 
 class Kind(Enum):
-    """What a step's rows need to have their tokens chosen."""
+    """How much work the choice of a step's tokens takes."""
 
-    GREEDY = "the greatest logit of each"
-    RANDOM = "choose_tokens"
-    SPECIAL = "changes of logits, or log-probabilities"
+    GREEDY = "the greatest logit of each row"
+    RANDOM = "random sampling with filters"
+    SPECIAL = "sampling after changes to logits, or with log-probabilities"
 
 
 class Chosen(NamedTuple):
-    """On the device."""
+    """The tokens of a step, on the device."""
 
     tokens: Tensor  # int64 [rows]
-    log_probs: LogProbs | None  # of the rows that asked
+    log_probs: LogProbs | None  # of the rows that ask for them
 
 
 class DeviceChoice:
@@ -65,7 +65,7 @@ class DeviceChoice:
         self._device = parameters.device
 
     def kind(self, slots: list[int], num_tokens: list[int]) -> Kind:
-        """num_tokens: known tokens, parallel to slots."""
+        """The kind of a step with these rows. `num_tokens` are their known tokens, parallel to `slots`."""
         plain_from, special_until = self._slots.plain_from, self._slots.special_until
         if all(plain_from[slot] <= known for slot, known in zip(slots, num_tokens)):
             return Kind.GREEDY
@@ -73,7 +73,7 @@ class DeviceChoice:
         return Kind.SPECIAL if is_special else Kind.RANDOM
 
     def fill(self, numbers: NDArray[np.int64], slots: list[int], num_tokens: list[int], pad_slot: int) -> None:
-        """Write the table [Number, at least len(slots)] of a step; columns behind the rows are padding."""
+        """Write a step's parameters to `numbers` [Number, at least len(slots)]; columns after len(slots) become padding."""
         count = len(slots)
         ints, floats = self._slots.ints.numpy()[slots], self._slots.floats.numpy()[slots]
         numbers[Number.SLOT, :count], numbers[Number.KNOWN, :count] = slots, num_tokens
@@ -88,7 +88,7 @@ class DeviceChoice:
         values[:, count:] = 0
 
     def choose(self, kind: Kind, logits: Tensor, numbers: Tensor) -> Tensor:
-        """logits [rows, vocab], numbers int64 [Number, rows] -> tokens int64 [rows]; kind GREEDY or RANDOM. Fits a graph."""
+        """logits [rows, vocab], numbers int64 [Number, rows] -> tokens int64 [rows]. `kind` is GREEDY or RANDOM."""
         if kind is Kind.GREEDY:
             return logits.argmax(dim=-1)
         return choose_tokens(logits, _rows(numbers))
@@ -96,7 +96,7 @@ class DeviceChoice:
     def choose_special(
         self, logits: Tensor, numbers: Tensor, slots: list[int], num_tokens: list[int], token_ids: Tensor
     ) -> Chosen:
-        """logits [rows, vocab] in any float dtype. Log-probabilities are those of the logits as they are."""
+        """logits [rows, vocab] in any float dtype. Log-probabilities are computed from the unchanged logits."""
         options = [self._slots.options[slot] for slot in slots]
         asking = [i for i, row in enumerate(options) if row.wants_log_probs]
         changed = add_sparse(
@@ -117,7 +117,7 @@ class DeviceChoice:
         return Chosen(tokens, log_probs(logits[where], tokens[where], width))
 
     def begin_fetch(self, slots: list[int], chosen: Chosen) -> FetchedSamples:
-        """Send a step's tokens, of the first len(slots) rows, to the host."""
+        """Start copying the tokens of the first len(slots) rows to the host."""
         tokens = chosen.tokens[: len(slots)]
         fetched = Fetched(tokens) if chosen.log_probs is None else Fetched(tokens, *chosen.log_probs)
         return FetchedSamples(slots, [self._slots.options[slot] for slot in slots], fetched)
@@ -144,7 +144,7 @@ class FetchedSamples:
 
 
 def _rows(numbers: Tensor) -> Rows:
-    """Of a table on the device."""
+    """The parameters of choose_tokens in a table [Number, rows] on the device."""
     values = numbers.view(torch.float64)
     return Rows(
         values[Number.TEMPERATURE].float(),

@@ -1,4 +1,4 @@
-"""The choice on a CPU in one native call for all rows (kernels/cpu/sampling.py). The logits are the same afterwards."""
+"""NativeChoice: chooses tokens on a CPU, in one native call for all rows (kernels/cpu/sampling.py). Logits stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Sampler: logits of the rows that sample in, one token per row out.
+"""Sampler: takes the logits of the rows that sample and returns one token per row.
 
-Nothing is remembered between calls except what `set_row` stored: penalties and bad words are read off the token buffer,
-random numbers are a function of (seed, number of tokens sampled), so an evicted sequence that returns goes on unchanged.
+Between calls it keeps only what `set_row` stored. Penalties and bad words are read off the token buffer, and random numbers
+are a function of (seed, number of tokens sampled), so a sequence that was evicted and returns continues unchanged.
 
-Rows whose token is simply the greatest logit need no logits where the model's step has found it already (`greedy`).
+Greedy rows need no logits if the model's step has already found the greatest one (`greedy`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Sampler:
         self._slots.set_row(new_row)
 
     def needs_logits(self, slots: Sequence[int], num_tokens: Sequence[int] | None = None) -> list[bool]:
-        """For each of the slots, whether `sample` needs more of it than the greatest logit's id.
+        """For each slot, whether `sample` needs its logits, not only the id of the greatest one.
 
-        num_tokens (known tokens, parallel to slots) tells whether min_tokens outputs exist; without it that is not assumed.
+        num_tokens (known tokens, parallel to slots) decides whether min_tokens has been reached; without it, assume not.
         Raises ValueError when a slot has no row.
         """
         plain_from = [self._slots.plain_from[slot] for slot in slots]
@@ -65,9 +65,9 @@ class Sampler:
         """Choose the next token of each row; one SampledToken per row, in row order.
 
         logits [num_rows, vocab] float32 may be overwritten; slots and num_tokens (known tokens) are parallel to its rows;
-        token_ids [num_slots, max_seq_len] int64 is the token buffer, only read. greedy [num_rows], if the caller has it: the
-        lowest id among the greatest logits of each row; it is taken where `needs_logits` is false, and logits may be None if
-        that is so of all rows. needed: what `needs_logits` said, if the caller has asked. Raises ValueError when shapes
+        token_ids [num_slots, max_seq_len] int64 is the token buffer, only read. greedy [num_rows] is the lowest id among the
+        greatest logits of each row, if the caller has it; it is used where `needs_logits` is false, and if that is so for all
+        rows, logits may be None. needed is the result of `needs_logits`, if the caller has it. Raises ValueError when shapes
         disagree, a slot has no row, or logits are missing.
         """
         self._check_shapes(logits, len(slots), len(num_tokens), greedy)

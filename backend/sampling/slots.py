@@ -1,6 +1,6 @@
-"""What the sampler remembers of each slot: numbers in tables (one row a slot), and the lists that the tables point to.
+"""Sampling parameters of each slot: numbers in two tables with a row per slot, and the lists that the tables point to.
 
-A slot's parameters change only in `set_row`, which replaces all of them. The columns of the two tables are FloatColumn and
+A slot's parameters change only in `set_row`, which replaces all of them. The columns of the tables are FloatColumn and
 IntColumn of kernels/cpu/sampling.py, which reads them on a CPU; the torch path reads them on any device.
 
 The random counter of the next token is num_sampled_before + outputs so far = counter base + known tokens.
@@ -18,12 +18,13 @@ from backend.core.step import NewRow
 from kernels.common.transfer import place
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
 
-LEAST_TEMPERATURE = 1.2e-38  # smallest normal float32; below it only the most likely tokens are left anyway
-UNKNOWN, NEVER = -1, 1 << 62  # of `plain_from`; NEVER of `special_until`, too: its end never comes
+MIN_TEMPERATURE = 1.2e-38  # smallest normal float32; lower temperatures leave only the most likely tokens anyway
+UNKNOWN = -1  # `plain_from` of a slot without a row
+NEVER = 1 << 62  # known tokens that no row reaches: `plain_from` or `special_until` of a row to which that never happens
 
 
 class SlotOptions(Struct, frozen=True):
-    """Which paths a row takes, and the sparse additions to its logits (tensors on the device)."""
+    """A row's options for the choice of its tokens, and the sparse additions to its logits (tensors on the device)."""
 
     is_greedy: bool = True
     is_filtered: bool = False  # top-k, top-p or min-p
@@ -43,26 +44,26 @@ class SlotOptions(Struct, frozen=True):
 
     @property
     def special_until(self) -> int:
-        """Known tokens up to which the row's logits are changed before the choice, or its log-probabilities asked for."""
+        """The row needs Kind.SPECIAL (changed logits, or log-probabilities) while it has fewer known tokens than this."""
         if self.has_penalties or self.bias or self.words or self.wants_log_probs:
             return NEVER
         return 0 if self.end_ids is None else self.num_prompt_tokens + self.min_tokens
 
     @property
     def plain_from(self) -> int:
-        """Known tokens from which on the row's token is the greatest of the model's own logits, and nothing else is asked."""
+        """From this number of known tokens on, the row needs nothing but the id of the model's greatest logit."""
         return self.special_until if self.is_greedy else NEVER
 
 
 class SlotParameters:
-    """The store. Values are taken as valid: the limits were checked when the request was accepted.
+    """The parameters of all slots. Values are not checked here: the limits were checked when the request was accepted.
 
-    On the host: floats [num_slots, FloatColumn] float64 and ints [num_slots, IntColumn] int64; and, each [num_slots]:
-    plain_from, special_until    SlotOptions'; plain_from is UNKNOWN for a slot without a row. Lists, because they are read every
-                                 step: the first call of numpy after a step of the model finds its code gone from the caches
-    log_prob_widths              how many alternatives the row asks for, -1 if it asks for no log-probabilities at all
-    is_greedy
-    The lists of `options` are on the device.
+    On the host are floats [num_slots, FloatColumn] float64, ints [num_slots, IntColumn] int64, and, each [num_slots]:
+    plain_from, special_until    those of SlotOptions; plain_from is UNKNOWN for a slot without a row. They are lists because
+                                 every step reads them, and numpy's code is out of the CPU's caches after a model step
+    log_prob_widths              alternatives that the row asks for; -1 if it asks for no log-probabilities
+    is_greedy                    whether the row takes its greatest logit
+    The tensors in `options` are on the device.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
@@ -77,7 +78,7 @@ class SlotParameters:
         self.options: list[SlotOptions | None] = [None] * num_slots
 
     def set_row(self, row: NewRow) -> None:
-        """Replace everything known of `row.slot`."""
+        """Replace all parameters of `row.slot`."""
         config = row.sampling
         top_k = min(config.top_k or self.vocab_size, self.vocab_size)
         top_p = _value(config.top_p, 1.0)
@@ -98,7 +99,7 @@ class SlotParameters:
         seed = config.seed or 0
         seed -= (1 << 64) if seed >= 1 << 63 else 0
         base = row.num_sampled_before - row.num_prompt_tokens
-        temperature = max(_value(config.temperature, 1.0), LEAST_TEMPERATURE)
+        temperature = max(_value(config.temperature, 1.0), MIN_TEMPERATURE)
         self.floats[row.slot] = torch.tensor([temperature, top_p, min_p, *_penalties(config)], dtype=torch.float64)
         self.ints[row.slot] = torch.tensor([top_k, seed, base, row.num_prompt_tokens, _mode(options), *_lists(options)])
         self.options[row.slot] = options
@@ -142,7 +143,7 @@ def _mode(options: SlotOptions) -> int:
 
 
 def _lists(options: SlotOptions) -> list[int]:
-    """IntColumn from MIN_TOKENS on: sizes and addresses of the lists, which live as long as `options`."""
+    """The columns of IntColumn from MIN_TOKENS on: sizes and addresses of the lists, which live as long as `options`."""
     ends, (bias_ids, bias_values) = options.end_ids, options.bias or (None, None)
     words, lengths = options.words or (None, None)
     return [

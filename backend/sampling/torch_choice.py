@@ -1,8 +1,8 @@
-"""The choice in torch operators, on any device: the reference of kernels/cpu/sampling.py, and the path of other devices.
+"""TorchChoice: chooses tokens with torch operators on any device. It is the reference of kernels/cpu/sampling.py.
 
 Order of side effects in `choose`: log-softmax of the rows that ask for log-probabilities is taken from the model's own logits;
 then the logits are changed in place (bad words, bias and min_tokens as sparse additions, then penalties); then the tokens are
-chosen; then everything the caller gets crosses to the host in one copy. The token buffer is only read.
+chosen; then the results go to the host in one copy. The token buffer is only read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TorchChoice:
         """Token ids [num_rows] int64 on the device."""
         greedy = [i for i, row in enumerate(rows) if row.is_greedy]
         if len(greedy) == len(rows):
-            return logits.argmax(dim=-1)  # the first, hence lowest, of equal ones
+            return logits.argmax(dim=-1)  # argmax returns the lowest id among equal logits
         plain = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
         filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
         chosen = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -86,7 +86,7 @@ class TorchChoice:
         return chosen
 
     def _draw(self, logits: Tensor, slot: list[int], known: Tensor, k_max: int) -> Tensor:
-        """Token ids of rows that are all filtered (`k_max` > 0) or all unfiltered (0)."""
+        """Token ids of rows that are either all filtered (`k_max` > 0) or all unfiltered (`k_max` 0)."""
         floats, ints = self._slots.floats[slot].to(self.device), self._slots.ints[slot].to(self.device)
         u = kernel.uniform(ints[:, IntColumn.SEED], ints[:, IntColumn.COUNTER_BASE] + known)
         temperature = floats[:, FloatColumn.TEMPERATURE].float()
@@ -119,19 +119,19 @@ class TorchChoice:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _pick(self, logits: Tensor, picked: list[int]) -> Tensor:
-        """The picked rows of `logits`; the tensor itself when that is all of them."""
+        """The picked rows of `logits`; the tensor itself if all rows are picked."""
         return logits if len(picked) == len(logits) else logits[self._ints(picked)]
 
 
 def add_sparse(
     logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int], is_own: bool
 ) -> Tensor:
-    """Logits with bias, and -inf for bad words and for end ids before min_tokens: one finite term a logit at most.
+    """Add the logit bias, and -inf for bad words and for end ids before min_tokens. Each logit gets at most one finite term.
 
-    logits float32 [rows, vocab]: changed in place where `is_own`, else copied before the first change.
+    logits float32 [rows, vocab] are changed in place if `is_own`, else copied before the first change.
     """
     device = logits.device
-    where: list[int] = []  # row of each part
+    where: list[int] = []  # the row of each addition
     ids: list[Tensor] = []
     values: list[Tensor] = []
     for i, (row, slot, known) in enumerate(zip(rows, slots, num_tokens)):
@@ -153,7 +153,7 @@ def add_sparse(
 
 
 def _bad_words(words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tuple[Tensor, Tensor]:
-    """(last tokens of the row's bad words, -inf where the rest of the word is there already, else 0)."""
+    """Returns the last token of each bad word, and -inf if the row's text ends with the rest of the word, else 0."""
     count = torch.full((1,), known, device=tokens.device).expand(len(words))
     hit = kernel.tail_matches(tokens.expand(len(words), -1), count, words, lengths)
     return words[:, -1], torch.zeros(len(words), device=tokens.device).masked_fill_(hit, -torch.inf)

@@ -1,1 +1,1 @@
-"""One rank: KV storage, the input batch of the slots, the model runner; and the WorkerGroup of this process."""
+"""One rank: its KV storage, input batch and model runner, and the WorkerGroup that runs it in this process."""

@@ -1,10 +1,11 @@
-"""DeviceRunner: steps of a GPU. Its host part only queues work; tokens stay on the device until they are waited for.
+"""DeviceRunner: runs steps on a GPU. `launch` only queues work; sampled tokens stay on the device until `wait` fetches them.
 
-    decode     every row runs one token and samples: padded to a size of LADDER, and replayed as a graph
-    mixed      all other steps: the flat batch as the torch tier runs it, eagerly
+    generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
+    mixed step         any other step; a flat batch that runs eagerly, as the torch tier runs it
 
-Effects in order, all in one stream: grow, copy blocks, take in new rows, append blocks, run the model, choose, append the token
-that was chosen to the slot's ids. What a decode step reads that changes lies in one table (`_Inputs`), sent in one copy.
+Effects in order, all in one stream: grow the KV pool, copy blocks, store new rows, append blocks, run the model, choose tokens,
+append each chosen token to its slot's ids. All inputs of a generation step that change lie in one buffer (`_Inputs`), which one
+copy sends to the device.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for
 from kernels.paged_attention import DECODE_HEAD_DIMS, DevicePlan, DeviceRows, plan_attention
 
-LADDER = (1, 2, 4, 8, *range(16, 256, 8), *range(256, 513, 32))  # rows of a decode step; above it, multiples of 128
-LEAST_WIDTH_TOKENS = 1024  # of the block tables of a decode step: this, or four times as often as it takes
-NUM_BUFFERS = 2  # steps that may be under way
+# Row counts that generation steps are padded to; above the last one, multiples of 128 are used.
+LADDER = (1, 2, 4, 8, *range(16, 256, 8), *range(256, 513, 32))
+# Tokens that the block tables of a generation step span: this many, multiplied by 4 until the longest row fits.
+MIN_WIDTH_TOKENS = 1024
+NUM_BUFFERS = 2  # host copies of the inputs, hence steps that may be in flight
 
 
 def ladder_size(rows: int) -> int:
-    """The least size of a decode step that holds `rows`."""
+    """The smallest padded row count that holds `rows`."""
     return next((size for size in LADDER if size >= rows), -(-rows // 128) * 128)
 
 
 class QueuedStep(NamedTuple):
-    """A step under way."""
+    """A step in flight."""
 
     step_id: int
     samples: FetchedSamples
@@ -59,7 +62,7 @@ class DeviceRunner:
         parameters: SlotParameters,
         graphs: Graphs,
     ):
-        """batch: with one slot more than there are, which takes what padding writes."""
+        """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
         self.batch = batch
         self.graphs = graphs
@@ -79,14 +82,14 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> QueuedStep:
-        """Queue a step. Raises IndexError when a row names what its slot does not have."""
+        """Queue a step. Raises IndexError when a row names a token or a block that its slot does not have."""
         if step.num_blocks > self.storage.num_blocks:
             self.storage.grow(step.num_blocks)
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
         prepare(step, self.storage, self.batch, self._parameters.set_row)
         if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
-            slots, chosen = self._decode(step.rows)
+            slots, chosen = self._run_generation(step.rows)
         else:
             slots, chosen = self._run_mixed(step.rows)
         self.batch.count_tokens(slots)
@@ -94,19 +97,19 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Decode nothing but padding, in the largest shape and in the smallest: its kernels are compiled, its memory is had."""
+        """Run generation steps of padding only, in the smallest and the largest shape, to compile kernels and allocate memory."""
         for rows, tokens in ((1, 1), (self._pad_slot, self.batch.max_seq_len)):
             inputs = self._inputs_for(rows, tokens)
             self._choice.fill(inputs.numbers, [], [], self._pad_slot)
             inputs.send()
             for kind in Kind:
-                for _ in range(2):  # the second time it is captured
-                    self._decode_step(inputs, kind)
+                for _ in range(2):  # the second run captures the graph
+                    self._generation_step(inputs, kind)
 
-    # --------------------------------------------------------------------------------------------------------- decode
+    # ----------------------------------------------------------------------------------------------------- generation
 
-    def _decode(self, rows: list[Row]) -> tuple[list[int], Chosen]:
-        """-> (slots, their tokens and those of padding)."""
+    def _run_generation(self, rows: list[Row]) -> tuple[list[int], Chosen]:
+        """Returns the rows' slots, and their tokens followed by those of padding rows."""
         numbers = self.batch.row_numbers(rows, [1] * len(rows))
         slots, num_tokens = numbers[:, 0].tolist(), (numbers[:, 1] + 1).tolist()
         inputs = self._inputs_for(len(rows), int(numbers[:, 1].max()) + 1)
@@ -114,7 +117,7 @@ class DeviceRunner:
         inputs.tables[: len(rows)] = self.batch.block_tables[slots, : inputs.width]
         inputs.send()
         kind = self._choice.kind(slots, num_tokens)
-        result = self._decode_step(inputs, kind)
+        result = self._generation_step(inputs, kind)
         if kind is not Kind.SPECIAL:
             return slots, Chosen(result, None)
         here = inputs.device_numbers[:, : len(rows)]
@@ -122,24 +125,24 @@ class DeviceRunner:
         self._append(here, chosen.tokens)
         return slots, chosen
 
-    def _decode_step(self, inputs: _Inputs, kind: Kind) -> Tensor:
-        """Tokens int64 [rows], which are appended to their slots; of kind SPECIAL logits [rows, vocab]."""
-        step = self._logits_to_keep if kind is Kind.SPECIAL else partial(self._tokens, kind=kind)
+    def _generation_step(self, inputs: _Inputs, kind: Kind) -> Tensor:
+        """Returns tokens int64 [rows], already appended to their slots; for kind SPECIAL it returns logits [rows, vocab]."""
+        step = self._shared_logits if kind is Kind.SPECIAL else partial(self._tokens, kind=kind)
         return self.graphs.run((inputs.key, kind), partial(step, inputs))
 
     def _inputs_for(self, rows: int, length: int) -> _Inputs:
-        """The table of the least shape that holds `rows` rows of `length` tokens."""
-        most = self.batch.block_tables.shape[1]
-        width = min(most, -(-LEAST_WIDTH_TOKENS // self._layout.block_size))
+        """The input buffer of the smallest shape that holds `rows` rows of up to `length` tokens."""
+        max_width = self.batch.block_tables.shape[1]
+        width = min(max_width, -(-MIN_WIDTH_TOKENS // self._layout.block_size))
         while width * self._layout.block_size < length:
-            width = min(most, 4 * width)
+            width = min(max_width, 4 * width)
         key = ladder_size(rows), width
         if key not in self._inputs:
             self._inputs[key] = _Inputs(*key, self._device)
         return self._inputs[key]
 
     def _logits(self, inputs: _Inputs) -> Tensor:
-        """Run the newest token of each row; [rows, vocab]. Reads nothing of the host."""
+        """Run the newest token of each row; returns logits [rows, vocab]. It reads device memory only, so a graph can hold it."""
         block_size, max_len = self._layout.block_size, self.batch.max_seq_len
         known, tables = inputs.device_numbers[Number.KNOWN], inputs.device_tables
         position = (known - 1).clamp(min=0)
@@ -159,8 +162,8 @@ class DeviceRunner:
         hidden = self._model.forward(token_ids, position, cells, plans, self._views)
         return self._model.logits(hidden)
 
-    def _logits_to_keep(self, inputs: _Inputs) -> Tensor:
-        """In memory that all graphs share: each would keep its own."""
+    def _shared_logits(self, inputs: _Inputs) -> Tensor:
+        """Logits copied to a buffer that all graphs share; otherwise each graph would keep logits of its own alive."""
         logits = self._logits(inputs)
         if self._kept_logits is None or len(self._kept_logits) < inputs.rows:
             self._kept_logits = logits.new_empty(ladder_size(self._pad_slot), logits.shape[1])
@@ -174,7 +177,7 @@ class DeviceRunner:
     # ---------------------------------------------------------------------------------------------------------- mixed
 
     def _run_mixed(self, rows: list[Row]) -> tuple[list[int], Chosen]:
-        """-> (slots that sample, their tokens)."""
+        """Returns the slots that sample, and their tokens."""
         if not rows:
             return [], self._nothing
         config, batch = self._model.config, self.batch
@@ -199,7 +202,7 @@ class DeviceRunner:
         return slots, chosen
 
     def _append(self, numbers: Tensor, tokens: Tensor) -> None:
-        """Write tokens behind their slots' known ones. One that is full, and padding, write to the pad slot."""
+        """Append each token to its slot's ids. Padding rows, and slots at max_seq_len, write to the pad slot instead."""
         max_len, known = self.batch.max_seq_len, numbers[Number.KNOWN]
         place_of = torch.where(
             (known > 0) & (known < max_len), numbers[Number.SLOT] * max_len + known, self._pad_slot * max_len
@@ -208,9 +211,10 @@ class DeviceRunner:
 
 
 class _Inputs:
-    """What a decode step of `rows` rows reads that changes: numbers [Number, rows] int64, tables [rows, width] int32.
+    """The changing inputs of a generation step: numbers [Number, rows] int64 and block tables [rows, width] int32.
 
-    On the device at one place; on the host in pinned memory, of which the buffers take turns while steps are under way.
+    The device buffer keeps its address. On the host there are NUM_BUFFERS pinned buffers, used in turn, so that one can be
+    filled while the copy from another is in flight.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device):
@@ -227,11 +231,12 @@ class _Inputs:
 
     @property
     def numbers(self) -> np.ndarray:
-        """To be filled before `send`."""
+        """The host buffer's numbers; fill them before `send`."""
         return self._arrays[self._turn][0]
 
     @property
     def tables(self) -> np.ndarray:
+        """The host buffer's block tables; fill them before `send`."""
         return self._arrays[self._turn][1]
 
     def send(self) -> None:

@@ -1,8 +1,9 @@
 """Graphs: steps of the same shape, recorded once as a CUDA graph and replayed.
 
 A function runs eagerly the first time its key is seen (kernels are compiled then), is captured the second time, and replayed from
-then on. It must read what changes from step to step from tensors that stay where they are; what it returns is overwritten by
-the next replay. All graphs share one memory pool; the least recently used goes when there are MOST of them.
+then on. A captured function must read all changing inputs from tensors that keep their addresses, and its result is overwritten
+by the next replay. All graphs share one memory pool. At most MAX_GRAPHS keys are kept: beyond that, the least recently used one
+is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("everbatch.worker")
-MOST = 96
+MAX_GRAPHS = 96
 
 
 class Captured(NamedTuple):
@@ -28,7 +29,10 @@ Step = Callable[[], Tensor]
 
 
 class CudaCapture:
-    """Captures into one memory pool. Not by torch.cuda.graph: that would collect garbage and empty the allocator's cache."""
+    """Captures CUDA graphs into one memory pool.
+
+    It does not use torch.cuda.graph, which would run the garbage collector and empty the allocator's cache at each capture.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -48,10 +52,10 @@ class CudaCapture:
 
 class Graphs:
     def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None):
-        """make_capture: CudaCapture; None runs everything eagerly."""
+        """`make_capture` is CudaCapture on a GPU; with None every step runs eagerly."""
         self._make_capture = make_capture
         self._capture = make_capture() if make_capture is not None else None
-        self._known: OrderedDict[Hashable, Captured | None] = OrderedDict()  # None: has run once
+        self._known: OrderedDict[Hashable, Captured | None] = OrderedDict()  # None: the key has run once
 
     def __len__(self) -> int:
         return sum(captured is not None for captured in self._known.values())
@@ -73,17 +77,17 @@ class Graphs:
         return captured.result
 
     def clear(self) -> None:
-        """Forget all, because a tensor that they read has moved. A memory pool does not survive its last graph."""
+        """Drop all graphs, because a tensor that they read has moved, and start a new memory pool: a pool dies with its graphs."""
         self._known.clear()
         if self._capture is not None:
             self._capture = self._make_capture()
 
     def _try_capture(self, key: Hashable, step: Step) -> Captured | None:
-        """None, and no further attempts, when it cannot be captured; the log says why."""
+        """Capture `step`. If that fails, log the reason, turn graphs off for good and return None."""
         try:
             captured = self._capture(step)
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[0]  # ending the capture of a failed one fails, too
+            cause = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too: show the first error
             log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, cause)
             self._capture = None
             self._known.clear()
@@ -94,5 +98,5 @@ class Graphs:
     def _remember(self, key: Hashable, captured: Captured | None) -> None:
         self._known[key] = captured
         self._known.move_to_end(key)
-        if len(self._known) > MOST:
+        if len(self._known) > MAX_GRAPHS:
             self._known.popitem(last=False)

@@ -47,7 +47,7 @@ class InProcessWorkerGroup:
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         progress: Callable[[str], None] = lambda line: None,
     ):
-        """`progress` is told of what takes long. Raises ConfigError when the checkpoint or the device does not exist."""
+        """`progress` gets a line before slow work. Raises ConfigError when the checkpoint or the device does not exist."""
         self._section = model
         self._kv_cache = kv_cache
         self._progress = progress
@@ -57,7 +57,7 @@ class InProcessWorkerGroup:
         self.model_path = Path() if model.path == "<buffers>" else loader.resolve_model_path(model.path)
         self.device = _device(model.device)
         if self.device.index is not None:
-            torch.cuda.set_device(self.device)  # Triton and events take the current one
+            torch.cuda.set_device(self.device)  # Triton and CUDA events use the current device
         self.model: Llama | None = None
         self._choice = Choice("torch")
         self._native: NativeTier | None = None
@@ -113,7 +113,7 @@ class InProcessWorkerGroup:
             return free_bytes(self.device)
         self._progress("running the largest step, which compiles the GPU kernels")
         runner = self._dummy_run()
-        free = free_bytes(self.device)  # while its buffers and graphs are there: the steps to come need as much
+        free = free_bytes(self.device)  # before the dummy runner goes: real steps need its buffers and graphs, too
         del runner
         torch.cuda.empty_cache()
         return free
@@ -142,7 +142,7 @@ class InProcessWorkerGroup:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """A failure takes every step in flight along, and waits until the device has done with them."""
+        """On a failure drop every step in flight, once the device has finished them. WorkersLost if the device is lost."""
         try:
             yield
         except Exception:
@@ -160,22 +160,22 @@ class InProcessWorkerGroup:
             case "native":
                 return LinearOptions(quantization, make=PackLinears(self._choice.library))
             case "triton":
-                group = WHOLE_ROW if quantization == "w8a8" else None  # what the kernel takes
+                group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel takes
                 return LinearOptions(quantization, group, make_triton_linear(dtype))
         return LinearOptions(quantization)
 
     def _dummy_run(self) -> ModelRunner | DeviceRunner:
-        """Run one full step on slots and a pool of its own; warms up kernels and the allocator."""
+        """Run the largest step on a runner of its own, which warms up kernels and the allocator; returns that runner."""
         step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
         runner = self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks)
         runner.execute(step)
         if isinstance(runner, DeviceRunner):
-            runner.execute(full_step(1, 2, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE))  # few queries: other kernels
+            runner.execute(full_step(1, 2, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE))  # few queries use other kernels
             runner.warm_up()
         return runner
 
     def _layout(self, block_size: int) -> PoolLayout:
-        """Of the KV pool; the native tier has one of its own."""
+        """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
         config = self.model.config
         return kv_layout(config, block_size, self.model.dtype, kv_dtype(self._kv_cache, config))
 

@@ -1,9 +1,9 @@
-"""InputBatch: what a rank remembers of each slot, and the flat batch it makes of a step's rows.
+"""InputBatch: what a rank remembers of each slot, and the flat batch that it makes of a step's rows.
 
     slots    token_ids [num_slots, max_seq_len], block tables [num_slots, max_blocks], lengths
-    step     rows, in their order -> flat batch: row after row, the tokens that run now, and nothing else
+    step     the flat batch: the tokens that run now, row after row, without padding
 
-Everything is indexed by slot, so a row that stays costs nothing to keep.
+All state is indexed by slot, so a row that stays in its slot costs nothing between steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlatBatch:
 
 
 def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: np.dtype) -> NDArray:
-    """Rows of up to `width` numbers -> [len(rows), width], `pad` behind their ends."""
+    """An array [len(rows), width] of rows of up to `width` numbers, each filled up with `pad`."""
     out = np.full((len(rows), width), pad, dtype=dtype)
     for index, row in enumerate(rows):
         out[index, : len(row)] = row
@@ -53,7 +53,7 @@ class InputBatch:
         self.num_tokens = [0] * num_slots
 
     def take_in(self, rows: list[NewRow]) -> None:
-        """Replace all that is known of the rows' slots."""
+        """Store new rows, replacing all that is known of their slots."""
         if not rows:
             return
         slots = [row.slot for row in rows]
@@ -76,7 +76,7 @@ class InputBatch:
         self.num_blocks[slot] = start + len(block_ids)
 
     def append_tokens(self, samples: list[SampledToken]) -> None:
-        """Write each slot's newest token behind its known ones. A token at max_seq_len is counted, but cannot run."""
+        """Append each sampled token to its slot's ids. A token at max_seq_len is counted but not stored: it can never run."""
         ends = [self.num_tokens[sample.slot] for sample in samples]
         places = [(sample.slot, end, sample.token_id) for sample, end in zip(samples, ends) if end < self.max_seq_len]
         if self._host_ids is not None:
@@ -88,19 +88,19 @@ class InputBatch:
         self.count_tokens([sample.slot for sample in samples])
 
     def count_tokens(self, slots: list[int]) -> None:
-        """Each of the slots has got one token, written by somebody else."""
+        """Count one more token in each slot, when the token itself is written by others (the device)."""
         for slot in slots:
             self.num_tokens[slot] += 1
 
     def row_numbers(self, rows: list[Row], num_logits: Sequence[int]) -> NDArray[np.int32]:
-        """[rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits.
+        """An array [rows, 4]: slot, computed tokens, tokens to run, how many of its last tokens yield logits.
 
-        The blocks of `rows` must have been appended. IndexError when a slot does not know that many tokens or has no block.
+        The blocks of `rows` must have been appended. Raises IndexError when a slot knows fewer tokens or has too few blocks.
         """
         for row in rows:
             length = row.num_computed + row.num_tokens
             if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
-                # It would read or write what belongs to another sequence.
+                # Running it would read or write memory of another sequence.
                 raise IndexError(
                     f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens "
                     f"and has {self.num_blocks[row.slot]} blocks of {self._block_size}; engine and worker disagree"
@@ -109,7 +109,7 @@ class InputBatch:
         return np.array(numbers, dtype=np.int32)
 
     def flatten(self, rows: list[Row], num_logits: Sequence[int]) -> FlatBatch:
-        """Assemble a step for torch operators. Raises IndexError as `row_numbers` does, and for a block that was let go."""
+        """Assemble a step for torch operators. Raises IndexError as `row_numbers` does, and for a block that was released."""
         slots, computed, counts, wanted = self.row_numbers(rows, num_logits).T.astype(np.int64)
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = computed + counts

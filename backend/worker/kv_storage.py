@@ -1,4 +1,4 @@
-"""KVStorage: the memory behind block ids. One pool a layer; the tier decides what a block looks like."""
+"""KVStorage: the memory behind block ids, one pool per layer. The tier decides the layout of a block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.cpu.memory import allocate
 
 class KVStorage:
     def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        """`block_shape`: of one block of one layer."""
+        """`block_shape` is the shape of one layer's block."""
         self._shape = block_shape
         self._dtype, self._device = dtype, device
         self.pools: list[Tensor] = [torch.empty(0, *block_shape, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -22,22 +22,22 @@ class KVStorage:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of all layers."""
+        """Bytes that one block id takes in all layers together."""
         return len(self.pools) * prod(self._shape) * self._dtype.itemsize
 
     def grow(self, num_blocks: int) -> None:
-        """Have memory for blocks 0 .. num_blocks-1; what exists is copied. Never shrinks."""
+        """Make room for blocks 0 .. num_blocks-1, keeping the content of existing ones. Never shrinks."""
         if num_blocks <= self.num_blocks:
             return
         for layer, old in enumerate(self.pools):
-            if len(old) < num_blocks:  # else it has grown already, before the memory ran out for another
+            if len(old) < num_blocks:  # a pool may have grown before memory ran out for the next one
                 new = self._allocate(num_blocks)
                 new[: len(old)] = old
                 self.pools[layer] = new
         self.num_blocks = num_blocks
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination), as if one after the other."""
+        """Copy whole blocks (source, destination), with the result of copying them one after the other."""
         if not copies:
             return
         if self._device.type == "cpu" or _is_chain(copies):
@@ -57,6 +57,6 @@ class KVStorage:
 
 
 def _is_chain(copies: list[tuple[int, int]]) -> bool:
-    """Whether the order of the copies matters."""
+    """Whether the order of the copies matters: a block is written twice, or is both read and written."""
     destinations = [destination for _, destination in copies]
     return len(set(destinations)) < len(copies) or not set(destinations).isdisjoint(source for source, _ in copies)

@@ -1,4 +1,4 @@
-"""How much memory is free: what the KV pool may be cut from."""
+"""How much memory is free for the KV pool."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""ModelRunner: one step on one rank.
+"""ModelRunner: runs one step on one rank.
 
-Effects in order: grow, copy blocks, take in new rows, append blocks, run the model, sample, append.
+Effects in order: grow the KV pool, copy blocks, store new rows, append blocks, run the model, sample, append the sampled tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from backend.worker.tier import Tier
 
 
 class Pending(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def wait(self) -> StepOutput: ...
 
@@ -45,7 +45,7 @@ class ModelRunner:
         if not step.rows:
             return StepOutput(step.step_id, [])
         slots = [row.slot for row in step.rows if row.samples]
-        # A row that samples has run all its tokens but the one to come.
+        # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`.
         num_tokens = [self.batch.num_tokens[slot] for slot in slots]
         num_logits = [int(row.samples) for row in step.rows]
         needed = self.sampler.needs_logits(slots, num_tokens)
@@ -55,12 +55,12 @@ class ModelRunner:
         return StepOutput(step.step_id, samples)
 
     def prepare(self, step: StepInput) -> None:
-        """Everything before the model runs."""
+        """Bring KV storage, slots and sampling parameters up to date, before the model runs."""
         prepare(step, self.storage, self.batch, self.sampler.set_row)
 
 
 def prepare(step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Callable[[NewRow], None]) -> None:
-    """Grow, copy blocks, take in new rows, append blocks."""
+    """Grow the KV pool, copy blocks, store new rows, append blocks."""
     storage.grow(step.num_blocks)
     storage.copy_blocks(step.copies)
     batch.take_in(step.new_rows)
@@ -72,7 +72,7 @@ def prepare(step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Cal
 
 
 def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:
-    """The step that needs the most memory: every slot samples, one row has all tokens the others leave it."""
+    """The step that needs the most memory: every slot samples, and the first ones have as many tokens as fit."""
     new_rows: list[NewRow] = []
     left, num_blocks = max_num_tokens, 0
     for slot in range(num_slots):

@@ -28,7 +28,7 @@ log = logging.getLogger("everbatch.worker")
 
 
 class PackLinears:
-    """A MakeLinear (backend/layers/linear.py) that packs weights for the native kernels, all in one arena."""
+    """A MakeLinear (backend/layers/linear.py) that packs all weights for the native kernels into one arena."""
 
     def __init__(self, library: CDLL):
         self._library = library
@@ -57,14 +57,15 @@ _ROUNDED = (
 )
 
 
-LEAST_SHARE = 1 / 32  # of lm_head in what a step reads, for a screen to be worth its memory
+# An int8 screen of lm_head is worth its memory when lm_head is at least this share of the bytes that a step reads.
+MIN_SHARE = 1 / 32
 
 
 class NativeTier:
     name = "native"
 
     def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool):
-        """`model`: one whose linear layers were made by PackLinears."""
+        """The linear layers of `model` must have been made by PackLinears."""
         config = model.config
         self.block_size = block_size
         shape = NativeShape(
@@ -78,7 +79,7 @@ class NativeTier:
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
         lm_head, screen = model.lm_head, None
-        if Screen.fits(lm_head) and lm_head.num_bytes >= LEAST_SHARE * model.num_linear_bytes:
+        if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
             screen = Screen(library, lm_head)
             log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
         norm = _float(model.norm)
@@ -88,7 +89,7 @@ class NativeTier:
         self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
 
     def kv_block(self) -> KVBlock:
-        """See kernels/cpu/native/attention.h."""
+        """One layer's block; its layout is described in kernels/cpu/native/attention.h."""
         return KVBlock((self._decoder.kv_block_bytes // self._dtype.itemsize,), self._dtype)
 
     def run(
@@ -123,7 +124,10 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def _regrouped(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
-    """(int8, scales, group) with a group that the kernels take: 32 or a multiple of 64. Scales are repeated where it shrinks."""
+    """Returns (int8, scales, group) with a group size that the kernels take: 32 or a multiple of 64.
+
+    A smaller group repeats the scale of the group that it was cut from.
+    """
     group, columns = weight.group, weight.q.shape[1]
     if group >= columns:
         return weight.q, weight.scale, -(-columns // 64) * 64

@@ -1,10 +1,10 @@
-"""Tier: how a rank runs the model, chosen once while loading.
+"""Tier: how a rank runs the model. It is chosen once, while the model loads.
 
 native    the whole step is one call of the native CPU kernels (kernels/cpu); float32 and bfloat16 on a CPU
-triton    Triton kernels on a GPU, steps that are queued and replayed as graphs (device_runner.py)
-torch     the model layer by layer, any device and dtype: torch operators on a CPU, the reference; kernels where Triton runs
+triton    Triton kernels on a GPU; steps are queued and replayed as CUDA graphs (device_runner.py)
+torch     layer by layer on any device and dtype: torch operators on a CPU, which are the reference, and kernels where Triton runs
 
-`native` and `torch` are a Tier, which ModelRunner calls once a step.
+`native` and `torch` implement Tier, which ModelRunner calls once a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("everbatch.worker")
 
 
 class KVBlock(NamedTuple):
-    """How one layer keeps a block of the KV pool; only the tier looks inside."""
+    """Shape and dtype of one layer's block in the KV pool; only the tier knows the layout inside."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,18 +55,18 @@ class Tier(Protocol):
     ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         """Run `rows` one after the other as one flat batch, and write their KV.
 
-        num_logits: of the last tokens of each row. Returns the most likely next token after each of these, where the tier
-        knows it without further work, and the logits [sum of num_logits, vocab] float32, which may be None if not wanted.
-        Raises IndexError when a row names a token or a block that its slot does not have.
+        num_logits: for each row, how many of its last tokens yield logits. Returns the most likely next token after each of
+        those tokens, or None if the tier does not compute it, and the logits [sum of num_logits, vocab] float32, which may be
+        None unless `wants_logits`. Raises IndexError when a row names a token or a block that its slot does not have.
         """
         ...
 
 
 class Choice(NamedTuple):
-    """Which tier a model gets."""
+    """The tier that a model gets."""
 
     name: str
-    library: build.NativeLibrary | None = None  # of the native tier
+    library: build.NativeLibrary | None = None  # the compiled kernels, for the native tier
 
 
 def choose_tier(
@@ -77,7 +77,7 @@ def choose_tier(
     dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> Choice:
-    """Told in one log line, with the reason. Raises ConfigError when the configuration insists on what cannot be had."""
+    """Choose the tier and log the choice with its reason. Raises ConfigError when `model.kernels` names one that cannot run."""
     wanted = section.kernels
     if wanted == "auto":
         wanted = "native" if device.type == "cpu" else "triton"
@@ -112,12 +112,12 @@ def _variant(library: build.NativeLibrary) -> str:
 
 
 def kv_dtype(kv_cache: KvCacheConfig, config: ModelConfig) -> str:
-    """`auto` is resolved to what the checkpoint asks for."""
+    """The KV cache's type: the configured one; for `auto`, the one that the checkpoint asks for, or `auto` if it names none."""
     return config.kv_cache_dtype or "auto" if kv_cache.dtype == "auto" else kv_cache.dtype
 
 
 def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype, kv: str = "auto") -> PoolLayout:
-    """Of the torch and the triton tier. kv: as `kv_dtype` says. Raises ConfigError for heads that cannot be quantised."""
+    """The pool layout of the torch and triton tiers. `kv` is a result of `kv_dtype`. ConfigError if heads cannot be quantised."""
     if kv == "auto":
         return PlainPool(block_size, config.num_kv_heads, config.head_dim, dtype)
     if config.head_dim % 8:

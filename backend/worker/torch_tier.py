@@ -1,4 +1,4 @@
-"""TorchTier: the model layer by layer. Each kernel is torch operators on a CPU, and Triton's on a GPU."""
+"""TorchTier: runs the model layer by layer, with torch operators on a CPU and Triton kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TorchTier:
     def run(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
     ) -> tuple[None, Tensor]:
-        """Logits are always computed: the sampler finds the greatest."""
+        """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         model, config = self._model, self._model.config
         flat = batch.flatten(rows, num_logits)
         device, dtype = model.embedding.device, model.embedding.dtype

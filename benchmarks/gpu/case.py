@@ -17,7 +17,7 @@ Inputs = Any  # what a row's `make` returns; only the row's own functions look i
 
 # ||measured - expected|| / ||expected||, at most
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-MOST_TIES = 0.01  # share of integers that may fall on the other side of a tie
+MAX_TIES = 0.01  # share of integers that may fall on the other side of a tie
 
 
 class Check(NamedTuple):
@@ -95,8 +95,8 @@ def within_ties(measured: Tensor, expected: Tensor) -> Check:
     """Rounded integers: one beside the expected is a tie, if there are few."""
     difference = (measured.int() - expected.int()).abs()
     if difference.max().item() > 1:
-        return Check(float("inf"), MOST_TIES)
-    return Check((difference > 0).float().mean().item(), MOST_TIES)
+        return Check(float("inf"), MAX_TIES)
+    return Check((difference > 0).float().mean().item(), MAX_TIES)
 
 
 def int8_rows(measured: Int8Rows, expected: Int8Rows) -> Check:

@@ -16,7 +16,7 @@ from benchmarks.gpu.results import FAILED, MEASURED, NOT_RUN, Results
 from benchmarks.gpu.timing import copies_for, limited, time_calls
 
 PEER_LIMIT_S, COMPILED_PEER_LIMIT_S = 20.0, 60.0
-LEAST_LEFT_S = 10.0  # no row is begun with less
+MIN_LEFT_S = 10.0  # no row is begun with less
 
 
 class DeviceLost(Exception):
@@ -44,7 +44,7 @@ def run_cases(
 ) -> None:
     """Raises DeviceLost after the row that it happened in."""
     for case in cases:
-        if budget.left() < LEAST_LEFT_S:
+        if budget.left() < MIN_LEFT_S:
             results.put(case.name, {"run": run, "status": NOT_RUN, "reason": "time"})
             continue
         results.enter([case.name], run)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 COLD_BYTES = 256 << 20  # several times any L2 cache
-LEAST_COPIES, MOST_COPIES = 4, 64
-MOST_BYTES = 24 << 30  # of all copies
+MIN_COPIES, MAX_COPIES = 4, 64
+MAX_BYTES = 24 << 30  # of all copies
 GRAPH_US = 2000.0  # a replay should be at least as long: events count by half a microsecond
 MEASURED_US = 150_000.0  # of all replays
-LEAST_REPLAYS, MOST_REPLAYS = 7, 100
+MIN_REPLAYS, MAX_REPLAYS = 7, 100
 
 
 class Timing(NamedTuple):
@@ -30,9 +30,9 @@ class Timing(NamedTuple):
 def copies_for(bytes_of_one: int, is_warm: bool) -> int:
     """How many copies of the inputs take turns."""
     if is_warm:
-        return LEAST_COPIES
-    wanted = max(LEAST_COPIES, -(-COLD_BYTES // max(1, bytes_of_one)))
-    return max(2, min(wanted, MOST_COPIES, MOST_BYTES // max(1, bytes_of_one)))
+        return MIN_COPIES
+    wanted = max(MIN_COPIES, -(-COLD_BYTES // max(1, bytes_of_one)))
+    return max(2, min(wanted, MAX_COPIES, MAX_BYTES // max(1, bytes_of_one)))
 
 
 def time_calls(run: Callable[[Any], object], copies: Sequence[Any]) -> Timing:
@@ -53,7 +53,7 @@ def time_calls(run: Callable[[Any], object], copies: Sequence[Any]) -> Timing:
     else:
         calls, replay, how = rounds * len(copies), graph.replay, "graph"
     replay()
-    replays = int(min(MOST_REPLAYS, max(LEAST_REPLAYS, MEASURED_US / (estimate * calls))))
+    replays = int(min(MAX_REPLAYS, max(MIN_REPLAYS, MEASURED_US / (estimate * calls))))
     return Timing(median(_events(replay) for _ in range(replays)) / calls, how)
 
 

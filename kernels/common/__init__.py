@@ -1,1 +1,1 @@
-"""What the kernels are made of and are no kernels themselves: formats, tiles, transfers, Triton where it can be used."""
+"""Parts that several kernels share: formats, tiles, transfers between host and device, and the import of Triton."""

@@ -1,6 +1,6 @@
-"""What the kernels of choose_tokens.py are made of: logits, weights, random numbers, and the search among listed keys.
+"""Device functions of the kernels in choose_tokens.py: logits, weights, random numbers, and the search among listed keys.
 
-A key is weight * 2^22 + 2^22 - 1 - token, int64: no two are alike, and falling they are in the order of choice.
+A key is weight * 2^22 + 2^22 - 1 - token, int64. Keys are all different, and in falling order they are in the order of choice.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from kernels.common.triton_runtime import jit, tl
 
 @jit
 def logits_of(source, row, token, vocab):
-    """float32, -inf beyond the vocabulary. source: the first six arguments of each kernel."""
+    """Logits after penalties and mask, float32, -inf beyond the vocabulary. `source` holds each kernel's first six arguments."""
     logits, mask, seen, repetition, presence, frequency = source
     inside = token < vocab
     x = tl.load(logits + row * vocab + token, inside, other=-float("inf")).to(tl.float32)
     if seen is not None:
         marks = tl.load(seen + row * vocab + token, inside, other=0)
         count = marks & ((1 << 30) - 1)
-        r = tl.load(repetition + row).to(tl.float64)  # float64, then float32: as in float32, and nothing is fused
+        r = tl.load(repetition + row).to(tl.float64)  # float64, then rounded: equals float32 arithmetic, and nothing is fused
         wide = x.to(tl.float64)
         x = tl.where(marks > 0, tl.where(x > 0, (wide / r).to(tl.float32), (wide * r).to(tl.float32)), x)
         x -= (tl.load(frequency + row).to(tl.float64) * count.to(tl.float64)).to(tl.float32)
@@ -35,7 +35,7 @@ def factor_of(temperature, row):
 
 @jit
 def weight_of(d, factor, COEFFICIENTS: tl.constexpr):
-    """d float32 -> weight int64."""
+    """d float32 (see choose_tokens.py) -> weight int64."""
     w, n = weight_and_exponent_of(d, factor, COEFFICIENTS)
     return w
 
@@ -56,7 +56,7 @@ def weight_and_exponent_of(d, factor, COEFFICIENTS: tl.constexpr):
 
 @jit
 def target_of(seed, counter, total):
-    """floor(u * total), less than total; u as in kernels/sampling.py. seed and counter are where they lie."""
+    """floor(u * total), less than total, with u as in kernels/sampling.py. `seed` and `counter` are pointers."""
     word = _mix(_mix(tl.load(seed) - 7046029254386353131) + (tl.load(counter) + 1) * -7046029254386353131)
     u = (((word >> 12) & 4503599627370495).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return tl.maximum(tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1), 0)
@@ -71,7 +71,7 @@ def _mix(z):
 
 @jit
 def kth_weight(d, k, factor, COEFFICIENTS: tl.constexpr):
-    """At most the k-th greatest weight: that of the k-th smallest d, whose lower 16 bits count as ones. 0 if there are fewer."""
+    """A lower bound of the k-th greatest weight: that of the k-th smallest d with its lower 16 bits set; 0 if there is none."""
     upper = d.to(tl.int32, bitcast=True) >> 16
     found = tl.sum(upper, 0) * 0
     for i in range(15):
@@ -83,20 +83,20 @@ def kth_weight(d, k, factor, COEFFICIENTS: tl.constexpr):
 
 @jit
 def nucleus_floor(tallies, mass, limit, splits, SPLITS: tl.constexpr):
-    """A power of two: what weighs as much has at least `limit` of the mass. A weight of n is at least 2^(40 - n)."""
+    """A power of two such that the tokens of at least this weight hold `limit` of the mass. A weight of n is >= 2^(40 - n)."""
     split, n = tl.arange(0, SPLITS)[:, None], tl.arange(0, 64)
     tally = tl.sum(tl.load(tallies + split * 64 + n[None, :], split < splits, other=0), 0).to(tl.int64)
-    mosts = tl.where(n <= 40, tally * ((tl.full([64], 1, tl.int64) << tl.maximum(41 - n, 0).to(tl.int64)) - 1), 0)
-    below = tl.sum(mosts, 0) - tl.cumsum(mosts, 0)
+    max_masses = tl.where(n <= 40, tally * ((tl.full([64], 1, tl.int64) << tl.maximum(41 - n, 0).to(tl.int64)) - 1), 0)
+    below = tl.sum(max_masses, 0) - tl.cumsum(max_masses, 0)
     m = tl.sum((below > mass - tl.ceil(limit).to(tl.int64)).to(tl.int32), 0)
     return (mass * 0 + 1) << tl.maximum(40 - m, 0).to(tl.int64)
 
 
 @jit
-def list_keys(source, greatest, most, factor, least, listed, keys, row, vocab,
+def list_keys(source, greatest, maximum, factor, least, listed, keys, row, vocab,
               GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, COEFFICIENTS: tl.constexpr):  # fmt: skip
-    """Lists the keys that weigh at least `least`, which is at least 1: (how many, what they weigh). greatest: of each group."""
-    there = (weight_of(most - greatest, factor, COEFFICIENTS) >= least).to(tl.int32)
+    """Lists the keys whose weight is at least `least` >= 1; returns their number and mass. `greatest`: the groups' maxima."""
+    there = (weight_of(maximum - greatest, factor, COEFFICIENTS) >= least).to(tl.int32)
     tl.store(listed + tl.cumsum(there, 0) - 1, tl.arange(0, GROUPS), there > 0)
     tl.debug_barrier()
     count = tl.sum(there, 0)
@@ -105,9 +105,9 @@ def list_keys(source, greatest, most, factor, least, listed, keys, row, vocab,
     total = least * 0
     while start < count:
         i = start + tl.arange(0, TILE // GROUP)
-        group = tl.load(listed + i, i < count, other=GROUPS)  # GROUPS: beyond the vocabulary
+        group = tl.load(listed + i, i < count, other=GROUPS)  # GROUPS lies beyond the vocabulary
         token = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [TILE])
-        w = weight_of(most - logits_of(source, row, token, vocab), factor, COEFFICIENTS)
+        w = weight_of(maximum - logits_of(source, row, token, vocab), factor, COEFFICIENTS)
         heavy = (w >= least).to(tl.int32)
         tl.store(keys + n + tl.cumsum(heavy, 0) - 1, (w << 22) + (4194303 - token), heavy > 0)
         n += tl.sum(heavy, 0)
@@ -119,14 +119,16 @@ def list_keys(source, greatest, most, factor, least, listed, keys, row, vocab,
 
 @jit
 def floor_of(min_p):
-    """What min-p asks a weight to be, at most just beyond the greatest; min_p is where it lies."""
+    """The least weight that min-p keeps, at most just above the greatest weight. `min_p` is a pointer."""
     return tl.minimum(tl.ceil(tl.load(min_p) * 1099511627776.0), 1099511627777.0).to(tl.int64)
 
 
 @jit
 def choose_key(keys, n, total, least, mass, k, top_p, min_p, seed, counter, TILE: tl.constexpr):
-    """The token among the n keys, which hold all that the filters may leave, and weigh `total`. mass: of all weights, or 0 with
-    top-k. What comes last are where the row's lie."""
+    """The token of a row. Its n keys include all that the filters may keep, and have the mass `total`.
+
+    `mass` is that of all weights, or 0 with a top-k. top_p, min_p, seed and counter are pointers to the row's values.
+    """
     low = (least << 22) - 1
     count = n
     if k < n:
@@ -151,16 +153,16 @@ def choose_key(keys, n, total, least, mass, k, top_p, min_p, seed, counter, TILE
 
 @jit
 def _prefix(keys, n, low, count, mass, bound, SEARCH: tl.constexpr, TILE: tl.constexpr):
-    """The last key, falling, with fewer keys above it than bound (0), less mass than bound (1), or no more mass than bound (2).
+    """Finds the smallest key above which there are fewer keys than bound (SEARCH 0), mass < bound (1), or mass <= bound (2).
 
-    Returns a number that it is the smallest key above of, how many keys are above the number, and their mass. `low` is such a
-    number for a key that has too much above it; or else all keys above low are within the bound, and it is the smallest of them.
+    Returns a number just below that key, how many keys are above the number, and their mass. `low`, `count` and `mass` are such
+    numbers to begin with: either the smallest key above `low` has too much above it, or it is the result.
     """
-    high = low * 0 + 4611686018431582207  # the greatest key that there can be
+    high = low * 0 + 4611686018431582207  # the greatest possible key
     high_count = count * 0
     while count - high_count > 1:
         bits = low.to(tl.float64).to(tl.int64, bitcast=True)
-        bits += (high.to(tl.float64).to(tl.int64, bitcast=True) - bits) >> 1  # of a number near the geometric mean
+        bits += (high.to(tl.float64).to(tl.int64, bitcast=True) - bits) >> 1  # the bits of a float near the geometric mean
         middle = tl.where(high >> 1 > low, bits.to(tl.float64, bitcast=True).to(tl.int64), low + ((high - low) >> 1))
         above, above_mass, next_key, last_key = _above(keys, n, middle, TILE)
         if SEARCH == 0:
@@ -179,7 +181,7 @@ def _prefix(keys, n, low, count, mass, bound, SEARCH: tl.constexpr, TILE: tl.con
 
 @jit
 def _above(keys, n, low, TILE: tl.constexpr):
-    """How many keys are above low, what they weigh, the smallest of them, and the greatest of the others."""
+    """The number of keys above `low`, their mass, the smallest of them, and the greatest of the other keys."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.int64)
     smallest = tl.full([TILE], 9223372036854775807, tl.int64)

@@ -1,4 +1,4 @@
-"""Which tiles a quantised product uses, and over how many programs k is split (split-K: Hoque et al., arXiv 2402.00025)."""
+"""Choice of a quantised product's tiles, and of how many programs k is split over (split-K: Hoque et al., arXiv 2402.00025)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PROGRAMS = 132  # that fill a GPU: an H200's SMs
-SPLIT_UP_TO = 64  # rows
-MOST_SPLITS = 8
-LEAST_STEPS = 4  # along k that a split is worth
+PROGRAMS = 132  # programs that fill a GPU: one for each SM of an H200
+SPLIT_UP_TO = 64  # rows up to which k is split
+MAX_SPLITS = 8
+MIN_STEPS = 4  # the least steps along k of a split
 
 
 class GroupTiles(NamedTuple):
-    """Of a product whose step along k is a group of the weight's columns."""
+    """Tiles of a product whose steps along k are the groups of the weight's columns."""
 
     block_m: int  # rows of x
     block_n: int  # features
@@ -22,15 +22,18 @@ class GroupTiles(NamedTuple):
 
 
 def tiles_of(table: dict[int | None, T], m: int) -> T:
-    """Of the least bucket of rows that holds m; None holds any."""
+    """The tiles of the smallest bucket that holds m rows; the bucket None holds any number."""
     return table[next((bucket for bucket in table if bucket is None or m <= bucket), None)]
 
 
 def splits_of(m: int, programs: int, steps: int, even: bool) -> int:
-    """A power of two; `programs` are those of a split, `steps` all along k. even: each split has as many."""
+    """The number of splits of k, a power of two. `programs` is their number in one split, `steps` the number of steps along k.
+
+    With `even`, all splits have the same number of steps.
+    """
     splits = 1
     if m <= SPLIT_UP_TO:
-        while splits < MOST_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
+        while splits < MAX_SPLITS and programs * splits < PROGRAMS and steps >= 2 * splits * MIN_STEPS:
             if even and steps % (2 * splits):
                 break
             splits *= 2

@@ -1,16 +1,16 @@
-"""int8 and int4 keys and values: how a token's head is quantised, and how the pool of one layer holds them.
+"""The formats of keys and values: plain, int8 and int4, and the layout of one layer's pool.
 
-For each token and kv head, of its key (after RoPE) and of its value, asymmetric, in float32 (TurboMind's form; QServe, Lin et al.
-2024, keeps -least / scale instead, which overflows float16 where a row is nearly constant):
+For each token and kv head, its key (after RoPE) and its value are each quantised as a row, asymmetrically and in float32. This is
+TurboMind's form; QServe (Lin et al. 2024) stores -least / scale instead, which overflows float16 if a row is nearly constant:
 
     least = float16(clamp(min, -65504, 65504))
     scale = float16(clamp((max - least) / (2^bits - 1), 0, 65504))
     q     = clamp(floor((x - least) / scale + 0.5), 0, 2^bits - 1)        0 where the scale is 0
     x     ~ q * scale + least
 
-65504 is float16's largest: scale and least are finite whatever the row holds. What lies below -65504 is cut, and what lies more
-than 65504 * (2^bits - 1) above least. Otherwise an error is at most scale / 2 + |least| / 2048 + 2^-17, of which the last two
-matter in rows that hardly vary.
+65504 is float16's largest number, so scale and least are finite whatever the row holds. Values below -65504, or more than
+65504 * (2^bits - 1) above least, are clipped. Otherwise the error is at most scale / 2 + |least| / 2048 + 2^-17; the last two
+terms matter only in rows that are nearly constant.
 
     pool, uint8 [num_blocks, block_bytes]; a block is
         data        [kv_heads][key, value][block_size][head_dim * bits / 8]
@@ -22,15 +22,15 @@ unpacked without exchanging neighbours.
 A plain pool of one layer is [num_blocks, block_size, key and value, kv_heads, head_dim]: a token's key and value lie together, so
 that a block is one contiguous piece to copy, and a gather by block table yields tokens in order.
 
-Kernels that read or write a pool take a `KVPool`: the same dimensions whatever the layout, and strides that tell them apart.
+Kernels that read or write a pool take a `KVPool`, whose dimensions are the same for all layouts; its strides differ.
 
-Kernels make q a float by bits, not by conversion (a quarter of the rate): n are the low mantissa bits of a power of two, so that
-the float is n + bias, and bias is folded into least. Four bytes at a time (the byte permutation and the magic numbers are
-FasterTransformer's, Kim et al. 2022):
+Kernels turn q into a float by setting bits, because conversion has a quarter of the rate: n becomes the low mantissa bits of a
+power of two, so that the float is n + bias, and bias is folded into least. Four bytes are converted at a time; the byte
+permutation and the magic numbers are FasterTransformer's (Kim et al. 2022):
 
     int4    128 + n in bfloat16, 1024 + n in float16, of each half of the byte
-    int8    1024 + n in float16. bfloat16 has 7 bits: the upper bit makes 128 or 256, the lower ones 255 - (n & 127), and their
-            difference n - 127 needs 8 significant bits, which bfloat16 has
+    int8    1024 + n in float16. The 7 mantissa bits of bfloat16 are too few: the upper bit of n makes 128 or 256, the lower ones
+            255 - (n & 127), and their difference, n - 127, needs 8 significant bits, which bfloat16 has
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ from kernels.common.triton_runtime import INTERPRETED, jit, tl
 # (rows, head_dim, bits)
 CASES = [(1, 8, 8), (5, 64, 4), (33, 128, 4), (7, 96, 8)]
 
-MOST_HALF = 65504.0
+MAX_HALF = 65504.0
 
 
 class KVPool(NamedTuple):
     """One layer's pool as kernels read it, whatever its layout."""
 
-    data: Tensor  # [num_blocks, block_size, 2, kv_heads, row]: a view; only the last stride is given, 1
-    # [num_blocks, block_size, 2, kv_heads, 2] float16, a view: scale, least. None: data are the values themselves
+    data: Tensor  # [num_blocks, block_size, 2, kv_heads, row], a view with any strides, of which the last is 1
+    # scale and least, float16 [num_blocks, block_size, 2, kv_heads, 2], a view; None: data holds the values themselves
     params: Tensor | None
     head_dim: int
     bits: int  # of an element: 8 or 4 with params, otherwise those of data's dtype
 
     @property
     def words(self) -> Tensor | None:
-        """params as int32 [num_blocks, block_size, 2, kv_heads]: scale, and least in the high half."""
+        """params as int32 [num_blocks, block_size, 2, kv_heads]: scale in the low half, least in the high half."""
         return None if self.params is None else self.params.view(torch.int32)[..., 0]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of block, token, side and head, in elements: data's four, then those of words, 0 where there are none."""
+        """Strides of block, token, side and head in elements: the four of data, then the four of words, 0 if there are none."""
         of_words = (0, 0, 0, 0) if self.params is None else (stride // 2 for stride in self.params.stride()[:4])
         return (*self.data.stride()[:4], *of_words)
 
 
 def plain_pool(pool: Tensor) -> KVPool:
-    """pool [num_blocks, block_size, 2, kv_heads, head_dim], with any strides but the last."""
+    """The KVPool of pool [num_blocks, block_size, 2, kv_heads, head_dim]. Raises ValueError unless its last stride is 1."""
     if pool.stride(4) != 1:
         raise ValueError(f"the elements of a head have to lie together in the pool; they are {pool.stride(4)} apart")
     return KVPool(pool, None, pool.shape[4], 8 * pool.element_size())
 
 
 class PlainPool(NamedTuple):
-    """The layout of one layer's pool that holds values as they are."""
+    """The layout of one layer's pool of unquantised values."""
 
     block_size: int  # tokens
     kv_heads: int
@@ -89,7 +89,7 @@ class PlainPool(NamedTuple):
         return (self.block_size, 2, self.kv_heads, self.head_dim)
 
     def view(self, pool: Tensor) -> KVPool:
-        """pool [num_blocks, *block_shape]."""
+        """The KVPool of pool [num_blocks, *block_shape]."""
         return plain_pool(pool)
 
 
@@ -111,7 +111,7 @@ class QuantizedPool(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token's key, or value, of one head."""
+        """Bytes of one token's key, or value, of one head."""
         return self.head_dim * self.bits // 8
 
     @property
@@ -123,7 +123,7 @@ class QuantizedPool(NamedTuple):
         return self.data_bytes + self.kv_heads * 2 * self.block_size * 4
 
     def view(self, pool: Tensor) -> KVPool:
-        """pool uint8 [num_blocks, block_bytes]."""
+        """The KVPool of pool uint8 [num_blocks, block_bytes]."""
         shape = (self.kv_heads, 2, self.block_size)
         data = pool[:, : self.data_bytes].unflatten(1, (*shape, self.row_bytes))
         params = pool[:, self.data_bytes :].view(torch.float16).unflatten(1, (*shape, 2))
@@ -136,12 +136,12 @@ PoolLayout = PlainPool | QuantizedPool
 def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, head_dim] -> (q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows])."""
     x = x.float()
-    most_q = (1 << bits) - 1
-    least = x.amin(1).clamp_(-MOST_HALF, MOST_HALF).half()
+    max_q = (1 << bits) - 1
+    least = x.amin(1).clamp_(-MAX_HALF, MAX_HALF).half()
     shifted = x - least.float()[:, None]
-    scale = (shifted.amax(1) / most_q).clamp_(0, MOST_HALF).half()  # below 0: a constant row, and least was rounded up
+    scale = (shifted.amax(1) / max_q).clamp_(0, MAX_HALF).half()  # it is negative for a constant row whose least was rounded up
     divisor = torch.where(scale > 0, scale.float(), torch.inf)[:, None]
-    q = torch.floor(shifted / divisor + 0.5).clamp_(0, most_q)
+    q = torch.floor(shifted / divisor + 0.5).clamp_(0, max_q)
     return q.to(torch.uint8), scale, least
 
 
@@ -166,13 +166,13 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 class Unpacking(NamedTuple):
-    """How a kernel makes q a 16-bit float, up to a bias."""
+    """How a kernel turns q into a 16-bit float, up to a bias."""
 
-    asm: str | None  # PTX, of four bytes in a register; None in the interpreter, which has the same numbers
+    asm: str | None  # PTX for four bytes in a register; None in the interpreter, whose operators give the same numbers
     bias: int
 
     def constants(self) -> dict[str, object]:
-        """Of a kernel."""
+        """The constexpr arguments of a kernel that unpacks q."""
         return {"ASM": self.asm, "BIAS": self.bias}
 
 
@@ -208,7 +208,7 @@ INT8_BFLOAT16 = """{
 
 
 def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -> Unpacking:
-    """dtype: of the queries. For float32 ones q is converted: a bias would cost bits that they have. bits of 16: a plain pool."""
+    """The unpacking for queries of `dtype`; bits 16 means a plain pool. For float32, q is converted: a bias would lose bits."""
     if bits == 16 or dtype == torch.float32:
         return Unpacking(None, 0)
     if dtype == torch.float16:
@@ -222,10 +222,10 @@ def unpacking(dtype: torch.dtype, bits: int, compiled: bool = not INTERPRETED) -
 @jit
 def floats_of_int4(
     packed,  # uint8
-    DTYPE: tl.constexpr,  # of the queries
+    DTYPE: tl.constexpr,  # the queries' dtype
     ASM: tl.constexpr,
 ):
-    """-> the low halves and the high halves of the bytes, each + bias."""
+    """Returns the low and the high halves of the bytes as floats, each plus the bias."""
     if DTYPE == tl.float32:
         return (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
     elif ASM is None:
@@ -244,7 +244,7 @@ def floats_of_int8(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """-> q + bias."""
+    """Returns q as a float, plus the bias."""
     if DTYPE == tl.float32:
         return q.to(tl.float32)
     elif ASM is None:
@@ -260,7 +260,7 @@ def floats_of_int8(
 
 @jit
 def load_seen(at, seen, MASKED: tl.constexpr):
-    """Without MASKED all are seen. What is not seen is not read: it may be anything, NaN too."""
+    """Loads only what is seen, because the rest may hold anything, even NaN. Without MASKED, all is seen."""
     if MASKED:
         return tl.load(at, seen, other=0)
     else:
@@ -271,6 +271,6 @@ def load_seen(at, seen, MASKED: tl.constexpr):
 def scale_and_least(
     words,  # int32: KVPool.words
 ):
-    """-> float32, float32."""
+    """scale and least, float32 each."""
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

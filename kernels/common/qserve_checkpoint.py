@@ -1,4 +1,4 @@
-"""QServe's stored layout of a W4A8 layer (Lin et al., 2024) <-> kernels/w4a8.py's.
+"""Converts between QServe's stored layout of a W4A8 layer (Lin et al., 2024) and that of kernels/w4a8.py.
 
     qweight     int8 [n, k / 2]       tiles of 32 rows and 32 columns, one after the other along k, then along n
     s1_scales   float16 [n]           the scale of a row
@@ -6,13 +6,13 @@
     s2_scales   int8 [k / 128, n]     per group: the scale of a group
     s2_zeros    int8 [k / 128, n]     per group: -zero * s2_scales modulo 256, so that w / s1_scales = q * s2_scales + s2_zeros
 
-Byte i of a tile of qweight, counted as [8][4][2][2][4] = [lane_n][lane_k][half_k][half_n][column], holds row
-8 * half_n + lane_n in its low bits, the row 16 below in its high bits, and column 16 * half_k + 4 * lane_k + column: what a
-lane of mma.m16n8k32 wants. s2 tensors are in the order of a lane's rows: 0, 8, 16, 24, 1, 9, ... of each 32.
+Byte i of a tile of qweight, counted as [8][4][2][2][4] = [lane_n][lane_k][half_k][half_n][column], holds row 8 * half_n +
+lane_n in its low bits and row 8 * half_n + lane_n + 16 in its high bits, of column 16 * half_k + 4 * lane_k + column, as a
+lane of mma.m16n8k32 needs them. s2 tensors are in the order of a lane's rows: 0, 8, 16, 24, 1, 9, ... of each 32.
 
-qweight, which of its bits are high, s1_szeros and the sign of s2_zeros are those of DeepCompressor 0.1.0, whose packer is by
-QServe's authors. Its s2 tensors are in another order, 0, 8, 1, 9, ..., 7, 15, 16, 24, ..., than QServe's layers have them:
-read as QServe's, the weights of such a checkpoint leave int8, and it is refused.
+The order of qweight and of its halves, s1_szeros, and the sign of s2_zeros follow DeepCompressor 0.1.0, whose packer is by
+QServe's authors. DeepCompressor's s2 tensors are in another order than those of QServe's layers: 0, 8, 1, 9, ..., 7, 15, 16,
+24, ... Read in QServe's order, the weights of such a checkpoint exceed int8, and it is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from kernels.int8_rows import GROUP
-from kernels.w4a8 import MOST_GROUP_SCALE, Weight4A8
+from kernels.w4a8 import MAX_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import pack, unpack
 
 TILE = 32  # rows and columns
-LEAST_8, MOST_8 = -128, 127
-NOT_WHOLE = 0.05  # of a zero: float16 rounds zero * scale and scale by 2^-11 each
+MIN_8, MAX_8 = -128, 127
+NOT_WHOLE = 0.05  # how far a zero point may be off an integer: float16 rounds zero * scale and scale by 2^-11 each
 
 
 def from_qserve(
@@ -36,7 +36,7 @@ def from_qserve(
     s2_scales: Tensor | None = None,
     s2_zeros: Tensor | None = None,
 ) -> Weight4A8:
-    """With s1_szeros per channel, with s2_scales and s2_zeros per group."""
+    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. ValueError if it cannot be held."""
     n, k = len(qweight), 2 * qweight.shape[1]
     _require_whole_tiles(n, k)
     q, scale = _rows(qweight), s1_scales.float()
@@ -49,10 +49,10 @@ def from_qserve(
             f"s2_scales are {tuple(s2_scales.shape)}, not {(k // GROUP, n)}: groups must have {GROUP} columns"
         )
     group_scales = _in_order(s2_scales)
-    _require(group_scales, 1, MOST_GROUP_SCALE, "a group's scale")
+    _require(group_scales, 1, MAX_GROUP_SCALE, "a group's scale")
     zeros = _group_zeros(_in_order(s2_zeros), group_scales)
     weights = (q.int().unflatten(1, (-1, GROUP)) - zeros.int().T[:, :, None]) * group_scales.int().T[:, :, None]
-    _require(weights, LEAST_8, MOST_8, "a weight, (q - zero) * s2_scales,")
+    _require(weights, MIN_8, MAX_8, "a weight, (q - zero) * s2_scales,")
     return Weight4A8(pack(q, GROUP), scale, group_scales, zeros)
 
 
@@ -64,7 +64,7 @@ def to_qserve(weight: Weight4A8) -> dict[str, Tensor]:
     made = {"qweight": _tiles(unpack(weight.packed, GROUP)), "s1_scales": scale}
     if weight.group_scales is None:
         return made | {"s1_szeros": (weight.zeros[0].float() * scale.float()).half()}
-    shifts = (-weight.zeros.int() * weight.group_scales.int()).to(torch.int8)  # keeps the low 8 bits
+    shifts = (-weight.zeros.int() * weight.group_scales.int()).to(torch.int8)  # modulo 256
     return made | {"s2_scales": _by_lanes(weight.group_scales), "s2_zeros": _by_lanes(shifts)}
 
 
@@ -96,7 +96,7 @@ def _in_order(table: Tensor) -> Tensor:
 
 
 def _channel_zeros(szeros: Tensor, scale: Tensor) -> Tensor:
-    """-> uint8 [1, n]. A row of zeros may have the scale 0."""
+    """Zero points uint8 [1, n]; 0 for a row whose scale is 0. Raises ValueError unless they are integers from 0 to 15."""
     zeros = torch.where(scale > 0, szeros / scale.clamp(min=torch.finfo(scale.dtype).tiny), 0.0)
     off = (zeros - zeros.round()).abs().max().item()
     if off > NOT_WHOLE:
@@ -109,7 +109,7 @@ def _channel_zeros(szeros: Tensor, scale: Tensor) -> Tensor:
 
 
 def _group_zeros(shifts: Tensor, group_scales: Tensor) -> Tensor:
-    """shifts int8 = -zero * scale modulo 256 -> uint8."""
+    """Zero points uint8 of shifts int8, which are -zero * scale modulo 256. Raises ValueError unless they are 0 to 15."""
     shifts, scales = -shifts.int() & 255, group_scales.int()
     zeros = shifts // scales
     if (zeros * scales != shifts).any():

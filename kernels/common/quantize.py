@@ -5,9 +5,9 @@
     q[r, c]     = clamp(round(x[r, c] / scale[r, g]), -127, 127)        half to even; 0 where the scale is 0
     x[r, c]     ~ q[r, c] * scale[r, g]
 
-In float32 otherwise. The last group is shorter when the columns are no multiple of `group`; `group` = the number of columns
-means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every row has scales
-of its own, stacking quantised weights is exact.
+All other numbers are float32. The last group is shorter when the columns are no multiple of `group`; a `group` equal to the
+number of columns means one scale a row. Rows of a weight are output features; rows of activations are tokens. Because every
+row has scales of its own, stacking quantised weights is exact.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Columns. With these neither format is worse than llama.cpp's q8_0 (`everbatch bench quality`).
+# Columns that share a scale. With these neither format is worse than llama.cpp's q8_0 (`everbatch bench quality`).
 DEFAULT_GROUPS = {"int8": 64, "w8a8": 32}
-ELEMENTS_AT_ONCE = 1 << 20  # of a weight: bounds the memory of its float32 copies
+ELEMENTS_AT_ONCE = 1 << 20  # elements of a weight in a slice, which bounds the memory of float32 copies
 
 # (rows, columns, group)
 CASES = [(1, 1, 32), (3, 64, 64), (5, 100, 32), (17, 130, 64), (2, 31, 64), (40, 384, 128), (7, 90, 90), (0, 64, 32)]
@@ -70,6 +70,6 @@ def _rounded(grouped: Tensor, scale: Tensor, columns: int) -> Tensor:
 
 
 def _up_to_bfloat16(x: Tensor) -> Tensor:
-    """The least bfloat16 that is not less than x, which is not negative, as float32."""
+    """x, which is not negative, rounded up to a bfloat16; float32."""
     bits = x.view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)

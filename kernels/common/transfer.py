@@ -1,4 +1,7 @@
-"""Numbers between host and device, without waiting for the device: pageable copies would wait for all that it still has to do."""
+"""Copies between host and device through pinned memory.
+
+A copy from or to pageable memory would block the host until the device has finished all queued work.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from torch import Tensor
 
 
 def place(array: NDArray, device: torch.device) -> Tensor:
-    """The array on `device`: the same memory on a CPU, else a copy that is under way, from pinned memory of its own."""
+    """The array as a tensor on `device`: on a CPU the same memory, else a copy that is queued but may not be finished."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def even(count: int) -> int:
-    """The least even number from `count` on: rows of so many int64 begin at 16 bytes, for which kernels are compiled."""
+    """`count` rounded up to an even number.
+
+    In a table with that many int64 columns every row begins at a multiple of 16 bytes, the alignment that Triton compiles
+    kernels for.
+    """
     return count + count % 2
 
 
 class Fetched:
-    """Tensors on their way to the host. `wait` once, then read `tensors`."""
+    """Starts copying tensors to the host; `wait` returns them when they have arrived."""
 
     def __init__(self, *tensors: Tensor):
         self._event: torch.cuda.Event | None = None

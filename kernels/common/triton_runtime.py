@@ -1,13 +1,13 @@
-"""Triton where it can be used, and nothing where it cannot.
+"""Imports Triton where it can be used, and decides whether a launcher runs its kernel or its reference.
 
-Kernels are functions under `@jit` in files of their own. They run
+Kernels are functions under `@jit` in files of their own. They are
 
-    on a GPU                                       when the launcher's tensors are on a CUDA device
-    in Triton's interpreter, on a CPU              with TRITON_INTERPRET=1: tests
-    or are compiled for a GPU that is not here     with EVERBATCH_TRITON=1: tests
+    run on a GPU                           when the launcher's tensors are on a CUDA device
+    run in Triton's interpreter            with TRITON_INTERPRET=1, on a CPU, in tests
+    compiled for a GPU that is not here    with EVERBATCH_TRITON=1, in tests
 
-Otherwise Triton is not imported: a CPU engine would wait half a second for it. `tl` is None then, and kernels are plain functions
-that nobody calls.
+Otherwise Triton is not imported, because that takes half a second. `tl` is None then, and kernels are plain functions that are
+never called.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ else:
     tl = None
 
     def jit(function: Callable | None = None, **options: object) -> Callable:
-        """Leaves the function as it is."""
+        """Stands in for triton.jit: returns the function unchanged."""
         return function if function is not None else jit
 
 
 class Variant(NamedTuple):
-    """One specialisation of a kernel: what is compiled, and what the machine code must be like."""
+    """One specialisation of a kernel to compile in tests, and the instructions that its machine code must contain."""
 
     kernel: Any  # under @jit
     types: dict[str, str]  # argument -> "*bf16", "*i8", "i32", "fp32", ...; pointers are aligned to 16 bytes
@@ -45,7 +45,7 @@ class Variant(NamedTuple):
     num_stages: int = 2
     divisible: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     instructions: dict[int, tuple[str, ...]] = {}  # architecture -> mnemonics that SASS must contain
-    architectures: tuple[int, ...] = (80, 90, 100)  # compute capabilities times ten that it is compiled for
+    architectures: tuple[int, ...] = (80, 90, 100)  # the compute capabilities to compile for, times ten
 
 
 def runs_on(x: Tensor) -> bool:
@@ -54,12 +54,12 @@ def runs_on(x: Tensor) -> bool:
 
 
 def runs_at(device: torch.device) -> bool:
-    """The same for tensors of a device."""
+    """Whether launchers may hand tensors on `device` to a Triton kernel."""
     return INTERPRETED or (AVAILABLE and device.type == "cuda")
 
 
 def architecture_of(x: Tensor, known: Iterable[int]) -> int:
-    """Whose static tables serve x's device: of `known`, the last that is not above its compute capability times ten."""
+    """The architecture whose tables serve x's device: the highest of `known` up to its compute capability times ten."""
     if INTERPRETED:
         return 90
     major, minor = torch.cuda.get_device_capability(x.device)
@@ -67,5 +67,5 @@ def architecture_of(x: Tensor, known: Iterable[int]) -> int:
 
 
 def next_power_of_two(n: int) -> int:
-    """The first that is at least n; n > 0."""
+    """The smallest power of two that is at least n > 0."""
     return 1 << (n - 1).bit_length()

@@ -1,1 +1,1 @@
-"""The native CPU kernels: native/ is the C++ part, build.py compiles it on first use. Nothing is imported here."""
+"""The native CPU kernels and their bindings: build.py compiles the C++ in native/ on first use. Nothing is imported here."""

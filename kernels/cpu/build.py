@@ -1,11 +1,11 @@
 """Compiles native/*.cpp on first use and loads the result.
 
-The cache is `$EVERBATCH_CACHE`, else `.run/native` of the checkout, else `~/.cache/everbatch` where the checkout cannot be
-written. An entry's name holds a hash over sources, headers, flags and compiler. Every entry ends with that hash, behind the
-last ELF section: loading a truncated library would not fail but end the process with SIGBUS, so it is recognised before.
+The cache is `$EVERBATCH_CACHE`, else `.run/native` of the checkout, else `~/.cache/everbatch` if the checkout is read-only. An
+entry's name contains a hash over sources, headers, flags and compiler. Every entry also ends with that hash, after the last ELF
+section, so that a truncated library is recognised: loading it would not raise an error but end the process with SIGBUS.
 
-A library is code: a cache or an entry that anybody but this user and root could have written is not used (kernels/cpu/trust.py),
-as if it could not be written: the next cache is taken, and without one NativeUnavailable says why.
+A library is code. So a cache or an entry that anybody but this user and root could have written is not used
+(kernels/cpu/trust.py): the next cache is taken instead, and if there is none, NativeUnavailable says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # noqa: F401  # before the library: its libgomp.so.1 is then the one that the library binds to
+import torch  # noqa: F401  # imported before the library is loaded, which then binds to torch's libgomp.so.1
 
 from kernels.cpu.isa import chosen_isas, compiler_flags
 from kernels.cpu.trust import distrust_of_directory, make_private_directory, open_trusted
@@ -39,13 +39,13 @@ CACHE_VARIABLE = "EVERBATCH_CACHE"
 _FLAGS = "-std=c++17 -fopenmp -fPIC -fno-math-errno -fno-trapping-math -Wall -Wextra".split()
 _OPTIMISED = ["-O3"]
 _SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"]
-# Without it, gcc's unique symbols would make the variants loaded in one process share their inline thread_local variables.
+# Only everbatch_* is exported; otherwise all variants in one process would share gcc's unique symbols, inline thread_locals.
 _EXPORTS = "{ global: everbatch_*; local: *; };\n"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NativeUnavailable(Exception):
-    """The native kernels cannot be had; the message is one sentence that says what would help."""
+    """The native kernels cannot be built or loaded; the message is one sentence that names the remedy."""
 
 
 class NativeLibrary(CDLL):
@@ -63,11 +63,11 @@ def load(
     *,
     sources: Path = SOURCES,
 ) -> NativeLibrary:
-    """The library of variant `isa`, compiled first unless it is in the cache. None: the best that this machine can run and
-    its compiler knows, or EVERBATCH_ISA.
+    """The library of variant `isa`, compiled first unless it is in the cache.
 
-    progress: told one line before and one after a compilation.
-    sanitize: built with AddressSanitizer; only in a process that was started with asan_environment().
+    isa: None means EVERBATCH_ISA if set, else the best variant that this machine can run and its compiler knows.
+    progress: gets one line before and one after a compilation.
+    sanitize: build with AddressSanitizer; this process must have been started with asan_environment().
     sources: the directory of the *.cpp and *.h; functions named everbatch_* are exported.
     Raises NativeUnavailable, and ValueError for a variant that this machine cannot run.
     """
@@ -91,7 +91,7 @@ def load(
 
 
 def asan_environment() -> dict[str, str]:
-    """What to add to the environment of a process that calls load(sanitize=True). Raises NativeUnavailable without libasan.
+    """Environment variables for a process that will call load(sanitize=True). Raises NativeUnavailable without libasan.
 
     libstdc++ is loaded early too, because AddressSanitizer looks up the function that throws C++ exceptions only once.
     """
@@ -106,10 +106,10 @@ def asan_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Everything that decides what a compilation gives."""
+    """Everything that determines the result of a compilation."""
 
     isa: str
-    label: str  # of the variant: the cache keeps one entry for each
+    label: str  # names the variant; the cache keeps one entry for each label
     key: str
     compiler: list[str]
     flags: list[str]
@@ -141,7 +141,7 @@ class _Recipe:
         return not _run([*self.compiler, *self.flags, "-fsyntax-only", "-x", "c++", os.devnull]).returncode
 
     def cached(self) -> Path | None:
-        """The library, if one of the caches (some may be read-only) holds a whole one."""
+        """The library, if one of the caches, which may be read-only, holds a complete one."""
         paths = (directory / f"{self.name}.so" for directory in _cache_directories() if _is_usable(directory))
         return next((path for path in paths if self._is_whole(path)), None)
 
@@ -195,11 +195,11 @@ class _Recipe:
                 )
             with result.open("ab") as file:
                 file.write(self.key.encode())
-            result.chmod(0o755)  # whatever the umask is: others may use it, nobody may change it
+            result.chmod(0o755)  # independent of the umask, others may read it and nobody else may write it
             os.replace(result, library)
 
     def _is_whole(self, library: Path) -> bool:
-        """Whether the entry is of these sources and flags, all of it there, and nobody else's."""
+        """Whether the entry is complete, trusted, and made from these sources and flags."""
         try:
             with open_trusted(library) as file:
                 file.seek(-len(self.key), os.SEEK_END)
@@ -208,7 +208,7 @@ class _Recipe:
             return False
 
     def _remove_others(self, directory: Path) -> None:
-        """Older entries of this variant, and what a compilation that was killed has left."""
+        """Remove older entries of this variant, and files that a killed compilation has left."""
         for path in directory.glob(f"{self.label}-*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -217,7 +217,7 @@ class _Recipe:
 
     @contextmanager
     def _locked_cache(self) -> Iterator[Path]:
-        """The first cache that can be written and trusted; nobody else compiles this variant in it meanwhile."""
+        """The first cache that is writable and trusted, locked so that no other process compiles this variant in it."""
         directories = _cache_directories()
         problem: OSError | str | None = None
         for directory in directories:
@@ -242,7 +242,7 @@ class _Recipe:
 
 
 def _best_recipe(isas: Sequence[str], sanitize: bool, sources: Path) -> _Recipe:
-    """The first that is in the cache or whose instructions the compiler knows; if there is none, the first."""
+    """The recipe of the first variant that is cached or whose flags the compiler knows; if there is none, of the first one."""
     first: _Recipe | None = None
     for isa in isas:
         recipe = _Recipe.of(isa, sanitize, sources)
@@ -264,12 +264,12 @@ def _cache_directories() -> list[Path]:
 def _is_usable(directory: Path) -> bool:
     try:
         return distrust_of_directory(directory) is None
-    except OSError:  # missing, or this user may not look into it
+    except OSError:  # it is missing, or this user may not enter it
         return False
 
 
 def _find_compiler() -> list[str]:
-    """The command that compiles C++: $CXX (with arguments, if it has any), else the first of the usual names."""
+    """The command of the C++ compiler: $CXX, which may have arguments, else the first compiler found by its usual names."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for name in chosen[:1] or ("g++", "c++", "clang++"):
         path = shutil.which(name)
@@ -281,7 +281,7 @@ def _find_compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler, messages in English on `stdout`, and without the libraries that are preloaded into this process."""
+    """Run a compiler, with its messages in English on `stdout`, and without libraries preloaded into this process."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}
     return subprocess.run(
         command,

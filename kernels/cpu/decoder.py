@@ -1,4 +1,4 @@
-"""NativeDecoder: a Llama-shaped model whose whole step is one native call (native/step.cpp)."""
+"""NativeDecoder: runs a whole step of a Llama-shaped model in one native call (native/step.cpp)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.cpu.screen import Screen
 from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, ModelStruct, ScreenStruct
 
 MAX_HEAD_DIM = 1024
-UNIT = 32  # tokens of a panel of the KV pool: block sizes are multiples of it
+UNIT = 32  # tokens of a panel of the KV pool; block sizes must be multiples of it
 
 
 class UnknownCell(IndexError):
@@ -30,7 +30,7 @@ class UnknownCell(IndexError):
 
 @dataclass(slots=True)
 class NativeLayer:
-    """Norm weights float32."""
+    """The weights of a layer; those of norms are float32."""
 
     input_norm: Tensor  # [hidden]
     qkv: PackedLinear  # [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -55,19 +55,19 @@ class NativeShape:
 
 
 class NativeDecoder:
-    """Not thread-safe: a step uses the object's scratch memory."""
+    """A model for native steps. Not thread-safe: steps share the object's scratch memory."""
 
     def __init__(
         self,
         library: CDLL,
         shape: NativeShape,
-        embedding: Tensor,  # [vocab, hidden] float32 or bfloat16: the type that is computed in
+        embedding: Tensor,  # [vocab, hidden]; its type, float32 or bfloat16, is the one to compute in
         cos: Tensor,  # [max_seq_len, head_dim / 2] float32
         sin: Tensor,
         layers: Sequence[NativeLayer],
         norm: Tensor,  # [hidden] float32
         lm_head: PackedLinear,
-        screen: Screen | None = None,  # of lm_head: few rows that want no logits read it instead of most of that
+        screen: Screen | None = None,  # int8 copy of lm_head; small greedy steps read it instead of most of lm_head
     ):
         if shape.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {shape.head_dim}, the native kernels take up to {MAX_HEAD_DIM}")
@@ -105,23 +105,23 @@ class NativeDecoder:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer's block."""
         return self._library.everbatch_kv_block_bytes(byref(self.layout))
 
     def step(
         self,
         rows: NDArray[
             np.int32
-        ],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of the last yield logits
+        ],  # [num_rows, 4]: slot, computed tokens, tokens to run, how many of its last tokens yield logits
         token_ids: Tensor,  # [slots, max_seq_len] int64
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
         pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
         wants_logits: bool,
     ) -> tuple[NDArray[np.int64], Tensor | None]:
-        """Run rows one after the other as one flat batch; writes their KV to `pools`.
+        """Run rows one after the other as one flat batch, and write their KV to `pools`.
 
-        Returns the most likely next token, and the logits [those tokens, vocab] float32 if wanted, where `rows` asks.
-        Raises UnknownCell before anything is written.
+        Returns, for each token that yields logits, the most likely next token, and if wanted the logits [those tokens, vocab]
+        float32. Raises UnknownCell, before anything is written, for a token or a block that does not exist.
         """
         num_logits = sum(rows[:, 3].tolist())
         logits = torch.empty(num_logits, self.vocab_size) if wants_logits else None
@@ -138,7 +138,7 @@ class NativeDecoder:
         return self._greedy[:num_logits].copy(), logits
 
     def _make_room(self, num_rows: int, num_logits: int) -> None:
-        """Have arrays that C reads rows from and writes tokens to. They are kept: to ask numpy for an address takes long."""
+        """Make the arrays that C reads rows from and writes tokens to. They are kept, because numpy's address lookup is slow."""
         if num_rows > len(self._rows):
             self._rows = np.empty((2 * num_rows, 4), dtype=np.int32)
             self._batch.rows = self._rows.ctypes.data
@@ -147,7 +147,7 @@ class NativeDecoder:
             self._batch.greedy = self._greedy.ctypes.data
 
     def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor]) -> None:
-        """Tell C where these are. Step after step they are the same objects, and to ask each for its address takes long."""
+        """Pass the addresses to C, unless the objects are those of the last step: looking up addresses is slow."""
         placed = (token_ids, block_tables, *pools)
         if len(placed) == len(self._placed) and all(map(is_, placed, self._placed)):
             return

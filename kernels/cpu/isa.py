@@ -1,6 +1,6 @@
-"""Which instruction sets this machine has, and the variants of the native kernels that they allow, best first.
+"""Detects this machine's instruction sets and the variants of the native kernels that they allow, best first.
 
-A variant's compiler flags are made from the very features that are looked for in /proc/cpuinfo, so that no compiler can use
+A variant's compiler flags are made from the same features that are looked up in /proc/cpuinfo, so that a compiler cannot use
 one that was not checked. The sources choose by the macros that those flags predefine (`__AVX512BF16__`, `__AMX_INT8__`, ...).
 """
 
@@ -21,7 +21,7 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 _AMX = (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8")
 
-# variant -> features it needs, as /proc/cpuinfo names them
+# variant -> the features that it needs, as /proc/cpuinfo names them
 LADDER: dict[str, tuple[str, ...]] = {
     "amx": _AMX,
     "avx512bf16": _AVX512_BF16,
@@ -36,7 +36,7 @@ _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """The flags of /proc/cpuinfo, those of AMX only where the kernel lets this process use it; empty where not x86-64."""
+    """The flags in /proc/cpuinfo, without those of AMX if Linux does not let this process use it; empty except on x86-64."""
     if not _is_x86_64():
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text().splitlines()

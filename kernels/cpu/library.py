@@ -1,4 +1,4 @@
-"""The native kernels as a loaded library with declared functions."""
+"""Loads the native kernels and declares their functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FUNCTIONS = {
 def load_kernels(
     isa: str | None = None, progress: Callable[[str], None] | None = None, sanitize: bool = False
 ) -> build.NativeLibrary:
-    """See build.load. The functions of native/step.cpp and parts.cpp can be called from Python then."""
+    """Like build.load, and declares the functions of native/step.cpp and parts.cpp, so that Python can call them."""
     library = build.load(isa, progress, sanitize)
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)

@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer whose weights lie as panels (native/tiles.h), for the native tier."""
+"""PackedLinear: a linear layer of the native tier, whose weights are stored as panels (native/tiles.h)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 class PackedLinear:
     """Callable: x [tokens, k] -> [tokens, n] in x's dtype. The reference is torch's F.linear of the same values."""
 
-    takes_int8 = False  # from outside
+    takes_int8 = False  # the native kernels quantise activations themselves
 
     def __init__(self, library: CDLL, packed: Tensor, scales: Tensor | None, bias: Tensor | None, struct: LinearStruct):
         self._library = library
-        self._held = (packed, scales, bias)  # what `struct` points to
+        self._held = (packed, scales, bias)  # kept alive, because `struct` points to them
         self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format in (kind, INT8, W8A8)]
         self.struct = struct
 
@@ -83,7 +83,7 @@ class PackedLinear:
         return sum(tensor.nbytes for tensor in self._held if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Float weights take x in their own dtype, int8 ones float32 or bfloat16. Raises TypeError, ValueError for another x."""
+        """x must have the dtype of float weights, or float32 or bfloat16 for int8 ones. Raises TypeError or ValueError."""
         if x.dtype not in self._takes:
             raise TypeError(f"x is {x.dtype}, this layer takes {' or '.join(map(str, self._takes))}; convert x")
         if x.shape[-1] != self.struct.k:

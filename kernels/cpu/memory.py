@@ -1,7 +1,6 @@
-"""Memory for weights and KV: large pages where the kernel grants them, zeroed when first touched.
+"""Memory for weights and KV, in large pages where Linux grants them, zeroed when first touched.
 
-Reading weights page by page of 4 KiB costs about a tenth of the bandwidth in address translation, so many small tensors share
-a few large mappings.
+With pages of 4 KiB, address translation costs about a tenth of the bandwidth, so many small tensors share a few large mappings.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _CACHE_LINE = 64
 
 
 class Arena:
-    """Hands out tensors that lie one behind the other. The memory lives as long as the last of them."""
+    """Allocates tensors one after the other in large mappings. A mapping lives as long as the last tensor in it."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
         self._used = 0
 
     def empty(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, zero, at a cache line."""
+        """A tensor uint8 [num_bytes] of zeros that begins at a cache line."""
         needed = -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
         if self._chunk is None or self._used + needed > self._chunk.numel():
             self._chunk, self._used = allocate((max(needed, CHUNK),), torch.uint8), 0
@@ -34,7 +33,7 @@ class Arena:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros in a mapping of its own, aligned to large pages. Costs nothing until it is touched."""
+    """A tensor of zeros in a mapping of its own, aligned to large pages. Memory is taken only as it is touched."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)

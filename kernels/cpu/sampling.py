@@ -1,18 +1,18 @@
 """Binding of native/sampling.cpp: one call chooses the tokens of all rows of a step. The reference is kernels/sampling.py.
 
-What is guaranteed, for float32 logits without NaN:
+Guarantees, for float32 logits without NaN:
 
 - The greedy choice, the changes to logits (sparse additions, penalties), the random number, and everything that follows from
   the integer weights (top-k, top-p, min-p, the draw, the order among equal weights) equal the reference, bit for bit.
-- The weights are floor(2^40 softmax), as in the reference, but exp, the sum and the quotient are rounded elsewhere: with
-  q = (x - max x) / temperature in float32, as in the reference, a weight lies within 1 + 2^-18 w of 2^40 softmax(q). (torch's
-  own, of float32, were seen 2^-16.7 w off.) So a token can differ from the reference's only where the random number, or a
-  filter's limit, lies that close to the boundary between two tokens.
+- The weights are floor(2^40 softmax), as in the reference, but exp, the sum and the quotient are rounded differently: with
+  q = (x - max x) / temperature in float32, as in the reference, a weight w lies within 1 + 2^-18 w of 2^40 softmax(q). (The
+  weights of torch's float32 softmax were measured to be off by up to 2^-16.7 w.) So a token can differ from the reference's only
+  if the random number, or a filter's limit, lies that close to the boundary between two tokens.
 - A row's result is the same, bit for bit, in any batch, on any number of threads, and with any instruction set.
-- Log-probabilities are within 1e-6 of the exact ones; -inf where the row has no finite logit, or for a NaN.
+- Log-probabilities are within 1e-6 of the exact ones; they are -inf for a NaN, and if the row has no finite logit.
 - A row without any finite logit gets the last token of the vocabulary when it samples, token 0 when it is greedy.
 
-The logits are the same afterwards as before.
+The logits are unchanged after the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class FloatColumn(IntEnum):
-    """Columns of a slot's row in the table of float64."""
+    """Columns of the float64 table, which has a row for each slot."""
 
     TEMPERATURE = 0  # at least the smallest normal float32
     TOP_P = 1
@@ -39,13 +39,13 @@ class FloatColumn(IntEnum):
 
 
 class IntColumn(IntEnum):
-    """Columns of a slot's row in the table of int64. An address is 0 where its list is empty."""
+    """Columns of the int64 table, which has a row for each slot. The address of an empty list is 0."""
 
     TOP_K = 0  # 1 .. vocab
     SEED = 1  # a uint64 as two's complement
-    COUNTER_BASE = 2  # the random counter is this and the number of known tokens
+    COUNTER_BASE = 2  # the random counter is this plus the number of known tokens
     NUM_PROMPT = 3
-    MODE = 4  # of Mode
+    MODE = 4  # flags of Mode
     MIN_TOKENS = 5
     NUM_ENDS = 6
     ENDS = 7  # address of [ends] int64: masked while known - NUM_PROMPT < MIN_TOKENS
@@ -68,7 +68,7 @@ class Mode(IntFlag):
 
 @dataclass(slots=True)
 class LogProbs:
-    """Natural logarithms of softmax over the logits as they came. Numbers stand only where a row asked for them."""
+    """Natural logarithms of softmax over the unchanged logits. Only the entries of rows that ask for them are filled in."""
 
     chosen: NDArray[np.float32]  # [count]
     top: NDArray[np.float32]  # [count, width], falling
@@ -110,7 +110,7 @@ class _Samples(Structure):
 
 
 class NativeSampling:
-    """The two functions of a loaded library."""
+    """Calls the two sampling functions of a loaded library."""
 
     def __init__(self, library: CDLL):
         self._sample = library.everbatch_sample
@@ -125,12 +125,12 @@ class NativeSampling:
         floats: Tensor,  # [num_slots, FloatColumn] float64
         ints: Tensor,  # [num_slots, IntColumn] int64
         token_ids: Tensor,  # [num_slots, max_seq_len] int64
-        top_width: int | None = None,  # alternatives wanted at most; None: no row asks for log-probabilities
+        top_width: int | None = None,  # most alternatives that a row asks for; None: no row asks for log-probabilities
     ) -> tuple[NDArray[np.int64], LogProbs | None]:
         """Choose a token for each sample, on up to torch.get_num_threads() threads, one row to a thread.
 
         Returns the tokens [count], and with `top_width` the log-probabilities. Raises ValueError for tensors of another kind, a
-        row or slot that there is not, or a length below 0; MemoryError.
+        row or slot that does not exist, or a negative length; MemoryError when memory runs out.
         """
         for tensor, dtype in ((logits, torch.float32), (token_ids, torch.int64), (floats, torch.float64)):
             if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.stride(1) != 1:

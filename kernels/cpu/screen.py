@@ -1,4 +1,4 @@
-"""Screen: an int8 copy of lm_head that tells which logits may be the greatest (native/screen.h)."""
+"""Screen: an int8 copy of lm_head that shows which logits may be the greatest (native/screen.h)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import BFLOAT16, FLOAT32, PANEL, W8A8, LinearStruct, ScreenStruct
 
-GROUP = 32  # columns that share a scale: what native/screen.h takes
+GROUP = 32  # columns that share a scale, as native/screen.h requires
 
 
 class Screen:
-    """Of a layer of float weights without a bias. `struct` is what native/step.cpp reads."""
+    """The screen of a layer with float weights and no bias. native/step.cpp reads its `struct`."""
 
     def __init__(self, library: CDLL, lm_head: PackedLinear):
         """Raises ValueError for a layer that cannot be screened."""

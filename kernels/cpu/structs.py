@@ -1,10 +1,10 @@
-"""The C structures of native/api.h, field by field."""
+"""The C structures of native/api.h, mirrored field by field."""
 
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
-FLOAT32, BFLOAT16, INT8, W8A8 = range(4)  # Format of native/linear.h
+FLOAT32, BFLOAT16, INT8, W8A8 = range(4)  # the enum Format of native/linear.h
 PANEL = 32
 
 

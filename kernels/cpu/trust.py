@@ -1,8 +1,8 @@
-"""Whether a cache of compiled code could have been written by somebody else.
+"""Checks that nobody else could have written a cache of compiled code.
 
-Trusted are this process's user and root. A directory or a file that belongs to anybody else, or that its group or others may
-write, is not, nor is a link in a directory that others may write. A directory further up that others may write is only where it
-has the sticky bit, as /tmp has: without it, anybody could put a directory of his own in the place of ours.
+Only this process's user and root are trusted. A directory or a file is not trusted if it belongs to anybody else, or if its group
+or others may write it; nor is a link in a directory that others may write. A parent directory that others may write is trusted
+only if it has the sticky bit, as /tmp has: without it, anybody could replace the directories in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def distrust_of_directory(directory: Path) -> str | None:
-    """Why a directory is not to be used as a cache; None when it is. Raises OSError when it cannot be looked up."""
+    """Why a directory must not be used as a cache; None if it may. Raises OSError when it cannot be looked up."""
     for path in (directory, *directory.parents):
         if path.is_symlink() and _is_writable_by_others(path.parent):
             return f"{path} is a link in a directory that others may write"
@@ -32,7 +32,7 @@ def distrust_of_directory(directory: Path) -> str | None:
 
 
 def open_trusted(path: Path) -> BinaryIO:
-    """Open a file to read. Raises OSError for a link, for what is no file, and for one that somebody else may have written."""
+    """Open a file to read. Raises OSError for a link, for what is not a file, and for a file that others may have written."""
     file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if reason := _distrust(path, os.fstat(file.fileno()), stat.S_ISREG):
         file.close()
@@ -41,7 +41,7 @@ def open_trusted(path: Path) -> BinaryIO:
 
 
 def make_private_directory(directory: Path) -> None:
-    """Make a directory, and those above it that are missing, for this user alone. One that is there stays as it is."""
+    """Make a directory and its missing parents, accessible to this user alone. Existing directories stay as they are."""
     for path in reversed((directory, *directory.parents)):
         if not path.is_dir():
             path.mkdir(0o700, exist_ok=True)

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from backend.worker.graphs import MOST, Captured, Graphs, Step
+from backend.worker.graphs import MAX_GRAPHS, Captured, Graphs, Step
 
 
 class Recorder:
@@ -57,14 +57,14 @@ def test_without_a_capture_everything_is_eager():
 def test_more_shapes_than_fit_cost_the_least_recently_used():
     recorder = Recorder()
     graphs = graphs_of(recorder)
-    for key in [*range(MOST), *range(MOST), MOST, MOST]:
+    for key in [*range(MAX_GRAPHS), *range(MAX_GRAPHS), MAX_GRAPHS, MAX_GRAPHS]:
         assert graphs.run(key, constant(key)).item() == key
-    assert recorder.captures == MOST + 1 and len(graphs) == MOST
+    assert recorder.captures == MAX_GRAPHS + 1 and len(graphs) == MAX_GRAPHS
     graphs.run(1, constant(1))
-    assert recorder.captures == MOST + 1, "1 is still there"
+    assert recorder.captures == MAX_GRAPHS + 1, "1 is still there"
     for _ in range(2):
         assert graphs.run(0, constant(0)).item() == 0
-    assert recorder.captures == MOST + 2, "0 was the one to go"
+    assert recorder.captures == MAX_GRAPHS + 2, "0 was the one to go"
 
 
 def test_what_is_forgotten_is_captured_anew_into_a_pool_of_its_own():

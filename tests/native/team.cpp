@@ -8,7 +8,7 @@
 
 #include "team.h"
 
-constexpr int MOST_ITEMS = 40;
+constexpr int MAX_ITEMS = 40;
 
 int main(int, char** argv) {
     // A thread that does not come holds up nobody; when it comes after all, nothing is left for it.
@@ -23,8 +23,8 @@ int main(int, char** argv) {
     const int threads = atoi(argv[1]), phases = atoi(argv[2]);
     std::vector<int> counts(static_cast<size_t>(phases));
     std::mt19937 random(7);
-    for (int& count : counts) count = random() % 4 ? int(random() % MOST_ITEMS) : int(random() % 3);  // often fewer than threads
-    std::vector<std::vector<int64_t>> done(2, std::vector<int64_t>(MOST_ITEMS, -1));  // the stage in which an item was done last
+    for (int& count : counts) count = random() % 4 ? int(random() % MAX_ITEMS) : int(random() % 3);  // often fewer than threads
+    std::vector<std::vector<int64_t>> done(2, std::vector<int64_t>(MAX_ITEMS, -1));  // the stage in which an item was done last
     std::vector<int64_t> of_thread(static_cast<size_t>(threads));
     std::atomic<int> wrong{0};
     everbatch::Team::Shared shared(threads);

@@ -11,7 +11,7 @@ import pytest
 from backend.api.errors import ConfigError
 from backend.models.loader import DEFAULT_MODEL
 from backend.quant.__main__ import calibration_rows
-from backend.quant.text import BUILT_IN, LEAST_TOKENS, built_in_texts, read_text, rows_of
+from backend.quant.text import BUILT_IN, MIN_TOKENS, built_in_texts, read_text, rows_of
 from benchmarks.perplexity import HELD_OUT
 from deploy.errors import UserError
 from deploy.quantize import QuantizeOptions, command_of
@@ -105,5 +105,5 @@ def test_texts_that_cannot_be_used_are_refused(model, tmp_path):
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match=r"is not UTF-8 \(byte 2\)"):
         read_text(tmp_path / "binary")
-    with pytest.raises(ConfigError, match=f"at least {LEAST_TOKENS} are needed"):
+    with pytest.raises(ConfigError, match=f"at least {MIN_TOKENS} are needed"):
         rows_of(["short"], model, 512)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import sampling as kernel
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode, NativeSampling
 
-LEAST_TEMPERATURE = 1.2e-38
+MIN_TEMPERATURE = 1.2e-38
 KINDS = ("normal", "zipf", "flat", "coarse", "masked", "lonely", "wide")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kernels import sampling as kernel
 from kernels.cpu.sampling import FloatColumn, IntColumn, NativeSampling
-from tests.sampling.native import KINDS, LEAST_TEMPERATURE, Parameters, draw, draw_by_reference, logits_of
+from tests.sampling.native import KINDS, MIN_TEMPERATURE, Parameters, draw, draw_by_reference, logits_of
 
 VOCABS = (1, 2, 17, 127, 128, 129, 1000, 4097, 50257, 128256)
 CHI_SQUARE = {7: 24.32, 99: 148.23}  # upper 0.1 % points by degrees of freedom
@@ -41,7 +41,7 @@ def test_the_same_weights_give_the_token_of_the_reference(native: NativeSampling
 def random_parameters(rng: random.Random, vocab: int) -> Parameters:
     """Each filter is off half the time."""
     return Parameters(
-        temperature=rng.choice([LEAST_TEMPERATURE, 1e-3, 0.3, 0.8, 1.0, 1.7, 100.0, 1e30]),
+        temperature=rng.choice([MIN_TEMPERATURE, 1e-3, 0.3, 0.8, 1.0, 1.7, 100.0, 1e30]),
         top_k=min(vocab, rng.choice([0, 0, 0, 1, 2, 50, 1023, 1025, vocab, max(1, vocab - 1)])),
         top_p=rng.choice([1.0, 1.0, 1.0, 1e-12, 0.1, 0.5, 0.9, 1 - 1e-9]),
         min_p=rng.choice([0.0, 0.0, 0.0, 1e-13, 1e-6, 0.05, 0.5, 1.0]),

@@ -24,7 +24,7 @@ LAYERS = {
     "o": ((4096, 4096), (40, 128)),
 }
 TOKENS = {1: 1, 16: 3, 64: 18, 256: 66, 2048: 70, 8192: 260}  # m, and in the interpreter
-MOST_CHECKED = 512  # rows
+MAX_CHECKED = 512  # rows
 
 
 class Inputs(NamedTuple):
@@ -66,7 +66,7 @@ def _make_w4a8(random: Random, m: int, n: int, k: int, per_group: bool) -> Input
 
 def _some(x: Inputs, out: Tensor) -> tuple[Tensor | Int8Rows, Tensor]:
     """Rows to be checked, and what came out for them; the last one among them."""
-    chosen = torch.linspace(0, len(out) - 1, min(MOST_CHECKED, len(out)), device=out.device).long()
+    chosen = torch.linspace(0, len(out) - 1, min(MAX_CHECKED, len(out)), device=out.device).long()
     rows = Int8Rows(*(part[chosen] for part in x.x)) if isinstance(x.x, Int8Rows) else x.x[chosen]
     return rows, out[chosen]
 

@@ -21,7 +21,7 @@ LAYERS = {
     True: ((64, (48, 16, 16)), (48, (64,)), (64, (40, 40)), (40, (64,))),
 }
 # 8 % of a layer's share of a decode step of 64 rows in bf16 at its floor: 5.56 ms / 32
-MOST_US = 13.9
+MAX_US = 13.9
 
 
 class One(NamedTuple):
@@ -99,7 +99,7 @@ def cases(small: bool) -> list[Case]:
     adapter_bytes = sum(2 * RANK * (len(widths) * k + sum(widths)) for k, widths in LAYERS[small])
     # name -> adapters, goals, peers
     rows = {
-        "1 adapter": (1, (at_most_us(MOST_US),), (Peer("addmm", _addmm),)),
+        "1 adapter": (1, (at_most_us(MAX_US),), (Peer("addmm", _addmm),)),
         "64 adapters": (64, (times_floor(1.5),), (Peer("bmm", _bmm),)),
         "no adapter": (0, (), ()),
     }

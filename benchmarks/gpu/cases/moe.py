@@ -14,7 +14,7 @@ from kernels import moe
 EXPERTS, TOP_K = 8, 2
 TOKENS = {64: 5, 2048: 9}  # and in the interpreter
 LAYERS = {"gate_up": ((28672, 4096), (40, 64)), "down": ((4096, 14336), (64, 40))}  # n, k
-MOST_CHECKED = 256  # rows
+MAX_CHECKED = 256  # rows
 
 
 class Inputs(NamedTuple):
@@ -40,13 +40,13 @@ def _sum(given: Inputs) -> Tensor:
 
 
 def _check_product(given: Inputs, out: Tensor) -> Check:
-    rows = min(MOST_CHECKED, len(out))
+    rows = min(MAX_CHECKED, len(out))
     expected = moe.reference(given.x[: rows // TOP_K], given.w, given.groups.ids[:rows], TOP_K)
     return near(out[:rows], expected)
 
 
 def _check_sum(given: Inputs, out: Tensor) -> Check:
-    tokens = min(MOST_CHECKED // TOP_K, len(out))
+    tokens = min(MAX_CHECKED // TOP_K, len(out))
     pairs = moe.reference(given.x[: tokens * TOP_K], given.w, given.groups.ids[: tokens * TOP_K], 1)
     return near(out[:tokens], moe.reference_sum(pairs, given.weights[:tokens]))
 

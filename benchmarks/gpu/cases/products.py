@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Peer
 
 FP8 = "_scaled_mm fp8"
-MOST_TINYGEMM = 256  # rows: it is made for few
+MAX_TINYGEMM = 256  # rows: it is made for few
 INNER_K_TILES = 8
 
 
@@ -58,7 +58,7 @@ def _tinygemm(given: tuple) -> Tensor:
 
 
 def _refuse(inputs: Any) -> tuple:
-    raise ValueError(f"it is made for few rows, at most {MOST_TINYGEMM} here")
+    raise ValueError(f"it is made for few rows, at most {MAX_TINYGEMM} here")
 
 
 CUBLAS = Peer("cuBLAS bf16", lambda given: F.linear(*given), _make_cublas)
@@ -67,4 +67,4 @@ SCALED_MM = Peer(FP8, _scaled_mm, _make_scaled_mm)
 
 
 def tinygemm(m: int) -> Peer:
-    return Peer("tinygemm int4", _tinygemm, _make_tinygemm if m <= MOST_TINYGEMM else _refuse)
+    return Peer("tinygemm int4", _tinygemm, _make_tinygemm if m <= MAX_TINYGEMM else _refuse)

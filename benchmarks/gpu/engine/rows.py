@@ -25,7 +25,7 @@ BATCHES = (64, 1, 256)  # in the order in which they are run
 CONTEXT = 1024
 ENGINE_S, ROW_S = 60.0, 25.0  # that loading, and a row, are thought to take; none is begun with less
 
-MOST_SMALL = 6  # rows of the tiny engine
+MAX_SMALL = 6  # rows of the tiny engine
 
 
 class Row(NamedTuple):
@@ -100,7 +100,7 @@ def run_small(row: Row) -> Record:
         status = NOT_RUN if type(error).__name__ == "ConfigError" else FAILED
         return {"status": status, "reason": reason_of(error)}
     try:
-        return _measured(engine, row._replace(batch=min(row.batch, MOST_SMALL)), NOMINAL, SMALL)
+        return _measured(engine, row._replace(batch=min(row.batch, MAX_SMALL)), NOMINAL, SMALL)
     finally:
         engine.close()
 

@@ -1,12 +1,12 @@
 // AMX: eight tiles of 16 rows x 64 bytes, and products of two of them. EVERBATCH_EMULATE_AMX replaces the instructions by loops with
-// the same results, so that the code above them is proven on machines without AMX.
+// the same results, so that the code that uses them is tested on machines without AMX.
 #pragma once
 #include "simd.h"
 #if defined(EVERBATCH_AMX)
 
 namespace everbatch::amx {
 
-struct alignas(64) Config {  // as ldtilecfg reads it
+struct alignas(64) Config {  // the layout that ldtilecfg reads
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
@@ -127,8 +127,8 @@ inline void configure(int rows, int depth) {
 
 namespace everbatch {
 
-// To be held by a thread while it calls products. Other code (torch's) may have used its tiles before; those that are left in use would be
-// saved whenever the kernel switches threads.
+// A thread holds this object while it calls products. Other code (torch's) may have used the tiles before, so they are configured anew; and
+// they are released at the end, because the kernel saves tiles in use at every switch of threads.
 struct TilesOfThread {
 #if defined(EVERBATCH_AMX)
     TilesOfThread() { amx::configured = 0; }

@@ -1,4 +1,4 @@
-// The C interface. Every structure is mirrored field by field in kernels/cpu/structs.py.
+// The C interface. kernels/cpu/structs.py mirrors every structure field by field.
 #pragma once
 #include "attention.h"
 #include "screen.h"
@@ -14,19 +14,19 @@ struct everbatch_layer {
 
 struct everbatch_model {
     int64_t hidden, intermediate, num_layers, heads, vocab, max_seq_len;
-    everbatch::KVLayout kv;  // its element_bytes is the type computed in: 4 float32, 2 bfloat16
+    everbatch::KVLayout kv;  // element_bytes says what type is computed in: 4 float32, 2 bfloat16
     float eps;
     const void* embedding;   // [vocab][hidden] in that type
     const float *cos, *sin;  // [max_seq_len][head_dim / 2]
     const float* norm;       // [hidden]
     everbatch::Linear lm_head;
-    everbatch::Screen screen;  // of lm_head
+    everbatch::Screen screen;  // the screen of lm_head
     const everbatch_layer* layers;
 };
 
 struct everbatch_row {
     int32_t slot, num_computed, num_tokens;
-    int32_t num_logits;  // of its last tokens
+    int32_t num_logits;  // how many of its last tokens yield logits
 };
 
 struct everbatch_batch {

@@ -1,26 +1,27 @@
-// Attention over a paged KV pool that is kept as packed panels (tiles.h), so that both of its products are plain panel products.
+// Attention over a paged KV pool that is stored as packed panels (tiles.h), so that its two products are plain panel products.
 //
 //     a block of one layer     [kv heads] x { keys, values }           block_size tokens, a multiple of 32
 //     keys                     [block_size / 32] panels of `dim` rows, 32 keys side by side
 //     values                   [block_size / 32][dim / 32] panels of 32 rows (the tokens), 32 dimensions side by side
 //     int8                     the same as bytes in the bfloat16 order, then float32 scales: keys [block_size], values [block_size]
 //
-// `dim` is the head dimension rounded up to 32; what is beyond it is zero, and so is what has not been written of a panel.
-// The queries of a few tokens and of all heads that share a kv head are the rows of a product. Softmax runs over segments of
-// SEGMENT positions with a running maximum (Milakov and Gimelshein, 2018); segments begin at multiples of SEGMENT of the absolute
-// position, so a token's result does not depend on the chunk in which it is computed.
+// `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.
+// The queries of a few tokens and of all heads that share a kv head are the rows of a product. The softmax is online (Milakov and
+// Gimelshein, 2018) over segments of SEGMENT positions: for each row, m_i is the greatest score so far, l_i the sum of its
+// exponentials, acc the sum of its weighted values. Segments begin at multiples of SEGMENT of the absolute position, so a token's
+// result does not depend on the chunk in which it is computed.
 #pragma once
 #include "rows.h"
 
 namespace everbatch {
 
 constexpr int SEGMENT = 256;  // positions
-constexpr int AHEAD = 2;      // panels
-constexpr int MOST_HEAD_DIM = 1024;
+constexpr int AHEAD = 2;      // panels that are fetched in advance
+constexpr int MAX_HEAD_DIM = 1024;
 
 struct KVLayout {
     int32_t block_size, kv_heads, head_dim, is_int8;
-    int32_t element_bytes;  // of the type that is computed in: 2 or 4
+    int32_t element_bytes;  // 2 for computing in bfloat16, 4 for float32
 
     int dim() const { return (head_dim + PANEL - 1) / PANEL * PANEL; }
     size_t unit() const { return size_t(PANEL) * dim(); }  // elements of the keys, or values, of 32 tokens
@@ -47,7 +48,7 @@ struct KVHead {
     float* value_scales() const { return key_scales() + layout.block_size; }
 };
 
-// Puts a key and a value, [dim] cells each, at token `token` of a unit.
+// Stores a key and a value, [dim] cells each, as token `token` of a unit.
 template <class E>
 void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) {
     constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;  // int8 cells too
@@ -57,7 +58,7 @@ void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) 
     }
 }
 
-// Fetches what write_cell touches: a key lies spread over a cache line for each pair of dimensions.
+// Prefetches the cache lines that write_cell writes: those of a key are many, one for each pair of dimensions.
 template <class E>
 void prefetch_cell(const KVHead& head, int offset) {
     const KVLayout& l = head.layout;
@@ -69,13 +70,13 @@ void prefetch_cell(const KVHead& head, int offset) {
         __builtin_prefetch(head.values<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(token, d % PANEL), 1);
 }
 
-// Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the cells.
+// Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the type of the cells.
 template <class E>
 void write_cell(const KVHead& head, int offset, const float* key, const float* value) {
     const KVLayout& l = head.layout;
     const int unit = offset / PANEL, token = offset % PANEL, dim = l.dim();
     E *k = head.keys<E>(unit), *v = head.values<E>(unit);
-    if (token == 0) {  // the first of its panel: what nobody has written yet must not hold what could spread (NaN)
+    if (token == 0) {  // the first of its panel: clear the cells not written yet, because a NaN there would spread
         memset((void*)k, 0, l.unit() * sizeof(E)), memset((void*)v, 0, l.unit() * sizeof(E));
         if (l.is_int8)
             for (int i = 0; i < PANEL; i++) head.key_scales()[offset + i] = head.value_scales()[offset + i] = 0;
@@ -83,7 +84,7 @@ void write_cell(const KVHead& head, int offset, const float* key, const float* v
     if constexpr (sizeof(E) == 4) {
         scatter_cell(k, v, dim, token, key, value);
     } else {
-        alignas(64) E keys[MOST_HEAD_DIM], values[MOST_HEAD_DIM];
+        alignas(64) E keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
         if constexpr (sizeof(E) == 2) {
             for (int d = 0; d < dim; d += LANES) store_bf16(keys + d, load<Vec>(key + d)), store_bf16(values + d, load<Vec>(value + d));
         } else {
@@ -114,7 +115,7 @@ void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out, co
     }
 }
 
-// The first panels that an attend() reads, for the one before it to fetch.
+// The first panels of an attend(), which the one before it fetches.
 struct Ahead {
     const char* at[AHEAD] = {};
 };
@@ -122,12 +123,12 @@ struct Ahead {
 // Scratch of one thread.
 template <class T>
 struct AttentionScratch {
-    Buffer<float> scores, sums, most, total;
+    Buffer<float> scores, acc, m_i, l_i;  // m_i, l_i and acc of the online softmax, for each row
     Buffer<T> weights, panel;
     const char* fetched = nullptr;  // the panel that the last attend() has begun to fetch
 
     void shape(int rows, int dim) {
-        scores.grow(size_t(rows) * SEGMENT), sums.grow(size_t(rows) * dim), most.grow(rows), total.grow(rows);
+        scores.grow(size_t(rows) * SEGMENT), acc.grow(size_t(rows) * dim), m_i.grow(rows), l_i.grow(rows);
         weights.grow(size_t(rows) * (SEGMENT + 32)), panel.grow(size_t(PANEL) * dim);
     }
 };
@@ -140,8 +141,8 @@ ALWAYS_INLINE void with_prefetch(bool wanted, F f) {
         f(std::integral_constant<int, 0>());
 }
 
-// The way of attend() through one kv head of a sequence, for `tokens` positions from `position` on: segments of keys, of each its
-// panels of keys and then those of values.
+// The order in which attend() reads one kv head of a sequence, for `tokens` positions from `position` on: segment by segment, first
+// the panels of keys and then those of values.
 class Walk {
 public:
     // table: the sequence's block ids. window: tokens that a query sees, itself included; 0 = all.
@@ -152,7 +153,7 @@ public:
 
     const int64_t position;
     const int tokens;
-    const int64_t end;  // key after the last one that is seen
+    const int64_t end;  // one past the last key that is seen
     const int64_t window;
 
     int64_t first_segment() const { return first_key_ / SEGMENT * SEGMENT; }
@@ -164,7 +165,7 @@ public:
     }
     int unit(int64_t key) const { return int(key % l_.block_size / PANEL); }
 
-    // E: the pool's cells.
+    // E: the type of the pool's cells.
     template <class E>
     Ahead first_panels(int64_t segment) const {
         Ahead ahead;
@@ -183,21 +184,22 @@ private:
     const int32_t* const table_;
 };
 
-// Attends the walk's tokens, `group` query heads each, to one kv head. E: the pool's cells. q [tokens * group][dim] of T, zero beyond
-// head_dim. after: what is attended to next. put(token, head in group, sums [dim], 1 / total).
+// Computes attention of the walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
+// q [tokens * group][dim] of T, zero beyond head_dim. after: the first panels of the next call. put(token, head in group, acc [dim],
+// 1 / l_i) takes the results.
 template <class T, class E, class Put>
 void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, const Ahead& after, AttentionScratch<T>& s, Put put) {
     constexpr size_t WEIGHTS_LD = SEGMENT + 32;
     constexpr bool IS_INT8 = sizeof(E) == 1;
-    const int dim = l.dim(), rows = walk.tokens * group, most_rows = rows_at_once<T>();
+    const int dim = l.dim(), rows = walk.tokens * group, max_rows = rows_at_once<T>();
     s.shape(rows, dim);
-    std::fill_n(s.sums.data(), rows * dim, 0.0f);
-    std::fill_n(s.most.data(), rows, -INFINITY);
-    std::fill_n(s.total.data(), rows, 0.0f);
-    float *most = s.most.data(), *total = s.total.data();
+    std::fill_n(s.acc.data(), rows * dim, 0.0f);
+    std::fill_n(s.m_i.data(), rows, -INFINITY);
+    std::fill_n(s.l_i.data(), rows, 0.0f);
+    float *m_i = s.m_i.data(), *l_i = s.l_i.data();
     for (int64_t base = walk.first_segment(); base < walk.end; base += SEGMENT) {
         const int64_t from = walk.from(base), to = walk.to(base);
-        // The panels in the order in which they are read; `AHEAD` of them are on their way from memory.
+        // The panels in the order in which they are read. While one is used, the one AHEAD places later is fetched.
         const char* order[2 * SEGMENT / PANEL + AHEAD];
         const int count = int(to - from) / PANEL;
         for (int i = 0; i < count; i++) {
@@ -220,10 +222,10 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                 dequantize_panel<T, true>(head.keys<E>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data(), ahead);
                 panel = s.panel.data();
             }
-            for (int r = 0; r < rows; r += most_rows)
+            for (int r = 0; r < rows; r += max_rows)
                 with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                     product<lines()>(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT,
-                                     true, std::min(most_rows, rows - r), ahead);
+                                     true, std::min(max_rows, rows - r), ahead);
                 });
         }
         const int lo = int(from - base), hi = int(to - base);
@@ -236,8 +238,8 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
             for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
             Vec greatest = splat(-INFINITY);
             for (int i = lo; i < hi; i += LANES) greatest = vmax(greatest, load<Vec>(x + i));
-            const float before = most[r], now = std::max(before, reduce_max(greatest));
-            const float shift = now == -INFINITY ? 0.0f : now;
+            const float m_prev = m_i[r], m_new = std::max(m_prev, reduce_max(greatest));
+            const float shift = m_new == -INFINITY ? 0.0f : m_new;
             T* p = s.weights.data() + size_t(r) * WEIGHTS_LD;
             Vec sum{};
             for (int i = lo; i < hi; i += LANES) {
@@ -248,12 +250,12 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                 else
                     store_bf16(p + i, e);
             }
-            const float keep = before == -INFINITY ? 0.0f : exp_negative(splat((before - shift) * scale))[0];
-            total[r] = total[r] * keep + reduce_add(sum);
-            most[r] = now;
-            if (keep != 1.0f) {
-                float* sums = s.sums.data() + size_t(r) * dim;
-                for (int d = 0; d < dim; d += LANES) store(sums + d, load<Vec>(sums + d) * keep);
+            const float alpha = m_prev == -INFINITY ? 0.0f : exp_negative(splat((m_prev - shift) * scale))[0];
+            l_i[r] = l_i[r] * alpha + reduce_add(sum);
+            m_i[r] = m_new;
+            if (alpha != 1.0f) {
+                float* acc = s.acc.data() + size_t(r) * dim;
+                for (int d = 0; d < dim; d += LANES) store(acc + d, load<Vec>(acc + d) * alpha);
             }
         }
         for (int64_t key = from; key < to; key += PANEL) {
@@ -267,15 +269,15 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
                                                s.panel.data(), ahead);
                     panel = s.panel.data();
                 }
-                for (int r = 0; r < rows; r += most_rows)
+                for (int r = 0; r < rows; r += max_rows)
                     with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
                         product<lines()>(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
-                                         s.sums.data() + size_t(r) * dim + d, dim, false, std::min(most_rows, rows - r), ahead);
+                                         s.acc.data() + size_t(r) * dim + d, dim, false, std::min(max_rows, rows - r), ahead);
                     });
             }
         }
     }
-    for (int r = 0; r < rows; r++) put(r / group, r % group, s.sums.data() + size_t(r) * dim, 1.0f / total[r]);
+    for (int r = 0; r < rows; r++) put(r / group, r % group, s.acc.data() + size_t(r) * dim, 1.0f / l_i[r]);
 }
 
 }  // namespace everbatch

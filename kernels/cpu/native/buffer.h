@@ -1,5 +1,4 @@
-// Memory that grows and is never given back before its owner ends; begins at a cache line, which vectors of 64 bytes need to be
-// loaded at once.
+// Memory that grows and is freed only with its owner. It begins at a cache line, so that vectors of 64 bytes do not cross lines.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +15,7 @@ public:
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { std::free(data_); }
 
-    // Room for `size` elements. New room is zero; what was there is lost when it grows.
+    // Makes room for `size` elements. If it has to grow, the content is lost and everything is zero.
     void grow(size_t size) {
         if (size <= size_) return;
         std::free(data_);

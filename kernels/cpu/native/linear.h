@@ -1,7 +1,7 @@
 // A linear layer over packed weights, for any number of rows: out[row][n] = sum over k of a[row][k] * w[n][k] + bias[n].
 //
-// A thread takes a few panels at a time. For many rows a panel is cut along k, so that the piece stays in the innermost cache
-// while all rows pass it; the sums wait in a scratch of the thread. Weights are read from memory once.
+// A thread takes a few panels at a time. For many rows a panel is cut along k into pieces that stay in the first-level cache while
+// they are multiplied with all rows; partial sums are kept in scratch memory of the thread. Weights are read from memory once.
 #pragma once
 #include "buffer.h"
 #include "team.h"
@@ -28,7 +28,7 @@ struct Linear {
     }
 };
 
-// Rows as a linear layer reads them: bfloat16 or float32 [rows][ld], or int8 with scales. Columns k .. depth are zero.
+// The input of a linear layer: bfloat16 or float32 [rows][ld], or int8 with scales. Columns k .. depth are zero.
 struct Operand {
     const void* data = nullptr;
     size_t ld = 0;  // elements
@@ -45,8 +45,8 @@ struct Operand {
     }
 };
 
-// Rows of a panel that are used on all rows of the batch before the next ones: as many as the innermost cache keeps, where the
-// products are fast enough (bfloat16 on AMX) or the work of unpacking is to be shared; else the second cache's speed will do.
+// Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
+// where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
 constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
 #if defined(EVERBATCH_AMX)
 constexpr int PIECE_OF_HALVES = SHORT_PIECE;
@@ -56,8 +56,8 @@ constexpr int PIECE_OF_HALVES = LONG_PIECE;
 inline int64_t longest_piece(Format format) {
     return format == INT8 ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
-constexpr int MOST_ROWS = 512;  // rows of one pass over the weights
-constexpr int HELD_ROWS = 96;   // whose sums of a panel the innermost cache keeps until they are handed over
+constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
+constexpr int HELD_ROWS = 96;   // rows whose sums of a panel fit the first-level cache until put() takes them
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
 template <class T>
@@ -82,14 +82,14 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// Bytes between what is used of a panel and what is fetched, where one tile has all rows: measured on Zen 4, and by others with AMX.
+// Distance of prefetching in bytes, if one tile has all rows: measured on Zen 4; that for AMX is from the literature.
 #if defined(EVERBATCH_AMX)
 constexpr int64_t fetch_ahead(int) { return 8192; }
 #else
 constexpr int64_t fetch_ahead(int rows) { return rows < 4 ? 4096 : 8192; }
 #endif
 
-// Panels that an item of work takes, so that the threads' shares are even: 4 share a pass over many rows of activations.
+// The number of panels in an item of work (at most 4 share a pass over many rows) that makes the threads' shares most even.
 inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     int64_t best = 1, least = INT64_MAX;
     for (int64_t together = rows <= 32 ? 1 : 4; together >= 1; together--) {
@@ -99,11 +99,11 @@ inline int64_t panels_together(int64_t panels, int64_t rows, int threads) {
     return best;
 }
 
-// Up to MOST_ROWS rows times some of a layer's panels: panel_at(0 .. panels), AT_ONCE together. T: bf16 for BFLOAT16; what INT8 is
-// unpacked to; float for the others.
+// The product of up to MAX_ROWS rows with some of a layer's panels, panel_at(0 .. panels), AT_ONCE at a time. T is bf16 for BFLOAT16,
+// the type that INT8 is unpacked to, and float for the others.
 //
-// An item of work is a few panels, multiplied piece by piece along k with all tiles of rows. Sums wait for the next piece; where there is
-// only one, they are handed over as soon as a few tiles are done.
+// An item of work is a few panels, multiplied piece by piece along k with all tiles of rows. Sums are kept until the last piece; if there
+// is only one piece, put() gets them as soon as a few tiles are done.
 template <class T, int AT_ONCE, class At, class Put>
 class Pass {
 public:
@@ -112,12 +112,12 @@ public:
         const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = longest_piece(Format(l.format));
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
-        // All panels of an item meet a piece of the rows while the innermost caches have it.
+        // All panels of an item are multiplied with a piece of the rows while the caches hold it.
         together_ = AT_ONCE * (waits() ? panels_together(panels / AT_ONCE, rows, threads) : 1);
     }
 
     int64_t items() const { return (panels_ + together_ - 1) / together_; }
-    size_t scratch_size() const { return size_t(waits() ? together_ * rows_ : AT_ONCE * held_ * most_) * PANEL; }
+    size_t scratch_size() const { return size_t(waits() ? together_ * rows_ : AT_ONCE * held_ * tile_rows_) * PANEL; }
 
     void run(int64_t item, float* scratch) const {
         alignas(64) T unpacked[AT_ONCE][SHORT_PIECE * PANEL];
@@ -127,7 +127,7 @@ public:
             for (int64_t i = i0; i < i1; i += AT_ONCE) {
                 Part parts[AT_ONCE];
                 for (int n = 0; n < AT_ONCE; n++) {
-                    // What is read next: these rows of the panels that follow, the next rows of the first ones, or the next item.
+                    // The next read is the same piece of the following panels, the next piece of the first ones, or the next item.
                     const int64_t next = i + AT_ONCE < i1 ? at(panel_at_(i + AT_ONCE + n), first)
                                          : first + piece_ < depth_ ? at(panel_at_(i0 + n), first + piece_)
                                                                    : at(panel_at_(std::min(i1, panels_ - AT_ONCE) + n), 0);
@@ -139,8 +139,8 @@ public:
     }
 
 private:
-    struct Part {  // of a panel: the rows of a piece
-        const void* rows;  // of T, or of W8A8 from the panel's beginning on
+    struct Part {  // a piece of a panel
+        const void* rows;  // its rows as T; for W8A8 the whole panel's
         const bf16* scales;
         const char* next;
     };
@@ -158,24 +158,24 @@ private:
         return {unpacked, scales, data + next};
     }
 
-    // All tiles; sums: of AT_ONCE panels.
+    // Multiplies all tiles with a piece of AT_ONCE panels; `sums` are those of these panels.
     void multiply(const Part* parts, int64_t i, int64_t first, int64_t count, bool is_last, float* sums) const {
         for (int t0 = 0; t0 < tiles_; t0 += held_) {
             const int t1 = std::min(tiles_, t0 + held_), r0 = first_row(t0);
             float* of_panel[AT_ONCE];
             for (int n = 0; n < AT_ONCE; n++) {
-                of_panel[n] = sums + (waits() ? n * rows_ + r0 : n * held_ * most_) * PANEL;
+                of_panel[n] = sums + (waits() ? n * rows_ + r0 : n * held_ * tile_rows_) * PANEL;
                 for (int t = t0; t < t1; t++) product_of(t, parts[n], first, count, of_panel[n] + (first_row(t) - r0) * PANEL);
             }
             if (is_last) hand_over(i, r0, first_row(t1), of_panel);
         }
     }
 
-    // c (+)= a tile times rows first .. first + count of a panel. The first tiles fetch what is read next.
+    // c (+)= a tile times rows first .. first + count of a panel. The first tiles prefetch the next read.
     void product_of(int tile, const Part& part, int64_t first, int64_t count, float* c) const {
         const int64_t row = row0_ + first_row(tile);
         const int n = first_row(tile + 1) - first_row(tile);
-        const bool in_half = tiles_ > 1 && !unpacks_;  // two tiles share the fetching; unpacked rows are twice what is read
+        const bool in_half = tiles_ > 1 && !unpacks_;  // two tiles share the prefetching; unpacked rows have twice the bytes
         const char* next = part.next + (in_half ? tile * count * PANEL * bytes_ / 2 : 0);
         auto run = [&](auto lines) {
             if (l_.format == W8A8)
@@ -215,20 +215,20 @@ private:
     At& panel_at_;
     Put& put_;
     const bool unpacks_ = l_.format == INT8;
-    const int64_t depth_ = l_.depth(), bytes_ = l_.format >= INT8 ? 1 : sizeof(T);  // bytes: of an element as it lies
-    const int most_ = l_.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + most_ - 1) / most_;
-    const int held_ = std::max(1, HELD_ROWS / most_);  // tiles
+    const int64_t depth_ = l_.depth(), bytes_ = l_.format >= INT8 ? 1 : sizeof(T);  // bytes of a stored element
+    const int tile_rows_ = l_.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
+    const int held_ = std::max(1, HELD_ROWS / tile_rows_);  // tiles
     const bool few_ = tiles_ == 1 && !unpacks_;
     int64_t piece_, together_;
 };
 
-// put(row, column, sums...): hands over 32 sums of one row and panel, bias added, of AT_ONCE panels, with the first one's column; columns
-// from l.n on are padding.
+// put(row, column, sums...) gets the 32 sums of one row, with bias, of each of AT_ONCE panels. `column` is that of the first panel's first
+// sum; columns from l.n on are padding.
 template <class T, int AT_ONCE, class At, class Put>
 void in_order(Team& team, const Linear& l, const Operand& a, int64_t rows, int64_t panels, At panel_at, Put put) {
     static thread_local Buffer<float> scratch;
-    for (int64_t row0 = 0; row0 < rows; row0 += MOST_ROWS) {
-        const int count = int(std::min<int64_t>(MOST_ROWS, rows - row0));
+    for (int64_t row0 = 0; row0 < rows; row0 += MAX_ROWS) {
+        const int count = int(std::min<int64_t>(MAX_ROWS, rows - row0));
         const Pass<T, AT_ONCE, At, Put> pass(l, a, row0, count, panels, panel_at, put, team.size);
         scratch.grow(pass.scratch_size());
         team.for_each(pass.items(), [&](int64_t item) { pass.run(item, scratch.data()); });
@@ -240,7 +240,7 @@ void linear(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put
     in_order<T, 1>(team, l, a, rows, l.panels(), [](int64_t i) { return i; }, put);
 }
 
-// Of a layer whose outputs are two halves of whole panels: put(row, column, sums of the first half, sums of the second).
+// The product with a layer whose outputs are two halves of whole panels: put(row, column, sums of the first half, of the second).
 template <class T, class Put>
 void linear_of_halves(Team& team, const Linear& l, const Operand& a, int64_t rows, Put put) {
     const int64_t panels = l.panels(), half = panels / 2;

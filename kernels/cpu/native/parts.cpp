@@ -1,4 +1,4 @@
-// Packing, and single kernels for tests and measurements: the step (step.cpp) is made of the same functions.
+// Packing, and single kernels for tests and benchmarks; step.cpp uses the same functions.
 #include "api.h"
 
 using namespace everbatch;
@@ -76,8 +76,8 @@ void everbatch_screen(const Linear* lm_head, const Screen* screen, int32_t threa
     });
 }
 
-// The largest rate at which the machine hands over memory: `passes` times over `bytes`, on all threads. Returns a number that
-// depends on all of it, so that nothing is left out.
+// Reads `bytes` of memory `passes` times on all threads, to measure the largest bandwidth. The result depends on every byte read, so
+// that the compiler cannot skip any.
 int64_t everbatch_read(const void* memory, int64_t bytes, int32_t passes, int32_t threads) {
     int64_t total = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : total)

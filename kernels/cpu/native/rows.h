@@ -1,13 +1,12 @@
-// What happens to single rows between the products: norms, the activation function, and putting rows into the form that a
-// linear layer reads.
+// Work on single rows between the products: norms, the activation function, and the conversion to operands of linear layers.
 #pragma once
 #include "linear.h"
 
 namespace everbatch {
 
-// Sum of x^2; the tail that is no whole vector goes one by one.
+// Sum of x^2. Elements after the last whole vector are added one by one.
 inline float sum_of_squares(const float* x, int64_t n) {
-    constexpr int CHAINS = 4;  // sums that do not wait for each other
+    constexpr int CHAINS = 4;  // independent sums, which do not wait for each other
     Vec sums[CHAINS] = {};
     int64_t i = 0;
     for (; i + CHAINS * LANES <= n; i += CHAINS * LANES)
@@ -36,9 +35,9 @@ inline void silu_mul(const float* gate, const float* up, int64_t n, float* out) 
 
 // int8 with one scale for each group: scale = max|x| / 127, q = round(x / scale). n is a multiple of LANES.
 inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum) {
-    Vec most{};
-    for (int64_t i = 0; i < n; i += LANES) most = vmax(most, vabs(load<Vec>(x + i)));
-    const float largest = reduce_max(most);
+    Vec maxima{};
+    for (int64_t i = 0; i < n; i += LANES) maxima = vmax(maxima, vabs(load<Vec>(x + i)));
+    const float largest = reduce_max(maxima);
     *scale = largest / 127.0f;
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
@@ -51,15 +50,15 @@ inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, i
     *sum = -WEIGHT_BIAS * reduce_add(total);
 }
 
-// Room for `rows` rows as some linear layers read them, reused from layer to layer.
+// The memory of an operand (linear.h), reused by all layers of the same format.
 class OperandBuffer {
 public:
-    // Takes the form that layers like `l` read.
+    // Makes room for `rows` rows in the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
         k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
         bytes_ = l.format == W8A8 ? 1 : element_bytes;
-        const size_t ld = size_t(depth) + 64 / bytes_;  // rows start in different sets of the cache
+        const size_t ld = size_t(depth) + 64 / bytes_;  // so that rows start in different cache sets
         data_.grow(size_t(rows) * ld * bytes_);
         view_ = {data_.data(), ld, nullptr, nullptr, 0};
         if (group_) {
@@ -84,10 +83,10 @@ public:
         }
     }
 
-    // Whether rows may come panel by panel: no group is cut.
+    // Whether put_panel may be used: a panel must not cut a group.
     bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || group_ == PANEL); }
 
-    // Columns column .. column + PANEL of row r.
+    // Stores columns column .. column + PANEL of row r.
     void put_panel(int64_t r, int64_t column, const float* x) {
         char* to = data_.data() + (size_t(r) * view_.ld + size_t(column)) * bytes_;
         if (bytes_ == 4) {

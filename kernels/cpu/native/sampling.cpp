@@ -1,4 +1,4 @@
-// The C interface to sampling: one call for all rows of a step. Mirrored field by field in kernels/cpu/sampling.py.
+// The C interface to sampling: one call for all rows of a step. kernels/cpu/sampling.py mirrors it field by field.
 #include "sampling.h"
 
 #include <omp.h>
@@ -21,15 +21,15 @@ constexpr int64_t OUT_OF_MEMORY = -1;
 }  // namespace
 
 extern "C" struct everbatch_samples {
-    float* logits;  // [num_logits][stride]; changed while a row is worked on, afterwards as before
+    float* logits;  // [num_logits][stride]; changed while a row is processed, then restored
     int64_t num_logits, stride, vocab;
     const double* floats;  // [num_slots][FLOAT_COLUMNS]
-    const int64_t* ints;   // [num_slots][INT_COLUMNS]; a column that is named like a list is its address
+    const int64_t* ints;   // [num_slots][INT_COLUMNS]; a column that is named after a list holds its address
     int64_t num_slots;
     const int64_t* token_ids;  // [num_slots][max_seq_len]
     int64_t max_seq_len;
-    int64_t count;              // of samples; the next three are parallel to them
-    const int64_t* rows;        // of the logits
+    int64_t count;              // number of samples; the next three arrays have this length
+    const int64_t* rows;        // rows of the logits
     const int64_t* slots;
     const int64_t* num_tokens;  // known tokens
     int64_t* chosen;            // [count]
@@ -58,7 +58,7 @@ double uniform(uint64_t seed, uint64_t counter) {
     return (double(word >> 12) + 0.5) * 0x1p-52;
 }
 
-// Works through one row after another; what it allocates it keeps for the next.
+// Processes one row after another, and keeps its allocations for the next one.
 class RowSampler {
 public:
     void run(const everbatch_samples& batch, int64_t i) {
@@ -85,7 +85,7 @@ private:
     const int64_t *ints_, *tokens_;
     float* logits_;
     int64_t vocab_, known_;
-    std::vector<std::pair<int64_t, float>> changes_;  // (token id, logit before); the latest last
+    std::vector<std::pair<int64_t, float>> changes_;  // (token id, logit before); in the order of the changes
     std::vector<float> maxima_;
     std::vector<int32_t> counts_;  // [vocab], zero between rows
     std::vector<int64_t> distinct_;
@@ -123,7 +123,7 @@ private:
         counts_.resize(size_t(vocab_));
         distinct_.clear();
         distinct_.reserve(size_t(std::min(known_, vocab_)));
-        changes_.reserve(changes_.size() + distinct_.capacity());  // from here on nothing throws: counts_ will be zero again
+        changes_.reserve(changes_.size() + distinct_.capacity());  // from here on nothing throws, so counts_ is always reset to zero
         for (int64_t n = 0; n < known_; n++) {
             const int64_t id = tokens_[n];
             if (!is_token(id)) continue;
@@ -156,7 +156,7 @@ private:
         return weights_.nth_equal(place.weight, int64_t(target - place.above.mass) / int64_t(place.weight));
     }
 
-    // What the tokens that top-k, top-p and min-p leave add up to: each leaves a head of the falling order.
+    // The sum of the weights that top-k, top-p and min-p keep; each keeps a prefix of the falling order.
     double filtered_total() {
         double mass = weights_.total;
         if (ints_[TOP_K] < vocab_) {
@@ -182,7 +182,7 @@ private:
         return std::max(total, double(weights_.heaviest));
     }
 
-    // Natural logarithms of softmax over the row's own logits: the chosen token's, and the greatest, equal ones by id.
+    // Natural logarithms of softmax over the row's own logits: the chosen token's, and the greatest ones, equal ones by lower id.
     void log_probs(int64_t chosen, float* own, float* top, int64_t* ids) {
         const LogitRow row{logits_, vocab_};
         const float greatest = row.maxima(maxima_);
@@ -195,7 +195,7 @@ private:
         const auto before = [](std::pair<float, int64_t> a, std::pair<float, int64_t> b) {
             return a.first > b.first || (a.first == b.first && a.second < b.second);
         };
-        best_.clear();  // a heap, the last of the best on top
+        best_.clear();  // a heap with the worst of the best on top
         for (int64_t b = 0; b < row.blocks(); b++) {
             if (best_.size() == k && !(value(maxima_[size_t(b)]) > best_.front().first)) continue;
             for (int64_t id = b * BLOCK; id < std::min((b + 1) * BLOCK, vocab_); id++) {
@@ -223,8 +223,8 @@ RowSampler& sampler_of_this_thread() {
 
 extern "C" {
 
-// Choose a token for each sample. 0, OUT_OF_MEMORY, or n > 0: sample n - 1 names a row or a slot that there is not, or a length
-// below 0; nothing was written then.
+// Choose a token for each sample. Returns 0, or OUT_OF_MEMORY, or n > 0 if sample n - 1 names a row or a slot that does not exist,
+// or a negative length; nothing has been written then.
 int64_t everbatch_sample(const everbatch_samples* batch) {
     const everbatch_samples& b = *batch;
     for (int64_t i = 0; i < b.count; i++)
@@ -243,7 +243,7 @@ int64_t everbatch_sample(const everbatch_samples* batch) {
     return status;
 }
 
-// The weights [vocab] that a row of logits gives at a temperature, for tests. False when there is no finite logit.
+// Computes the weights [vocab] of a row of logits at a temperature, for tests. Returns false if no logit is finite.
 int64_t everbatch_sampling_weights(const float* logits, int64_t vocab, float temperature, float* out) {
     const LogitRow row{logits, vocab};
     std::vector<float> maxima;

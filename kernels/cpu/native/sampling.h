@@ -1,13 +1,13 @@
-// The probability distribution of one row, in weights that are whole numbers, and where a need is met on the way down from the
-// heaviest token. The formula is that of kernels/sampling.py.
+// The probability distribution of one row as integer weights, and the search for the tokens that top-k, top-p, min-p and the draw
+// select. The formula is that of kernels/sampling.py.
 //
-// Weights reach 2^40 and are kept as float32 (a float32 rounded down to an integer is one); their sums stay below 2^53, so that
-// added up in double they are exact, in any order. The weights themselves are made by single IEEE operations, and sums of
-// exponentials on sixteen lanes in a fixed order: a row gets the same bits from any instruction set.
+// Weights are integers up to 2^40 that float32 holds exactly. Their sums stay below 2^53, so that sums in double are exact in any
+// order. Weights are computed by single IEEE operations, and exponentials are added on sixteen lanes in a fixed order, so a row's
+// bits are the same with any instruction set.
 //
-// Nothing is sorted. Tokens fall by (weight, then lower id first), so a place in that order is a weight, what lies above it, and a
-// number among its equals. The weight is found by halving an interval of weights; a pass reads only the blocks of tokens whose
-// heaviest is heavy enough, and ends as soon as the interval holds few of them.
+// Nothing is sorted. In falling order of weight, with the lower id first among equals, a place is given by a weight, the tokens
+// heavier than it, and an index among the tokens of that weight. The weight is found by halving an interval of weights. A pass
+// reads only the blocks of tokens whose heaviest lies in the interval or above, and the search ends once the interval holds few.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -19,9 +19,9 @@
 
 namespace everbatch::sampling {
 
-constexpr int BLOCK = 128;    // tokens that are looked at, or passed over, together
-constexpr int FEW = 128;      // weights that are sorted rather than split further
-constexpr int WIDTH = 16;     // lanes of a sum, whatever LANES is
+constexpr int BLOCK = 128;    // tokens that are read, or skipped, together
+constexpr int FEW = 128;      // once an interval holds this many weights, they are sorted
+constexpr int WIDTH = 16;     // lanes of a sum, independent of LANES
 constexpr float NOTHING = -33.0f;  // 2^22 tokens with e^-33 add up to less than a float32 resolves beside e^0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
@@ -40,7 +40,7 @@ ALWAYS_INLINE Wide widen(const float* p) {
 #endif
 }
 
-// A product that is rounded before anything is added to it, though the compiler may have a fused instruction.
+// A product that the compiler cannot fuse with a following addition.
 template <class T>
 ALWAYS_INLINE T product(T a, T b) {
     T p = a * b;
@@ -70,7 +70,7 @@ ALWAYS_INLINE Vec exponential(Vec x) {
     return is_zero ? Vec{} : p * floats((n + 127) << 23);
 }
 
-// One bit for each lane: whether the comparison held there.
+// One bit for each lane: whether the comparison is true there.
 ALWAYS_INLINE uint32_t lane_mask(IVec held) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)held, (__m512i)held);
@@ -105,7 +105,7 @@ inline float from_bits(uint32_t u) {
 
 // ---------------------------------------------------------------------------------------------------------------- logits
 
-// One row of logits. What the last block lacks counts as -infinity.
+// One row of logits, as if filled up with -infinity to whole blocks.
 struct LogitRow {
     const float* x;
     int64_t vocab;
@@ -121,35 +121,35 @@ struct LogitRow {
     }
 
     // The greatest logit of each block, and of the row. A NaN is never the greatest.
-    float maxima(std::vector<float>& most) const {
-        most.resize(size_t(blocks()));
+    float maxima(std::vector<float>& block_max) const {
+        block_max.resize(size_t(blocks()));
         float greatest = -INFINITE, padded[BLOCK];
         for (int64_t b = 0; b < blocks(); b++) {
             const float* at = block(b, padded);
             Vec m = splat(-INFINITE);
             for (int i = 0; i < BLOCK; i += LANES) m = vmax(load<Vec>(at + i), m);
-            most[size_t(b)] = reduce_max(m);
-            greatest = std::max(greatest, most[size_t(b)]);
+            block_max[size_t(b)] = reduce_max(m);
+            greatest = std::max(greatest, block_max[size_t(b)]);
         }
         return greatest;
     }
 
-    // The lowest id of those with the greatest logit.
-    int64_t first_of(float greatest, const std::vector<float>& most) const {
-        const int64_t b = std::find(most.begin(), most.end(), greatest) - most.begin();
+    // The lowest id among the tokens with the greatest logit.
+    int64_t first_of(float greatest, const std::vector<float>& block_max) const {
+        const int64_t b = std::find(block_max.begin(), block_max.end(), greatest) - block_max.begin();
         const float *begin = x + std::min(b * BLOCK, vocab), *end = x + std::min((b + 1) * BLOCK, vocab);
         const float* found = std::find(begin, end, greatest);
         return found == end ? 0 : found - x;
     }
 };
 
-// out (if wanted) = e^((x - greatest) / temperature) for every token; returns what they add up to. `most` from `maxima`.
+// out (if wanted) = e^((x - greatest) / temperature) for every token; returns their sum. `block_max` comes from `maxima`.
 template <bool STORE>
-double exponentials(const LogitRow& row, float greatest, float temperature, const std::vector<float>& most, float* out) {
+double exponentials(const LogitRow& row, float greatest, float temperature, const std::vector<float>& block_max, float* out) {
     float padded[BLOCK];
     Wide sums[WIDTH / WIDE_LANES] = {};
     for (int64_t b = 0; b < row.blocks(); b++) {
-        if ((most[size_t(b)] - greatest) / temperature < NOTHING) {
+        if ((block_max[size_t(b)] - greatest) / temperature < NOTHING) {
             if (STORE) std::fill(out + b * BLOCK, out + (b + 1) * BLOCK, 0.0f);
             continue;
         }
@@ -174,11 +174,11 @@ double exponentials(const LogitRow& row, float greatest, float temperature, cons
 
 // --------------------------------------------------------------------------------------------------------------- weights
 
-// The integer weights of one row. Vectors are kept from row to row, so that nothing is allocated.
+// The integer weights of one row. Vectors are reused for the next row, to avoid allocations.
 class Weights {
 public:
     std::vector<float> values;   // [blocks * BLOCK]
-    std::vector<float> most;     // [blocks] the heaviest of each block
+    std::vector<float> block_max;     // [blocks] the heaviest of each block
     std::vector<double> totals;  // [blocks]
     double total = 0;
     float heaviest = 0;
@@ -189,7 +189,7 @@ public:
         if (!(greatest > -INFINITE && greatest < INFINITE)) return false;
         const size_t blocks = size_t(row.blocks());
         values.resize(blocks * BLOCK);
-        most.resize(blocks);
+        block_max.resize(blocks);
         totals.resize(blocks);
         const double sum = exponentials<true>(row, greatest, temperature, logit_maxima, values.data());
         const Vec scale = splat(float(std::ldexp(1.0, 40) / sum)), whole = splat(16777216.0f);  // from 2^24 on all are whole
@@ -206,10 +206,10 @@ public:
                 m = vmax(value, m);
                 s += widen(at + i) + widen(at + i + WIDE_LANES);
             }
-            most[b] = reduce_max(m);
+            block_max[b] = reduce_max(m);
             totals[b] = sum_of(s);
             total += totals[b];
-            heaviest = std::max(heaviest, most[b]);
+            heaviest = std::max(heaviest, block_max[b]);
         }
         return true;
     }
@@ -229,13 +229,13 @@ public:
         int64_t count = 0;
     };
 
-    // The tokens of at least this weight, which is more than 0.
+    // The tokens of at least this weight, which is above 0.
     Prefix at_least(float weight) const {
         Wide mass[4] = {};
         Count count[4] = {};
         const Wide least = Wide{} + double(weight);
-        for (size_t b = 0; b < most.size(); b++) {
-            if (most[b] < weight) continue;
+        for (size_t b = 0; b < block_max.size(); b++) {
+            if (block_max[b] < weight) continue;
             const float* at = values.data() + b * BLOCK;
             for (int i = 0; i < BLOCK; i += 4 * WIDE_LANES)
 #pragma GCC unroll 4
@@ -256,8 +256,8 @@ public:
         Prefix above;
     };
 
-    // The greatest weight for which `enough(at_least(weight))` holds; weight 0 when it does not hold for all that have one.
-    // `enough` holds for every longer prefix of the falling order if it holds for one.
+    // The greatest weight for which `enough(at_least(weight))` is true; 0 if it is false even for all tokens with a weight.
+    // If `enough` is true for a prefix of the falling order, it must be true for all longer prefixes.
     template <class Enough>
     Place find(Enough enough) {
         uint32_t high = to_bits(heaviest) + 1, low = high;
@@ -294,10 +294,10 @@ public:
         return {0.0f, above};
     }
 
-    // The token that is number `index` (from 0, in token order) of those with this weight.
+    // Among the tokens with this weight, the one with number `index` in token order, from 0.
     int64_t nth_equal(float weight, int64_t index) const {
-        for (size_t b = 0; b < most.size(); b++) {
-            if (most[b] < weight) continue;
+        for (size_t b = 0; b < block_max.size(); b++) {
+            if (block_max[b] < weight) continue;
             for (size_t i = b * BLOCK; i < (b + 1) * BLOCK; i += LANES)
                 for (uint32_t mask = lane_mask(load<Vec>(&values[i]) == splat(weight)); mask; mask &= mask - 1)
                     if (index-- == 0) return int64_t(i) + __builtin_ctz(mask);
@@ -308,11 +308,11 @@ public:
 private:
     std::vector<float> few_;
 
-    // The weights in [low, high), falling.
+    // The weights in [low, high), in falling order.
     void collect(float low, float high) {
         few_.clear();
-        for (size_t b = 0; b < most.size(); b++) {
-            if (most[b] < low) continue;
+        for (size_t b = 0; b < block_max.size(); b++) {
+            if (block_max[b] < low) continue;
             for (size_t i = b * BLOCK; i < (b + 1) * BLOCK; i += LANES) {
                 const Vec w = load<Vec>(&values[i]);
                 for (uint32_t mask = lane_mask((w >= low) & (w < high)); mask; mask &= mask - 1)

@@ -1,12 +1,12 @@
-// The most likely token without reading all of lm_head.
+// Finds the most likely token without reading all of lm_head.
 //
-// A screen is a copy of lm_head in int8, of half or a quarter of its bytes. It gives each logit with a bound of its error; only the
-// panels of 32 columns that may hold the greatest logit are then computed from lm_head itself. The token is the same, bit for bit.
+// A screen is an int8 copy of lm_head with half or a quarter of its bytes. It gives each logit with a bound of its error. Only the
+// panels of 32 columns that may hold the greatest logit are then computed from lm_head itself, so the token is exactly the same.
 //
-//     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|                x, w: a row and a column; x', w': what int8 keeps of them
+//     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|                x, w: a row and a column; x', w': their int8 forms
 //
-// by the inequality of Cauchy and Schwarz, |.| the Euclidean norm. For what the sums lose in float32, of k products at most
-// 2 k 2^-24 |x| |w| each, twice that is added to |w - w'|.
+// by the inequality of Cauchy and Schwarz, where |.| is the Euclidean norm. A float32 sum of k products is off by at most
+// 2 k 2^-24 |x| |w|; twice as much, for the two sums, is added to |w - w'|.
 #pragma once
 #include <cfloat>
 
@@ -16,13 +16,13 @@ namespace everbatch {
 
 struct Screen {
     Linear linear;  // W8A8, of lm_head's shape; its data is null where there is no screen
-    float* error;   // [panels * 32]: |w - w'| and what rounding adds; of a column
+    float* error;   // [panels * 32]: |w - w'| of a column, plus the rounding of sums
     float* norm;    // [panels * 32]: |w'|
 };
 
-constexpr int64_t SCREENED_ROWS = 8;  // with more, too many panels are left to compute
+constexpr int64_t SCREENED_ROWS = 8;  // rows; for more, too many panels would remain to be computed
 
-// The least bfloat16 that is not below x >= 0.
+// x >= 0, rounded up to a bfloat16.
 inline bf16 up_to_bf16(float x) {
     const bf16 nearest = to_bf16(x);
     return to_float(nearest) < x ? bf16(nearest + 1) : nearest;
@@ -33,20 +33,20 @@ template <class T>
 void make_screen(Team& team, const Linear& of, const Screen& to) {
     constexpr int TOGETHER = sizeof(T) == 4 ? 1 : 2;
     const int64_t depth = to.linear.depth();
-    const float rounding = 4.0f * float(depth) * 0x1p-24f, up = 1.0f + 1e-3f;  // `up`: the norms themselves are rounded
+    const float rounding = 4.0f * float(depth) * 0x1p-24f, up = 1.0f + 1e-3f;  // `up` covers the rounding of the norms
     team.for_each(of.panels(), [&](int64_t p) {
         const T* w = static_cast<const T*>(of.data) + p * depth * PANEL;
         int8_t* q = static_cast<int8_t*>(const_cast<void*>(to.linear.data)) + p * depth * PANEL;
         bf16* scales = const_cast<bf16*>(to.linear.scales) + p * to.linear.groups() * PANEL;
         float lost[PANEL] = {}, kept[PANEL] = {};  // squares
         for (int64_t first = 0; first < depth; first += PANEL, scales += PANEL) {
-            float tile[PANEL][PANEL], most[PANEL] = {}, scale[PANEL], inverse[PANEL];
+            float tile[PANEL][PANEL], largest[PANEL] = {}, scale[PANEL], inverse[PANEL];
             for (int i = 0; i < PANEL; i++)
                 for (int c = 0; c < PANEL; c++) tile[i][c] = to_float(w[packed_at<TOGETHER>(first + i, c)]);
             for (int i = 0; i < PANEL; i++)
-                for (int c = 0; c < PANEL; c++) most[c] = std::max(most[c], std::abs(tile[i][c]));
+                for (int c = 0; c < PANEL; c++) largest[c] = std::max(largest[c], std::abs(tile[i][c]));
             for (int c = 0; c < PANEL; c++) {
-                scales[c] = std::isfinite(most[c]) ? up_to_bf16(most[c] / 127.0f) : bf16(0);
+                scales[c] = std::isfinite(largest[c]) ? up_to_bf16(largest[c] / 127.0f) : bf16(0);
                 scale[c] = to_float(scales[c]), inverse[c] = scale[c] > 0 ? 1.0f / scale[c] : 0.0f;
             }
             for (int i = 0; i < PANEL; i++)
@@ -60,17 +60,17 @@ void make_screen(Team& team, const Linear& of, const Screen& to) {
             const float norm = std::sqrt(kept[c]), error = std::sqrt(lost[c]);
             const bool is_bounded = std::isfinite(error) && p * PANEL + c < of.n;
             to.norm[p * PANEL + c] = norm * up;
-            to.error[p * PANEL + c] = is_bounded ? (error + rounding * (norm + error)) * up : FLT_MAX;  // else its panel is always computed
+            to.error[p * PANEL + c] = is_bounded ? (error + rounding * (norm + error)) * up : FLT_MAX;  // else computed always
         }
     });
 }
 
-// |x| and |x - x'| of a row.
+// The norms |x| and |x - x'| of a row.
 struct Reach {
     float norm, lost;
 };
 
-// x [depth]: as lm_head reads it. `screened`: as the screen does.
+// x [depth] is a row as lm_head reads it; `screened` holds it as the screen reads it.
 inline Reach reach(const float* x, const Operand& screened, int64_t row, int64_t depth, int64_t group) {
     const int8_t* q = screened.row<int8_t>(row);
     double norm = 0, lost = 0;

@@ -1,7 +1,7 @@
 // Vectors of LANES float32 or int32 lanes, as wide as the instruction set that this file is compiled for.
 //
-// Everything is written with the compiler's vector types, so that one source serves AVX512, AVX2 and plain x86-64; only what
-// has an instruction of its own (bfloat16 and int8 dot products, fused multiply-add) is asked for by name.
+// The code uses the compiler's vector types, so that one source serves AVX512, AVX2 and plain x86-64. Only special instructions
+// (bfloat16 and int8 dot products, fused multiply-add) are called by name.
 #pragma once
 #include <cmath>
 #include <initializer_list>
@@ -65,7 +65,7 @@ ALWAYS_INLINE Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
 ALWAYS_INLINE Vec vmin(Vec a, Vec b) { return a < b ? a : b; }
 ALWAYS_INLINE Vec vabs(Vec a) { return floats(bits(a) & 0x7fffffff); }
 
-// f over all lanes of E: of the two halves of the vector, of the halves of that, and so on.
+// Reduces all lanes of E with f: the two halves of the vector, then the halves of the result, and so on.
 template <class E, class V, class F>
 ALWAYS_INLINE E reduce(V v, F f) {
     if constexpr (sizeof(V) == 2 * sizeof(E)) {
@@ -105,7 +105,7 @@ ALWAYS_INLINE bf16 to_bf16(float f) {
 }
 ALWAYS_INLINE Vec load_bf16(const bf16* p) {
 #if defined(__AVX512F__)
-    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);  // gcc 12 makes halves of a conversion
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);  // gcc 12 would split the generic conversion into halves
 #else
     return (Vec)(__builtin_convertvector(load<Half>(p), UVec) << 16);
 #endif
@@ -121,7 +121,7 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #endif
 }
 
-// Lane i of `lo` to p[2 * i], of `hi` to p[2 * i + 1].
+// Stores lane i of `lo` to p[2 * i], and lane i of `hi` to p[2 * i + 1].
 ALWAYS_INLINE void store_bf16_pairs(bf16* p, Vec lo, Vec hi) {
 #if defined(__AVX512BF16__)
     alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -148,7 +148,7 @@ ALWAYS_INLINE Vec dot_pairs(Vec acc, IVec w, const bf16* x) {
 #endif
 }
 
-// What is added to int8 weights when they are packed: the VNNI instruction multiplies unsigned by signed bytes.
+// The number that packing adds to int8 weights, because the VNNI instruction multiplies unsigned by signed bytes.
 #if defined(__AVX512VNNI__) && !defined(EVERBATCH_AMX)
 constexpr int WEIGHT_BIAS = 128;
 #else
@@ -179,7 +179,7 @@ ALWAYS_INLINE Vec exp_negative(Vec x) {
     return x < least ? Vec{} : floats(bits(p) + (bits(shifted) << 23));
 }
 
-// 1 / x to a unit in the last place, for a normal x whose inverse is normal.
+// 1 / x to one unit in the last place, if x and 1 / x are normal.
 ALWAYS_INLINE Vec reciprocal(Vec x) {
 #if defined(__AVX512F__)
     const Vec r = (Vec)_mm512_rcp14_ps((__m512)x);
@@ -191,7 +191,7 @@ ALWAYS_INLINE Vec reciprocal(Vec x) {
 
 // x / (1 + e^-x)
 ALWAYS_INLINE Vec silu(Vec x) {
-    const Vec e = exp_negative(-vabs(x));  // of the smaller exponential, so that nothing overflows
+    const Vec e = exp_negative(-vabs(x));  // the exponent is not positive, so that nothing overflows
     return (x < 0.0f ? x * e : x) * reciprocal(1.0f + e);
 }
 

@@ -1,9 +1,10 @@
-// One step of a Llama-shaped decoder over a flat mixed batch: one parallel region, everything inside it.
+// One step of a Llama-shaped decoder over a flat mixed batch, in one parallel region.
 //
-// For each layer (| = all threads wait):
-//     norm -> operand | qkv product | rope, write KV | attention | -> operand | out product, added to x | norm -> operand |
-//     gate and up product | silu * -> operand | down product, added to x |
-// The last layer goes on after its attention only with the tokens whose logits are wanted.
+// The phases of each layer (| = the next phase begins when all items of this one are done, whichever threads did them: team.h):
+//     norm to operand | qkv product | rope, write KV | attention | to operand | out product, added to x | norm to operand |
+//     gate and up product | silu(gate) * up to operand | down product, added to x |
+// An operand is the form in which a linear layer reads its input. After the attention of the last layer, only tokens whose logits
+// are wanted go on.
 #include "api.h"
 
 using namespace everbatch;
@@ -11,8 +12,8 @@ using namespace everbatch;
 namespace {
 
 struct Piece {  // consecutive tokens of one row
-    int32_t row, first, count;  // first: in the flat batch
-    int32_t position;           // of the first, in its sequence
+    int32_t row, first, count;  // first: index in the flat batch
+    int32_t position;           // the first one's position in its sequence
 };
 
 struct Best {
@@ -20,18 +21,18 @@ struct Best {
     int64_t id;
 };
 
-// Of a row of n float32, whole panels and a line of the cache more: rows lie in different sets of it.
+// Distance of rows of n float32: n rounded up to 64, and one cache line more, so that rows do not all map to the same cache sets.
 int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
 
-// Cut each row's tokens into pieces of at most `most` tokens that do not cross a multiple of `border` (0: no borders).
-std::vector<Piece> cut(const everbatch_batch& b, int most, int border) {
+// Cut each row's tokens into pieces of at most `max_tokens` that do not cross a position that is a multiple of `border` (0: none).
+std::vector<Piece> cut(const everbatch_batch& b, int max_tokens, int border) {
     std::vector<Piece> pieces;
     int32_t flat = 0;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
         for (int done = 0; done < row.num_tokens;) {
             const int at = row.num_computed + done;
-            int count = std::min(most, row.num_tokens - done);
+            int count = std::min(max_tokens, row.num_tokens - done);
             if (border) count = std::min(count, border - at % border);
             pieces.push_back({int32_t(r), flat, count, at});
             flat += count, done += count;
@@ -54,7 +55,7 @@ void convert(const float* x, int64_t n, bf16* out) {
 
 }  // namespace
 
-// Memory of a step, kept from step to step. A buffer only grows.
+// Memory of a step, kept for the next one. Its buffers only grow.
 struct everbatch_workspace {
     struct Thread {
         Buffer<float> row;
@@ -66,14 +67,14 @@ struct everbatch_workspace {
     };
     Buffer<float> x, y, attended;
     Buffer<char> queries;
-    OperandBuffer normed[4], attention[4], activated[4];  // inputs of qkv and gate_up, out, down, by format
-    OperandBuffer last, screened;                         // of lm_head and its screen
+    OperandBuffer normed[4], attention[4], activated[4];  // by format: operands of (qkv and gate_up), of out, of down
+    OperandBuffer last, screened;                         // operands of lm_head and of its screen
     std::vector<Thread> threads;
 };
 
 namespace {
 
-constexpr int64_t MANY_ROWS = 64;  // from here on weights are not what a product waits for
+constexpr int64_t MANY_ROWS = 64;  // from here on arithmetic, not reading weights, limits a product
 
 template <class T>
 class Step {
@@ -107,8 +108,8 @@ public:
         is_screened_ = m.screen.linear.data && !b.logits && int64_t(sampled_.size()) <= SCREENED_ROWS;
         if (is_screened_) {
             w.screened.shape(m.screen.linear, int64_t(sampled_.size()), sizeof(T));
-            reaches_.resize(sampled_.size()), at_most_.resize(sampled_.size() * size_t(m.lm_head.panels()));
-            least_.assign(size_t(b.threads) * sampled_.size(), -INFINITY);
+            reaches_.resize(sampled_.size()), upper_bounds_.resize(sampled_.size() * size_t(m.lm_head.panels()));
+            lower_bounds_.assign(size_t(b.threads) * sampled_.size(), -INFINITY);
         }
     }
 
@@ -137,7 +138,7 @@ private:
 
     float* scratch(Team& team) { return w_.threads[team.id].row.data(); }
 
-    // operand = the norm of x, for the picked tokens.
+    // operand = norm(x), for the picked tokens.
     void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked) {
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
@@ -178,7 +179,7 @@ private:
         add_to_x(team, l.down, w_.activated[l.down.format], picked);
     }
 
-    // activated = silu(gate) * up. Many rows do not pass through memory on the way.
+    // activated = silu(gate) * up. With many rows, gate and up are not stored in between.
     void activate(Team& team, const everbatch_layer& l, int64_t rows) {
         OperandBuffer& activated = w_.activated[l.down.format];
         if (rows >= MANY_ROWS && activated.takes_panels()) {
@@ -197,14 +198,14 @@ private:
         });
     }
 
-    // E: the pool's cells.
+    // E: the type of the pool's cells.
     template <class E>
     void attention(Team& team, const everbatch_layer& l, char* pool, bool is_wanted) {
         append<E>(team, l, pool);
         if (is_wanted) attend_all<E>(team, l, pool);
     }
 
-    // q, k, v of y: norm and rotate; queries to their buffer, keys and values to the pool.
+    // Normalises and rotates q and k of y. Queries go to their buffer, keys and values to the pool.
     template <class E>
     void append(Team& team, const everbatch_layer& l, char* pool) {
         const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(units_.size()) * kv_heads;
@@ -212,7 +213,7 @@ private:
         std::fill(turned + d, turned + dim_, 0.0f), std::fill(value + d, value + dim_, 0.0f);
         T* queries = reinterpret_cast<T*>(w_.queries.data());
         auto normed_rotated = [&](const float* x, const float* norm, int64_t position) {
-            alignas(64) float normed[MOST_HEAD_DIM];
+            alignas(64) float normed[MAX_HEAD_DIM];
             if (norm) rms_norm(x, norm, d, m_.eps, normed), x = normed;
             rotate(x, m_.cos + position * (d / 2), m_.sin + position * (d / 2), d / 2, turned);
         };
@@ -281,14 +282,14 @@ private:
         });
     }
 
-    // A put() that keeps the greatest logit that this thread has seen of each row, and hands logits over where they are wanted.
+    // A put() that keeps the greatest logit of each row that this thread has seen, and stores the logits if they are wanted.
     auto find_best(Team& team) {
         return [this, best = best_.data() + team.id * int64_t(sampled_.size())](int64_t r, int64_t column, const float* sums) {
             const int count = int(std::min<int64_t>(PANEL, m_.vocab - column));
             if (b_.logits) memcpy(b_.logits + r * m_.vocab + column, sums, size_t(count) * sizeof(float));
-            Vec most = load<Vec>(sums);
-            for (int j = LANES; j < PANEL; j += LANES) most = vmax(most, load<Vec>(sums + j));
-            if (count == PANEL && reduce_max(most) < best[r].value) return;
+            Vec maxima = load<Vec>(sums);
+            for (int j = LANES; j < PANEL; j += LANES) maxima = vmax(maxima, load<Vec>(sums + j));
+            if (count == PANEL && reduce_max(maxima) < best[r].value) return;
             for (int j = 0; j < count; j++)
                 if (sums[j] > best[r].value || (sums[j] == best[r].value && column + j < best[r].id)) best[r] = {sums[j], column + j};
         };
@@ -305,7 +306,7 @@ private:
             w_.screened.put(r, row);
             reaches_[r] = reach(row, w_.screened.view(), r, s.linear.depth(), s.linear.group);
         });
-        float* least = least_.data() + team.id * n;  // of each row: the greatest logit is not below it
+        float* lower_bounds = lower_bounds_.data() + team.id * n;  // a lower bound of each row's greatest logit
         linear<T>(team, s.linear, w_.screened.view(), n, [&](int64_t r, int64_t column, const float* sums) {
             Vec lowest, highest;
             for (int j = 0; j < PANEL; j += LANES) {
@@ -314,15 +315,15 @@ private:
                 lowest = j ? vmax(sum - within, lowest) : sum - within;
                 highest = j ? vmax(sum + within, highest) : sum + within;
             }
-            least[r] = std::max(least[r], reduce_max(lowest));
-            at_most_[r * panels + column / PANEL] = reduce_max(highest);
+            lower_bounds[r] = std::max(lower_bounds[r], reduce_max(lowest));
+            upper_bounds_[r * panels + column / PANEL] = reduce_max(highest);
         });
         team.for_each(1, [&](int64_t) {
             std::vector<char> is_wanted(static_cast<size_t>(panels));
             for (int64_t r = 0; r < n; r++) {
-                float bound = least_[r];
-                for (int t = 1; t < team.size; t++) bound = std::max(bound, least_[t * n + r]);
-                for (int64_t p = 0; p < panels; p++) is_wanted[p] |= !(at_most_[r * panels + p] < bound);  // also where it is no number
+                float bound = lower_bounds_[r];
+                for (int t = 1; t < team.size; t++) bound = std::max(bound, lower_bounds_[t * n + r]);
+                for (int64_t p = 0; p < panels; p++) is_wanted[p] |= !(upper_bounds_[r * panels + p] < bound);  // a NaN counts as wanted
             }
             for (int64_t p = 0; p < panels; p++)
                 if (is_wanted[p]) wanted_.push_back(p);
@@ -340,13 +341,13 @@ private:
     std::vector<Best> best_;  // [threads][sampled]
     bool is_screened_;
     std::vector<Reach> reaches_;             // [sampled]
-    std::vector<float> least_, at_most_;     // [threads][sampled], [sampled][panels]
+    std::vector<float> lower_bounds_, upper_bounds_;     // [threads][sampled], [sampled][panels]
     std::vector<int64_t> wanted_;
 };
 
 // The first row that names a token or a block that does not exist, or -1.
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
-    int64_t widest = 1;  // tokens that some layer sees of a sequence
+    int64_t widest = 1;  // the widest window of a layer, in tokens
     for (int64_t i = 0; i < m.num_layers; i++) widest = std::max(widest, m.layers[i].window ? m.layers[i].window : m.max_seq_len);
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
@@ -371,7 +372,7 @@ extern "C" {
 everbatch_workspace* everbatch_new_workspace() { return new everbatch_workspace; }
 void everbatch_free_workspace(everbatch_workspace* w) { delete w; }
 
-// Runs a step. Returns -1, or the index of the first row that asks for what does not exist; nothing has been written then.
+// Runs a step and returns -1. If a row names a token or a block that does not exist, returns its index and writes nothing.
 int64_t everbatch_step(const everbatch_model* m, const everbatch_batch* b, everbatch_workspace* w) {
     const int64_t bad = first_bad_row(*m, *b);
     if (bad >= 0) return bad;

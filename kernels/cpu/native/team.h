@@ -1,12 +1,12 @@
 // The threads of one parallel region (torch's OpenMP pool), and how they share its work.
 //
 // Work comes in phases. In each, a thread has a share of neighbouring items, which it takes one by one, so that weights stream from
-// memory; who is done takes from the others' shares. A phase is over when its items are done, not when all threads have come: one whose
-// core is taken away for a while, or that has not woken up yet, holds up nobody unless it has an item in hand, and passes the phases that
-// it missed. (There are some 200 phases in a step. With barriers, another busy process made steps six times as long.)
+// memory; a thread that is done takes items of other shares. A phase is over when its items are done, not when all threads have arrived:
+// a thread whose core is taken away, or that has not woken up yet, delays the others only if it holds an item, and skips the phases that
+// it missed. (A step has some 200 phases. With barriers, another busy process made steps six times as long.)
 //
-// Waiting: spin briefly, then sleep. OpenMP's own barrier spins with the PAUSE instruction, which a hypervisor takes for idling (75 us a
-// barrier were seen).
+// Waiting threads spin briefly, then sleep. OpenMP's own barrier spins with the PAUSE instruction, which a hypervisor takes for idling: 75
+// us per barrier were measured.
 #pragma once
 #include <linux/futex.h>
 #include <omp.h>
@@ -23,7 +23,7 @@ namespace everbatch {
 
 class Team {
 public:
-    // What the threads of a team share: the phase that is open, and what of its work is taken and done.
+    // The state that the threads of a team share: the open phase, and how many of its items are taken and done.
     class Shared {
     public:
         explicit Shared(int size) : next_(static_cast<size_t>(size)) {}
@@ -37,7 +37,7 @@ public:
             return -1;
         }
 
-        // Book `done` items; the last ones of `count` open the next phase. Returns when that is open.
+        // Count `done` items as done. The thread that completes `count` opens the next phase; the others return once it is open.
         void finish(uint32_t phase, int64_t done, int64_t count) {
             if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == count) {
                 done_.store(0, std::memory_order_relaxed);
@@ -59,9 +59,9 @@ public:
             std::atomic<uint64_t> value{0};  // upper half: the phase; lower half: items taken
         };
 
-        bool is_over(uint32_t phase) const { return phase_.load() != phase; }  // the phases to come are over only after this one
+        bool is_over(uint32_t phase) const { return phase_.load() != phase; }  // phases are over in order
 
-        std::vector<Counter> next_;  // of each thread's share
+        std::vector<Counter> next_;  // one for each thread's share
         alignas(64) std::atomic<int64_t> done_{0};
         alignas(64) std::atomic<uint32_t> phase_{0};
         alignas(64) std::atomic<int> asleep_{0};
@@ -74,8 +74,8 @@ public:
     // The items of 0 .. count-1 that thread `thread` begins with: [first, second).
     std::pair<int64_t, int64_t> share(int64_t count, int thread) const { return {count * thread / size, count * (thread + 1) / size}; }
 
-    // f(item) for every item of 0 .. count-1, each on one thread: its own share in order, then what others have left. Returns when
-    // all are done, whoever did them.
+    // Calls f(item) once for every item of 0 .. count-1. Each thread takes its own share in order, then items left in other shares.
+    // Returns when all items are done, by whichever threads.
     template <class F>
     void for_each(int64_t count, F f) {
         if (count == 0) return;
@@ -90,17 +90,17 @@ public:
 
 private:
     Shared& shared_;
-    uint32_t phase_ = 0;  // that this thread comes to next; others may be ahead
+    uint32_t phase_ = 0;  // the next phase of this thread; others may be ahead
 };
 
-// body(team) on every one of `threads` threads; each must make the same calls of the team, in which all that changes is changed.
+// Runs body(team) on each of `threads` threads. All threads must make the same calls of the team, and write shared memory only inside them.
 template <class F>
 void run_team(int threads, F body) {
     threads = std::max(1, std::min(threads, omp_get_thread_limit()));
     Team::Shared shared(threads);
 #pragma omp parallel num_threads(threads)
     {
-        // Should OpenMP grant fewer threads than asked for, one does it all.
+        // If OpenMP grants fewer threads than asked for, one thread does all the work.
         const bool alone = omp_get_num_threads() != threads;
         if (!alone || omp_get_thread_num() == 0) {
             Team team(shared, omp_get_thread_num(), alone ? 1 : threads);

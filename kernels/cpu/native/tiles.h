@@ -1,20 +1,20 @@
-// The one product everything is made of: a few rows of activations times one panel of 32 columns.
+// The matrix product that all others are made of: a few rows of activations times one panel of 32 columns.
 //
 //     c[row][column] (+)= sum over k of a[row][k] * panel[k][column]            c float32
 //
-// Linear layers use it with panels of weights, attention with panels of 32 keys and of 32 values: the KV pool is kept as
-// panels. How a panel of k rows lies in memory ("packed"):
+// Linear layers use it with panels of weights, and attention with panels of keys and of values, for the KV pool is stored as
+// panels. A packed panel of k rows lies in memory as
 //
 //     float32     [k][32 columns]
-//     bfloat16    [k / 2][32 columns][2]      a pair of k is a dword of the dot product instructions; one product reads memory in
-//     int8        [k / 4][32 columns][4]      order, from beginning to end
+//     bfloat16    [k / 2][32 columns][2]      two or four of k are a dword of the dot product instructions, and a product reads
+//     int8        [k / 4][32 columns][4]      the panel from beginning to end
 //
-// and where there are AMX tiles, as tiles of 16 such rows and 16 columns:
+// and, with AMX, as tiles of 16 such rows and 16 columns:
 //
 //     bfloat16    [k / 32][half of the columns][16][16 columns][2]
 //     int8        [k / 64][half of the columns][16][16 columns][4]
 //
-// The sum of a row is formed in the order of k, whatever rows are beside it: a row's result does not depend on the batch.
+// Each row is summed in the order of k, independent of the rows beside it, so a row's result does not depend on the batch.
 #pragma once
 #include "amx.h"
 #include "simd.h"
@@ -22,9 +22,9 @@
 namespace everbatch {
 
 constexpr int PANEL = 32;                // columns
-constexpr int COLUMN_VECS = PANEL / LANES;  // vectors that hold one row of sums
+constexpr int COLUMN_VECS = PANEL / LANES;  // vectors of one row of sums
 
-// Where element (row, column) of a packed panel lies. TOGETHER: rows in a dword: 1 float32, 2 bfloat16, 4 int8.
+// Index of element (row, column) of a packed panel. TOGETHER is the number of rows in a dword: 1 float32, 2 bfloat16, 4 int8.
 template <int TOGETHER>
 constexpr size_t packed_at(int64_t row, int64_t column) {
 #if defined(EVERBATCH_AMX)
@@ -37,9 +37,9 @@ constexpr size_t packed_at(int64_t row, int64_t column) {
     return size_t(row / TOGETHER * TOGETHER * PANEL + column * TOGETHER + row % TOGETHER);
 }
 
-// What to fetch meanwhile: LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. Hardware does as
-// well for a row or two; with more of them it does not run far enough ahead. Into the second cache; a panel that is used once (LINES = 2)
-// into the first one on machines with AMX, as the fastest reader that was measured there does (the other way is slower on Zen 4).
+// Prefetch LINES cache lines of 64 bytes, from `at` on, for every 128 bytes of a panel that are used. For one or two rows the hardware
+// prefetcher does as well; for more rows it does not run far enough ahead. Lines go to the second-level cache; on machines with AMX, those
+// of a panel that is used once (LINES = 2) go to the first level, which was measured to be fastest there (and slower on Zen 4).
 template <int LINES>
 ALWAYS_INLINE void prefetch(const char*& at) {
 #if defined(EVERBATCH_AMX)
@@ -50,7 +50,7 @@ ALWAYS_INLINE void prefetch(const char*& at) {
     for (int i = 0; i < LINES; i++, at += 64) __builtin_prefetch(at, 0, KEEP);
 }
 
-// Rows that fit into the registers beside one row of a panel: their sums take rows * COLUMN_VECS of them.
+// Rows whose sums fit into the registers beside one row of a panel; they take rows * COLUMN_VECS registers.
 #if defined(EVERBATCH_AMX)
 constexpr int TILE_ROWS = 32;
 #elif defined(__AVX512F__)
@@ -86,7 +86,7 @@ struct Sums {
     }
 };
 
-// Never inlined: the sums must have all the registers.
+// Not inlined, so that the sums can use all registers.
 template <int LINES, int ROWS>
 __attribute__((noinline)) void product_rows(const float* a, size_t lda, const float* w, int k, float* c, size_t ldc, bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
@@ -121,16 +121,16 @@ __attribute__((noinline)) void product_rows(const bf16* a, size_t lda, const bf1
     sums.put(c, ldc);
 }
 
-// Calls f<rows>() for 1 <= rows <= MOST.
-template <int MOST, class F>
+// Calls f<rows>() for 1 <= rows <= UP_TO.
+template <int UP_TO, class F>
 ALWAYS_INLINE void with_rows(int rows, F f) {
-    if constexpr (MOST == 1) {
+    if constexpr (UP_TO == 1) {
         f(std::integral_constant<int, 1>());
     } else {
-        if (rows == MOST)
-            f(std::integral_constant<int, MOST>());
+        if (rows == UP_TO)
+            f(std::integral_constant<int, UP_TO>());
         else
-            with_rows<MOST - 1>(rows, f);
+            with_rows<UP_TO - 1>(rows, f);
     }
 }
 
@@ -181,13 +181,13 @@ constexpr int rows_at_once() {
 
 // ------------------------------------------------------------------------------------------------------- int8 x int8
 
-// Rows of int8 activations: value = data * scale of its group. `sums` = -WEIGHT_BIAS * the sum of a group's data.
+// Rows of int8 activations: a value is data * the scale of its group. `sums` holds -WEIGHT_BIAS * the sum of each group's data.
 struct Int8Rows {
     const int8_t* data;
     size_t ld;
     const float* scales;  // [rows][groups]
     const int32_t* sums;  // [rows][groups]
-    size_t groups;        // of a row
+    size_t groups;        // groups of a row
 };
 
 // c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
@@ -226,7 +226,7 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, const int8_t* w, co
 }
 
 #if defined(EVERBATCH_AMX)
-// Integer sums of two groups of the input, on their way from the tiles to float32.
+// Integer sums of two groups of the input, which the tiles store and vectors convert to float32.
 struct alignas(64) WholeSums {
     int32_t of[2][32][PANEL];  // [group][row][column]
 };
@@ -248,14 +248,14 @@ void add_scaled(Int8Rows a, const bf16* scales, int g, const WholeSums& whole, f
         }
 }
 
-// Tiles have no multiplication by scales, and what they store can be loaded only when it has reached the cache. So groups are taken in
-// pairs: while the tiles multiply one group of a pair, vectors scale half of the rows of the pair before.
+// Tiles cannot multiply by scales, and their stores can be loaded only once they have reached the cache. So groups are taken in pairs:
+// while the tiles multiply one group of a pair, vectors scale half of the rows of the pair before it.
 template <int LINES>
 void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
                       int rows, const char* ahead) {
     const bool two = rows > 16;
     const int depth = group % 64 ? 32 : 64, middle = two ? 16 : (rows + 1) / 2;
-    WholeSums whole[2];  // of the pair at work, and of the one before
+    WholeSums whole[2];  // sums of the pair that the tiles multiply, and of the one before
     amx::configure(rows, depth);
     for (int g = 0; g < (num_groups + 1) / 2 * 2 + 2; g++) {
         const int before = g / 2 * 2 - 2;  // the first group of the pair before

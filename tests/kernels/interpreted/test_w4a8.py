@@ -89,7 +89,7 @@ def test_other_columns_than_the_weights_are_refused():
 
 
 def test_k_beyond_what_int32_holds_is_refused():
-    k = w8a8.MOST_K + 1
+    k = w8a8.MAX_K + 1
     weight = kernel.Weight4A8(torch.zeros(1, k // 2, dtype=torch.uint8), torch.ones(1), None, torch.zeros(1, 1))
     with pytest.raises(ValueError, match="exact"):
         kernel.w4a8(random_rows(1, k), weight)

@@ -45,7 +45,7 @@ def test_sums_do_not_overflow_at_the_extremes():
 
 
 def test_k_beyond_what_int32_holds_is_refused():
-    q = torch.zeros(1, kernel.MOST_K + 1, dtype=torch.int8)
+    q = torch.zeros(1, kernel.MAX_K + 1, dtype=torch.int8)
     with pytest.raises(ValueError, match="exact"):
         kernel.w8a8(rows(q, torch.ones(1)), q, torch.ones(1))
 
