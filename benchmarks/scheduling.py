@@ -286,7 +286,8 @@ def main(
     show(figures)
     cases = [(count, namespace) for count in (100, 10_000) for namespace in ("", "team")]
     admissions = [
-        measure_admission(NullDevice(0, 1, is_cold=False), *case) for case in track(cases, "admissions", console=console)
+        measure_admission(NullDevice(0, 1, is_cold=False), *case)
+        for case in track(cases, "admissions", console=console)
     ]
     console.print(admission_table(admissions))
     RESULTS.mkdir(exist_ok=True)

@@ -171,7 +171,11 @@ def bench_command(
         typer.echo(context.get_help())
         name = None
     if name is None:
-        typer.echo("\n".join(known) if known else "benchmarks are not installed with the packages; there are some in a checkout")
+        typer.echo(
+            "\n".join(known)
+            if known
+            else "benchmarks are not installed with the packages; there are some in a checkout"
+        )
         raise typer.Exit
     if name not in known:
         raise fail(UserError(f"there is no benchmark {name!r}; there are: {', '.join(known) or 'none'}"))

@@ -51,7 +51,9 @@ def find_installation() -> Installation:
         wheel = Path(location) / "tritonserver"
         if (wheel / "bin" / "tritonserver").is_file():
             return Installation(wheel / "bin" / "tritonserver", wheel)
-    remedy = "run ./everbatch serve, which installs it into its own environment" if IS_CHECKOUT else f"run {INSTALL_SERVER}"
+    remedy = (
+        "run ./everbatch serve, which installs it into its own environment" if IS_CHECKOUT else f"run {INSTALL_SERVER}"
+    )
     raise UserError(f"no tritonserver on PATH, under /opt/tritonserver or in this Python's packages; {remedy}")
 
 

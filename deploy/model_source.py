@@ -27,14 +27,18 @@ def resolve_model(name: str) -> Path:
         )
     path = _existing(name)
     if path is not None and not path.is_dir():
-        raise UserError(f"--model {shown(name)} is no directory; give the directory that holds config.json and *.safetensors")
+        raise UserError(
+            f"--model {shown(name)} is no directory; give the directory that holds config.json and *.safetensors"
+        )
     if path is not None:
         return _check_directory(
             path, f"--model {shown(name)} is no checkpoint; a directory with config.json and *.safetensors is needed"
         )
     if HUB_ID.fullmatch(name):
         return _download(name)
-    raise UserError(f"--model {shown(name)}: there is no such directory, and a hub id looks like owner/name; give one of them")
+    raise UserError(
+        f"--model {shown(name)}: there is no such directory, and a hub id looks like owner/name; give one of them"
+    )
 
 
 def _existing(name: str) -> Path | None:
@@ -45,7 +49,9 @@ def _existing(name: str) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, UnicodeError):  # a zero byte, or what no file can be called
-        raise UserError(f"--model {shown(name)}: no directory can have this name; give the path of a directory") from None
+        raise UserError(
+            f"--model {shown(name)}: no directory can have this name; give the path of a directory"
+        ) from None
     except RuntimeError:  # of expanduser
         raise UserError(f"--model {shown(name)}: there is no such user; give the path of a directory") from None
     except OSError as error:

@@ -321,7 +321,9 @@ class TritonServer:
         if self._memory_limit is None or resident <= self._memory_limit:
             return None
         limit = f"{self._memory_limit / 1e9:.1f} GB, half of what was free"
-        return Failure(f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests")
+        return Failure(
+            f"tritonserver occupies {resident / 1e9:.1f} GB, allowed are {limit}; limit the size of requests"
+        )
 
     def _check_start(self, deadline: float, timeout_s: float, cancelled: Callable[[], bool]) -> None:
         if cancelled():

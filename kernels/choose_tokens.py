@@ -56,7 +56,16 @@ from kernels.common.triton_runtime import Variant, jit, next_power_of_two, runs_
 LOG2_E = 1.4426950408889634
 # Bound of a float32 softmax's relative error: a few 2^-24 in a difference of logits, times exponents up to 28, and the sum's.
 SLACK = 2.0**-18
-COEFFICIENTS = (1073741824, 744261118, 257941178, 59597949, 10323238, 1441348, 153726, 23267)  # the polynomial of 2^g, times 2^30
+COEFFICIENTS = (
+    1073741824,
+    744261118,
+    257941178,
+    59597949,
+    10323238,
+    1441348,
+    153726,
+    23267,
+)  # the polynomial of 2^g, times 2^30
 COUNTED = 1024  # tokens of a row's text that one program counts
 GROUP = 64  # tokens that share a stored maximum of logits
 CHUNK = 2048  # tokens that share a stored sum of weights

@@ -16,12 +16,11 @@ for the device and a CUDA graph can hold the launch. kernels/common/kv_format.py
 to 16 bits before the products.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
-
 Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
 of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
 rescaled at the same positions; a tile that a query does not see leaves its result unchanged. Bits may differ: tiles with and
 without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
-instruction. A score may then differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
+instruction. A score may then differ by float32 rounding.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
-    watchdog_timeout_s: float = 60.0  # an engine or stub that gives no sign of life for so long is killed and started again
-    step_timeout_s: float = 300.0  # an engine that is in one step for so long likewise
+    watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
+    step_timeout_s: float = 300.0  # likewise an engine that is in one step for so long
     attach_timeout_s: float = 600.0  # how long a model waits for the engine while loading
 
 

@@ -126,7 +126,9 @@ def token_ids(raw: dict[str, Any], key: str, name: str) -> tuple[int, ...]:
     given = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in given:
         if type(token_id) is not int or not 0 <= token_id <= MAX_ID:
-            raise ConfigError(f"{name}: {key} is {quoted(value)}, an int from 0 to {MAX_ID} or a list is needed; {REMEDY}")
+            raise ConfigError(
+                f"{name}: {key} is {quoted(value)}, an int from 0 to {MAX_ID} or a list is needed; {REMEDY}"
+            )
     return tuple(given)
 
 

@@ -15,7 +15,7 @@ SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
 
 
 class SessionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Makes the request one turn of a session: a sequence that outlives its requests (LMDeploy's TurboMind; docs/features.md, 004).
+    """Makes the request one turn of a session: a sequence that outlives its requests (docs/features.md, 004).
 
     `start` creates the session, or resets one of the same id. Without it the session must exist, and the turn continues at
     its end, or after `step` tokens of it (rewind; a step beyond the end is clamped to it).

@@ -89,7 +89,9 @@ class Sequence:
     num_computed_tokens: int
     num_inflight_tokens: int  # tokens that steps in flight are running
     num_inflight_samples: int  # tokens that steps in flight will append
-    num_writable_cells: int  # KV positions below this one lie in blocks that no other sequence reads, so writing needs no plan
+    num_writable_cells: (
+        int  # KV positions below this one lie in blocks that no other sequence reads, so writing needs no plan
+    )
     kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens reaches this
     max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
     max_output_tokens: int
@@ -198,7 +200,7 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        """Length when the output is at its longest. This request never needs the KV of its last token; a session's next turn does."""
+        """Length when the output is at its longest. Only a session's next turn needs the KV of the last token."""
         return self.num_prompt_tokens + self.max_output_tokens
 
     @property

@@ -276,7 +276,9 @@ class EngineCore:
             if first is not None:
                 update.append_token(seq, first, now_ns)
                 self.counters.generated_tokens_total += 1
-            if first is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens:  # or it asked for no output
+            if (
+                first is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens
+            ):  # or it asked for no output
                 news.append((seq, update.finish_reason(seq)))
         return news
 

@@ -1,7 +1,7 @@
 """Intake: turns a Request into a Sequence that waits, or refuses it. A refusal has changed nothing.
 
-The checks run in this order: field limits, queue limits, session rules, room in the sequence length, in a step and in the pool. Only
-when all have passed is a session cut or a sequence made.
+The checks run in this order: field limits, queue limits, session rules, room in the sequence length, in a step and in the pool.
+Only when all have passed is a session cut or a sequence made.
 """
 
 from __future__ import annotations

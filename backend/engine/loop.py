@@ -30,7 +30,9 @@ class EngineLoop:
         self._stopping = False
         self._drain = False
         self._num_turns = 0
-        self.present_turn: int | None = None  # the number of the turn that runs, None while the loop sleeps; for any thread
+        self.present_turn: int | None = (
+            None  # the number of the turn that runs, None while the loop sleeps; for any thread
+        )
 
     def post(self, command: Command | ClientGone) -> None:
         """Hand a command over; it is applied before the next step."""

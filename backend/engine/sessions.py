@@ -1,8 +1,8 @@
 """SessionTable: sequences that outlive their requests, by their keys. Bounded in number, age and memory.
 
-A session between turns is its token ids; what KV of it is still cached is the KVCacheManager's business. After LMDeploy
-TurboMind's sequence manager (docs/features.md, 004): START creates or replaces, `step` rewinds, END erases. A session belongs to the
-namespace of the client that began it: the same number in another namespace is another session.
+A session between turns is its token ids; what KV of it is still cached is the KVCacheManager's business. The rules are those of
+LMDeploy TurboMind's sequence manager (docs/features.md, 004): START creates or replaces, `step` rewinds, END erases. A session
+belongs to the namespace of the client that began it: the same number in another namespace is another session.
 """
 
 from __future__ import annotations

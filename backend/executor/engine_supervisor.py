@@ -51,7 +51,9 @@ class RestartPolicy:
     def describe(self, now_s: float) -> str:
         """Why it was given up, for clients and logs."""
         within_s = now_s - self._deaths[0]
-        return f"the engine died {MAX_RESTARTS + 1} times in {within_s:.0f} s and is not started again; restart the server"
+        return (
+            f"the engine died {MAX_RESTARTS + 1} times in {within_s:.0f} s and is not started again; restart the server"
+        )
 
 
 class EngineProcess:

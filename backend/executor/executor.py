@@ -175,9 +175,7 @@ class Executor:
         if known:
             self._try_send(Cancel(request_id, keep_output_tokens))
 
-    def stop_session(
-        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
-    ) -> RequestId:
+    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
         """Interrupt the running turn of a namespace's session, and erase it if `end`; the answer is one final response."""
         request_id = self._register(on_response)
         self._send_or_forget(StopSession(request_id, session_id, end, namespace))

@@ -1,4 +1,4 @@
-"""GptManager: TensorRT-LLM's older callback interface over the same engine (its page on the batch manager; docs/features.md, 001).
+"""GptManager: TensorRT-LLM's older callback interface over the same engine (docs/features.md, 001).
 
 A worker thread, spawned by the constructor, runs the token loop. Each iteration, in this order:
 

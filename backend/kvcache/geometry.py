@@ -1,9 +1,9 @@
 """Geometry: arithmetic of KV positions and table entries. It knows no blocks and no sequences.
 
-    position    0 ...... 31 | 32 ...... 63 | 64 ...... 95 | 96 ...
-    table           [0]            [1]            [2]          [3]
-                                  |<--- sliding window --->|
-                     ^ outside the window of a token at position 96: entry 0 may be let go
+position    0 ...... 31 | 32 ...... 63 | 64 ...... 95 | 96 ...
+table           [0]            [1]            [2]          [3]
+                              |<--- sliding window --->|
+                 ^ outside the window of a token at position 96: entry 0 may be let go
 """
 
 from __future__ import annotations

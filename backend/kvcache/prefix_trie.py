@@ -139,7 +139,9 @@ class PrefixTrie:
             assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
             assert node.ordered_keys == sorted(node.children), f"trie: the keys below block {block_id} are out of order"
         for namespace, root in self._roots.items():
-            assert root.ordered_keys == sorted(root.children), f"trie: the keys of namespace {namespace!r} are out of order"
+            assert root.ordered_keys == sorted(root.children), (
+                f"trie: the keys of namespace {namespace!r} are out of order"
+            )
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
 
     def _drop_empty_root(self, node: TrieNode) -> None:

@@ -1,4 +1,4 @@
-"""SlotManager: the rows of the persistent batch. The lowest free row is given out first, so that the rows in use stay together."""
+"""SlotManager: the rows of the persistent batch. The lowest free row is given out first, so that those in use stay dense."""
 
 from __future__ import annotations
 

@@ -158,7 +158,11 @@ def onednn_packs() -> bool:
     expected = F.linear(x.float(), weight.float(), bias.float())
     try:
         return torch.allclose(PackedLinear(weight, bias)(x).float(), expected, rtol=0.01, atol=0.01)
-    except (AttributeError, RuntimeError, TypeError):  # the operators are missing, do not support this CPU, or have changed
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # the operators are missing, do not support this CPU, or have changed
         return False
 
 

@@ -219,7 +219,9 @@ def _windows(raw: _Raw, architecture: str) -> tuple[int | None, ...]:
     if window is None or not is_on:
         return (None,) * layers
     if not 1 <= window <= 2**40:
-        raise ConfigError(f"config.json: sliding_window is {shown(window)}, less than 1 or too large; null turns it off")
+        raise ConfigError(
+            f"config.json: sliding_window is {shown(window)}, less than 1 or too large; null turns it off"
+        )
     if architecture == "MistralForCausalLM":
         return (window,) * layers
     kinds = raw.layer_types
@@ -233,7 +235,5 @@ def _windows(raw: _Raw, architecture: str) -> tuple[int | None, ...]:
             f"and sliding_attention"
         )
     if len(kinds) != layers:
-        raise ConfigError(
-            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}; {REMEDY}"
-        )
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {layers}; {REMEDY}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

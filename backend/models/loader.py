@@ -139,7 +139,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
-    except (SafetensorError, OSError):  # its header was valid: the file has changed, or safetensors does not know a type
+    except (
+        SafetensorError,
+        OSError,
+    ):  # its header was valid: the file has changed, or safetensors does not know a type
         raise ConfigError(
             f"{path.name} cannot be read as safetensors, though its header is sound; fetch it again"
         ) from None

@@ -20,7 +20,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 8 << 20
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
-_BITS = dict(BOOL=8, U8=8, I8=8, I16=16, U16=16, F16=16, BF16=16, I32=32, U32=32, F32=32, I64=64, U64=64, F64=64, C64=64)
+_BITS = dict(
+    BOOL=8, U8=8, I8=8, I16=16, U16=16, F16=16, BF16=16, I32=32, U32=32, F32=32, I64=64, U64=64, F64=64, C64=64
+)
 _BITS |= dict(F4=4, F6_E2M3=6, F6_E3M2=6, F8_E5M2=8, F8_E4M3=8, F8_E8M0=8, F8_E4M3FNUZ=8, F8_E5M2FNUZ=8)
 
 

@@ -20,7 +20,9 @@ from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
 
 MIN_TEMPERATURE = 1.2e-38  # smallest normal float32; lower temperatures leave only the most likely tokens anyway
 UNKNOWN = -1  # `plain_from` of a slot without a row
-NEVER = 1 << 62  # known tokens that no row reaches: `plain_from` or `special_until` of a row to which that never happens
+NEVER = (
+    1 << 62
+)  # known tokens that no row reaches: `plain_from` or `special_until` of a row to which that never happens
 
 
 class SlotOptions(Struct, frozen=True):

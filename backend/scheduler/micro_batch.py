@@ -13,9 +13,9 @@ token than for a next one, and chunks grow with their number:
     context tokens of a step  =  max_context_tokens                                              nobody generates
                                  min(max_context_tokens, mixed_context_tokens * waiting prompts)  otherwise
 
-With measured step times (a Llama of 1.1 B in bfloat16 on two cores: 78 ms + 0.7 ms for each context token) and the defaults, the gap beside one prompt
-of 4096 tokens is 176 ms rather than 798 ms; 32 prompts of 128 at once lose 1 % of their tokens/s, where 128 in every step would
-lose 10 %.
+With measured step times (a Llama of 1.1 B in bfloat16 on two cores: 78 ms + 0.7 ms for each context token) and the defaults, the
+gap beside one prompt of 4096 tokens is 176 ms rather than 798 ms; 32 prompts of 128 at once lose 1 % of their tokens/s, where 128
+in every step would lose 10 %.
 """
 
 from __future__ import annotations

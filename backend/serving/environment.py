@@ -105,7 +105,12 @@ class RunDirectory:
         """Whether a living process of this user has claimed the engine."""
         try:
             os.kill(int(self._owner.read_text()), 0)
-        except (FileNotFoundError, ValueError, ProcessLookupError, PermissionError):  # the last: a number given out anew
+        except (
+            FileNotFoundError,
+            ValueError,
+            ProcessLookupError,
+            PermissionError,
+        ):  # the last: a number given out anew
             return False
         return True
 

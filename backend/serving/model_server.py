@@ -333,7 +333,9 @@ class ModelServer:
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
-            for stream in self._pump.live_streams():  # first: an update of a metric may fail, the end of a drain must come
+            for (
+                stream
+            ) in self._pump.live_streams():  # first: an update of a metric may fail, the end of a drain must come
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._is_prepared = self._prepare()
         finished = [self._finished.popleft() for _ in range(len(self._finished))]

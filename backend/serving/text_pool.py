@@ -86,9 +86,7 @@ class _Reading(NamedTuple):
 
 
 class TextPool:
-    def __init__(
-        self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic):
         """`timeout_s` holds for the wait in the queue, and again for the reading itself."""
         self._num_threads = num_threads
         self._timeout_s = timeout_s

@@ -136,12 +136,16 @@ def _read_template(path: Path) -> str | None:
     if isinstance(source, list):  # [{"name": ..., "template": ...}]
         named = {entry.get("name"): entry for entry in source if isinstance(entry, dict) and entry.get("template")}
         if len(named) < len(source) or not all(isinstance(name, str) for name in named):
-            raise ConfigError(f"{place} is {shown(source)}, a list of objects with name and template is needed; {REMEDY}")
+            raise ConfigError(
+                f"{place} is {shown(source)}, a list of objects with name and template is needed; {REMEDY}"
+            )
         source = named["default"]["template"] if "default" in named else None
     if source is not None and not isinstance(source, str):
         raise ConfigError(f"{place} is {shown(source)}, a text is needed; {REMEDY}")
     if source is not None and len(source) > MAX_TEMPLATE_CHARS:
-        raise ConfigError(f"{place} has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are compiled; shorten it")
+        raise ConfigError(
+            f"{place} has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are compiled; shorten it"
+        )
     tags = 0 if source is None else source.count("{{") + source.count("{%")
     if tags > MAX_TEMPLATE_TAGS:
         raise ConfigError(f"{place} has {tags} tags, at most {MAX_TEMPLATE_TAGS} are compiled; shorten it")

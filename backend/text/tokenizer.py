@@ -169,7 +169,9 @@ def _check_config(config: dict[str, Any], name: str) -> None:
             )
     for key, token in (config.get("added_tokens_decoder") or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise ConfigError(f"{name}: added_tokens_decoder has the key {shown(key)}, an id of a token is needed; {REMEDY}")
+            raise ConfigError(
+                f"{name}: added_tokens_decoder has the key {shown(key)}, an id of a token is needed; {REMEDY}"
+            )
         convert(token, _Token, name, f"added_tokens_decoder.{key}")
 
 

@@ -28,7 +28,9 @@ from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
 
 log = logging.getLogger("everbatch.engine")
-UNREADABLE = "a value of the request is of the wrong type or out of its range; token ids and counts are integers of 64 bits"
+UNREADABLE = (
+    "a value of the request is of the wrong type or out of its range; token ids and counts are integers of 64 bits"
+)
 
 
 class Connection:

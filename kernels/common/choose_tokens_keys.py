@@ -17,7 +17,9 @@ def logits_of(source, row, token, vocab):
     if seen is not None:
         marks = tl.load(seen + row * vocab + token, inside, other=0)
         count = marks & ((1 << 30) - 1)
-        r = tl.load(repetition + row).to(tl.float64)  # float64, then rounded: equals float32 arithmetic, and nothing is fused
+        r = tl.load(repetition + row).to(
+            tl.float64
+        )  # float64, then rounded: equals float32 arithmetic, and nothing is fused
         wide = x.to(tl.float64)
         x = tl.where(marks > 0, tl.where(x > 0, (wide / r).to(tl.float32), (wide * r).to(tl.float32)), x)
         x -= (tl.load(frequency + row).to(tl.float64) * count.to(tl.float64)).to(tl.float32)
@@ -162,7 +164,9 @@ def _prefix(keys, n, low, count, mass, bound, SEARCH: tl.constexpr, TILE: tl.con
     high_count = count * 0
     while count - high_count > 1:
         bits = low.to(tl.float64).to(tl.int64, bitcast=True)
-        bits += (high.to(tl.float64).to(tl.int64, bitcast=True) - bits) >> 1  # the bits of a float near the geometric mean
+        bits += (
+            high.to(tl.float64).to(tl.int64, bitcast=True) - bits
+        ) >> 1  # the bits of a float near the geometric mean
         middle = tl.where(high >> 1 > low, bits.to(tl.float64, bitcast=True).to(tl.int64), low + ((high - low) >> 1))
         above, above_mass, next_key, last_key = _above(keys, n, middle, TILE)
         if SEARCH == 0:

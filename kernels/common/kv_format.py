@@ -139,7 +139,9 @@ def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     max_q = (1 << bits) - 1
     least = x.amin(1).clamp_(-MAX_HALF, MAX_HALF).half()
     shifted = x - least.float()[:, None]
-    scale = (shifted.amax(1) / max_q).clamp_(0, MAX_HALF).half()  # it is negative for a constant row whose least was rounded up
+    scale = (
+        (shifted.amax(1) / max_q).clamp_(0, MAX_HALF).half()
+    )  # it is negative for a constant row whose least was rounded up
     divisor = torch.where(scale > 0, scale.float(), torch.inf)[:, None]
     q = torch.floor(shifted / divisor + 0.5).clamp_(0, max_q)
     return q.to(torch.uint8), scale, least

@@ -257,7 +257,9 @@ def _cache_directories() -> list[Path]:
     if chosen:
         return [Path(chosen).absolute()]
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    checkout = [_CHECKOUT / ".run" / "native"] if (_CHECKOUT / "pyproject.toml").is_file() else []  # pip leaves that out
+    checkout = (
+        [_CHECKOUT / ".run" / "native"] if (_CHECKOUT / "pyproject.toml").is_file() else []
+    )  # pip leaves that out
     return [*checkout, home / "everbatch"]
 
 

@@ -139,7 +139,10 @@ def test_a_failing_pip_leaves_no_stamp(checkout: Path, recorded: list[str], monk
 
 def test_pins_are_exact_and_known_without_their_extras(checkout: Path) -> None:
     assert packages.pins(checkout) == [
-        ("package-run", "1.0"), ("package-test", "1.0"), ("package-bench", "1.0"), ("package-server", "1.0"),
+        ("package-run", "1.0"),
+        ("package-test", "1.0"),
+        ("package-bench", "1.0"),
+        ("package-server", "1.0"),
     ]
     for name, version in packages.pins(ROOT):
         assert version, f"{name} has no exact version"

@@ -47,7 +47,9 @@ def test_one_model_that_is_not_ready_makes_the_server_not_ready(tmp_path: Path, 
 
 def test_a_stub_that_missed_three_signs_is_silent_and_the_longest_silence_is_named(tmp_path: Path) -> None:
     leave(tmp_path, "a", age_s=1.6)
-    assert health.judge(health.read(tmp_path, NOW)).unready == "the stub of model a (pid 4711) has been silent for 1.6 s"
+    assert (
+        health.judge(health.read(tmp_path, NOW)).unready == "the stub of model a (pid 4711) has been silent for 1.6 s"
+    )
     leave(tmp_path, "b", age_s=70.0)
     verdict = health.judge(health.read(tmp_path, NOW))
     assert verdict.unready == "the stub of model b (pid 4711) has been silent for 70.0 s"

@@ -44,8 +44,6 @@ def test_all_logs_together_take_less_than_a_third_of_a_small_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = iter([64 << 20, 1 << 40])
-    monkeypatch.setattr(
-        "deploy.log_files.shutil.disk_usage", lambda path: type("usage", (), {"total": next(sizes)})
-    )
+    monkeypatch.setattr("deploy.log_files.shutil.disk_usage", lambda path: type("usage", (), {"total": next(sizes)}))
     assert (log_files.KEPT + 1) * log_files.limit_bytes(tmp_path / "server.log") <= (64 << 20) * 0.35
     assert log_files.limit_bytes(tmp_path / "server.log") == log_files.MAX_BYTES

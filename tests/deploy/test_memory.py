@@ -80,7 +80,9 @@ def test_children_of_the_server_get_the_usual_stack_again() -> None:
         "sys.stdin.readline()\n"
         f"subprocess.run([sys.executable, '-c', {SOFT!r}])"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None and child.stdout.readline() == "up\n"
         memory.spare_children_the_stack(child.pid)
         out, _ = child.communicate("\n", timeout=60)

@@ -96,6 +96,8 @@ def test_hub_ids_are_told_from_paths(name: str) -> None:
     assert HUB_ID.fullmatch(name)
 
 
-@pytest.mark.parametrize("name", ["a", "/a", "a/", "-a/b", "a/b.", "a/.b", "a..b/c", "a/b--c", "a/b c", "x/" + "y" * 95])
+@pytest.mark.parametrize(
+    "name", ["a", "/a", "a/", "-a/b", "a/b.", "a/.b", "a..b/c", "a/b--c", "a/b c", "x/" + "y" * 95]
+)
 def test_what_the_hub_would_not_take_is_not_asked_of_it(name: str) -> None:
     assert not HUB_ID.fullmatch(name)

@@ -232,7 +232,13 @@ def test_grpc_without_a_key_or_to_another_method_is_refused(proxy: Proxy) -> Non
     with pytest.raises(grpc.RpcError) as refused:
         call(proxy, "ModelStreamInfer", {"authorization": "Bearer wrong"})
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-    for method in ("RepositoryModelUnload", "RepositoryIndex", "SystemSharedMemoryRegister", "TraceSetting", "LogSettings"):
+    for method in (
+        "RepositoryModelUnload",
+        "RepositoryIndex",
+        "SystemSharedMemoryRegister",
+        "TraceSetting",
+        "LogSettings",
+    ):
         with pytest.raises(grpc.RpcError) as refused:
             call(proxy, method, {"authorization": "Bearer key-of-a"})
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, method

@@ -73,4 +73,9 @@ def test_a_child_that_ends_before_its_exec_is_left_to_whoever_waits_for_it() -> 
 
 def test_where_tracing_is_not_allowed_marks_become_the_flags_themselves() -> None:
     command = ["server", "--port=1", secret_flags.mark("EVERBATCH_TEST_FLAG"), "@NO_SUCH"]
-    assert secret_flags.visible(command, VARIABLES) == ["server", "--port=1", VARIABLES["EVERBATCH_TEST_FLAG"], "@NO_SUCH"]
+    assert secret_flags.visible(command, VARIABLES) == [
+        "server",
+        "--port=1",
+        VARIABLES["EVERBATCH_TEST_FLAG"],
+        "@NO_SUCH",
+    ]

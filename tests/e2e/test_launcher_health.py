@@ -32,7 +32,7 @@ def watched_server(tmp_path_factory):
         yield server
 
 
-# Two seconds are promised and measured where the processor is free (docs/reliability.md). Here other tests' processes may want it.
+# Two seconds are promised, and measured where the processor is free (docs/reliability.md). Here other tests may want it.
 SOON_S = 10.0
 
 

@@ -88,7 +88,9 @@ def test_a_number_names_another_session_in_another_namespace():
     converse(driver, "bob", [5, 6], start=True)
     assert driver.session(7, "alice").token_ids[:3].tolist() == [1, 2, 3]
     again = converse(driver, "alice", [9])
-    assert driver.tokens(again) == answer([*driver.session(7, "alice").token_ids[:5], 9], 2, namespace="alice", counter=2)
+    assert driver.tokens(again) == answer(
+        [*driver.session(7, "alice").token_ids[:5], 9], 2, namespace="alice", counter=2
+    )
 
 
 @pytest.mark.parametrize("end", [False, True])

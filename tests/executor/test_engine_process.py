@@ -10,7 +10,9 @@ from backend.executor import engine_process
 
 
 def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(engine_process, "_die_with_parent", lambda: None)  # pytest's standard input is not a supervisor's
+    monkeypatch.setattr(
+        engine_process, "_die_with_parent", lambda: None
+    )  # pytest's standard input is not a supervisor's
     monkeypatch.setattr(engine_process.signal, "signal", lambda *arguments: None)
     config = tmp_path / "config.json"
     config.write_text('{"scheduler": {"max_batch": 3}}')

@@ -95,7 +95,10 @@ def test_the_socket_is_private(tmp_path):
 
 @pytest.mark.parametrize(
     "fields, message",
-    [({"cache_salt": "x" * 20_000}, "takes 20.* bytes .* limit is 10000; shorten"), ({"cache_salt": "\ud800"}, "cannot be sent")],
+    [
+        ({"cache_salt": "x" * 20_000}, "takes 20.* bytes .* limit is 10000; shorten"),
+        ({"cache_salt": "\ud800"}, "cannot be sent"),
+    ],
 )
 def test_a_request_that_cannot_be_sent_fails_alone(tmp_path, monkeypatch, fields, message):
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 10_000)

@@ -31,7 +31,9 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.executor.hash_engine "$@"\n')
     program.chmod(0o700)
     monkeypatch.setenv("EVERBATCH_PYTHON", str(program))
-    config = msgspec.structs.replace(CONFIG, triton=TritonConfig(watchdog_timeout_s=PATIENCE_S, step_timeout_s=PATIENCE_S))
+    config = msgspec.structs.replace(
+        CONFIG, triton=TritonConfig(watchdog_timeout_s=PATIENCE_S, step_timeout_s=PATIENCE_S)
+    )
     with Executor.launch(config, str(tmp_path / "run" / "engine.sock")) as executor:
         yield executor
 

@@ -129,7 +129,9 @@ def test_a_file_may_be_as_long_as_the_limit_and_no_longer(directory: Path) -> No
 
 def test_positions_beyond_what_is_supported_are_refused_unless_fewer_are_asked_for(directory: Path) -> None:
     base.config(max_position_embeddings=MAX_POSITIONS + 1)(directory)
-    with pytest.raises(ConfigError, match=f"is {MAX_POSITIONS + 1}.*use --set model.max_seq_len={MAX_POSITIONS} or less"):
+    with pytest.raises(
+        ConfigError, match=f"is {MAX_POSITIONS + 1}.*use --set model.max_seq_len={MAX_POSITIONS} or less"
+    ):
         load(directory)
     assert load(directory, max_seq_len=100).max_seq_len == 100
 
@@ -142,7 +144,9 @@ def test_an_empty_tensor_and_one_without_dimensions_are_read(tmp_path: Path) -> 
 def test_int8_of_a_projection_that_is_too_small_takes_no_memory_first(directory: Path) -> None:
 
     base.config(intermediate_size=10**12)(directory)
-    with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[64, 64\], config.json asks for \[1000000000000, 64\]"):
+    with pytest.raises(
+        ConfigError, match=r"gate_proj.weight has shape \[64, 64\], config.json asks for \[1000000000000, 64\]"
+    ):
         open_directory(directory).build(None, torch.float32, torch.device("cpu"), LinearOptions("int8"))
 
 

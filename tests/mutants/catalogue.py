@@ -46,7 +46,18 @@ def find(name: str) -> Mutant:
 
 def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:
     """pytest's exit status and output, with a bug planted or without. A run beyond TIMEOUT_S counts as failed tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "tests.mutants.plugin",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     if mutant:
         command += ["--mutant", mutant]
     try:

@@ -82,7 +82,9 @@ def a_tokenizer_s_settings_are_believed(set_attribute: SetAttribute) -> None:
 
 
 def a_template_s_constants_are_computed(set_attribute: SetAttribute) -> None:
-    set_attribute(chat._CodeGenerator, "_output_child_to_const", chat.jinja2.compiler.CodeGenerator._output_child_to_const)
+    set_attribute(
+        chat._CodeGenerator, "_output_child_to_const", chat.jinja2.compiler.CodeGenerator._output_child_to_const
+    )
 
 
 def a_stranger_s_library_is_loaded(set_attribute: SetAttribute) -> None:

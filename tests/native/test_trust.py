@@ -141,7 +141,9 @@ def test_a_directory_above_that_everybody_may_write_needs_the_sticky_bit(tmp_pat
     directory = tmp_path / "shared" / "a" / "b"
     make_private_directory(directory)
     (tmp_path / "shared").chmod(0o777)
-    assert distrust_of_directory(directory) == f"everybody may write {tmp_path / 'shared'}, and so replace what is in it"
+    assert (
+        distrust_of_directory(directory) == f"everybody may write {tmp_path / 'shared'}, and so replace what is in it"
+    )
     (tmp_path / "shared").chmod(0o1777)
     assert distrust_of_directory(directory) is None
 

@@ -63,9 +63,7 @@ class ScriptedExecutor:
         self.cancelled.append((request_id, keep_output_tokens))
         self.end(request_id, reason=FinishReason.CANCELLED)
 
-    def stop_session(
-        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
-    ) -> RequestId:
+    def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
         self.stopped_sessions.append((session_id, end, namespace))
         request_id = RequestId(10_000 + len(self.stopped_sessions))
         self.live[request_id] = on_response

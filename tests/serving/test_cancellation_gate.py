@@ -70,7 +70,9 @@ def test_a_sender_that_raises_is_survived_and_asked_again():
             return False
 
     pump = ResponsePump(1, lambda stream: None, lambda row, kept: None)
-    streams = [pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())]
+    streams = [
+        pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())
+    ]
     abandoned: list = []
     poller = CancellationPoller(pump.live_streams, abandoned.append, period_s=1)
     for _ in range(2):

@@ -213,7 +213,12 @@ def test_what_waits_longer_than_the_timeout_is_refused_and_never_read(make_pool,
 
 def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(make_pool, clock) -> None:
     pool, log = make_pool(num_threads=1), []
-    held, late, following, last = Asked("held", log, held=True), Asked("late", log), Asked("next", log), Asked("last", log)
+    held, late, following, last = (
+        Asked("held", log, held=True),
+        Asked("late", log),
+        Asked("next", log),
+        Asked("last", log),
+    )
     pool.submit(held.job("s"))
     wait(held.begun)
     pool.submit(late.job("s"))

@@ -213,9 +213,7 @@ class Generator:
 
     def _preview(self, request: Request) -> list[int]:
         history, new_ids = self._model.split(request)
-        session = (
-            self._model.sessions.get(key_of(request)) if request.session and not request.session.start else None
-        )
+        session = self._model.sessions.get(key_of(request)) if request.session and not request.session.start else None
         seed, counter = request.sampling_config.seed, 0
         if seed is None:
             seed, counter = (session.seed, session.counter) if session else (0, 0)

@@ -78,7 +78,9 @@ def _check_tables(simulation: Simulation) -> None:
     for seq in running.values():
         block, offset = divmod(seq.num_computed_tokens, core.kv.block_size)
         if offset:
-            assert owners[core.kv.state.tables[seq.seq_id].handles[block]] == 1, f"{seq!r} writes next to a block of others"
+            assert owners[core.kv.state.tables[seq.seq_id].handles[block]] == 1, (
+                f"{seq!r} writes next to a block of others"
+            )
 
 
 def _check_sessions(simulation: Simulation) -> None:

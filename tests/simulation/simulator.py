@@ -102,7 +102,9 @@ class Simulation:
         self._step_to_the_end()
         stats = self.core.stats()
         kv, counters = stats.latest.kv_cache, stats.counters
-        assert kv.used_num_blocks == 0 and self.core.kv.state.slots.num_free == self.setup.config.scheduler.max_batch_size, kv
+        assert (
+            kv.used_num_blocks == 0 and self.core.kv.state.slots.num_free == self.setup.config.scheduler.max_batch_size
+        ), kv
         assert kv.free_num_blocks + kv.cached_num_blocks == kv.max_num_blocks == self.model.capacity, kv
         assert sum(counters.requests_finished_total.values()) == self._num_finished == counters.requests_accepted_total
         assert counters.requests_rejected_total == self._num_rejected

@@ -10,7 +10,11 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.shrink import failure_of, first_failure
 
 MAX_SEEDS = 2000
-BROKEN = (AttributeError, NameError, TypeError)  # what a planted bug raises when the code that it was written for has changed
+BROKEN = (
+    AttributeError,
+    NameError,
+    TypeError,
+)  # what a planted bug raises when the code that it was written for has changed
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -175,7 +175,10 @@ def test_other_methods_are_refused_by_name(method):
     [
         ([1], "quantization_config is [1], an object or null is needed"),
         (dict(quant_method="compressed-tensors"), "lacks the key quantization_config.config_groups"),
-        (quantization_config(config_groups={"group_0": dict(targets="Linear")}), "config_groups.group_0.targets is 'Linear'"),
+        (
+            quantization_config(config_groups={"group_0": dict(targets="Linear")}),
+            "config_groups.group_0.targets is 'Linear'",
+        ),
         (quantization_config(weights=WEIGHTS | dict(num_bits="eight")), "weights.num_bits is 'eight', int is needed"),
     ],
 )

@@ -1,6 +1,6 @@
 """A table: what becomes of each hostile checkpoint, each in a process of its own.
 
-    .venv/bin/python -m tests.model.hostile
+.venv/bin/python -m tests.model.hostile
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ TOKENIZERS = [
     _case("tokenizer with negative ids", _model(vocab={"a": -1}), JSON),
     _case("tokenizer with ids of 10^400", _model(vocab={"a": 10**400}), JSON),
     _case("tokenizer of a kind that is none", _model(type="Evil"), JSON),
-    _case("tokenizer with merges of nothing", merged(JSON, model=dict(type="BPE", vocab={"a": 0}, merges=["b c"])), JSON),
+    _case(
+        "tokenizer with merges of nothing", merged(JSON, model=dict(type="BPE", vocab={"a": 0}, merges=["b c"])), JSON
+    ),
     _case("tokenizer with an expression that is none", merged(JSON, normalizer=_EXPRESSION), JSON),
     _case("tokenizer with 200 sequences", merged(JSON, normalizer=_nested(200)), JSON),
     _case("no tokenizer, but code", _code, JSON),
@@ -86,7 +88,9 @@ SETTINGS_CASES = [
     _case("settings are not UTF-8", text(SETTINGS, b'{"a": "\xff"}'), SETTINGS, "UTF-8"),
     _case("settings are a pipe", instead(SETTINGS, os.mkfifo), SETTINGS, "pipe"),
     _case("settings are a terabyte", sparse(SETTINGS, 1 << 40), SETTINGS, "1099511627776"),
-    _case("special tokens are deep", text("special_tokens_map.json", deep(100_000)), "special_tokens_map.json", "nested"),
+    _case(
+        "special tokens are deep", text("special_tokens_map.json", deep(100_000)), "special_tokens_map.json", "nested"
+    ),
     _settings("eos_token", 1, "1"),
     _settings("eos_token", ["</s>"], "</s>"),
     _settings("eos_token", {"content": 3}, "content", "3"),
@@ -117,7 +121,9 @@ TEMPLATES = [
     _case("template of 5,000 tags", text(TEMPLATE, "{{ a }}" * 5000), TEMPLATE, "5000", "4096"),
     _case("template of wrong syntax", text(TEMPLATE, "{% for x %}"), "chat template", "line 1"),
     _case("template with a filter that is none", text(TEMPLATE, "{{ 1|evil }}"), "chat template", "line 1"),
-    _case("template 10,000 brackets deep", text(TEMPLATE, "{{ " + "(" * 10_000 + ")" * 10_000 + " }}"), "chat template"),
+    _case(
+        "template 10,000 brackets deep", text(TEMPLATE, "{{ " + "(" * 10_000 + ")" * 10_000 + " }}"), "chat template"
+    ),
     _case("template 10,000 lists deep", text(TEMPLATE, "{{ " + "[" * 10_000 + "]" * 10_000 + " }}"), "chat template"),
     _case("template 10,000 not deep", text(TEMPLATE, "{{ " + "not " * 10_000 + "1 }}"), "chat template"),
     _case(
@@ -126,7 +132,13 @@ TEMPLATES = [
         "chat template",
     ),
     _case("template with a number of 5,000 digits", text(TEMPLATE, "{{ " + "9" * 5000 + " }}"), "chat template"),
-    _case("template is a number", both(remove(TEMPLATE), merged(SETTINGS, chat_template=3)), SETTINGS, "chat_template", "3"),
+    _case(
+        "template is a number",
+        both(remove(TEMPLATE), merged(SETTINGS, chat_template=3)),
+        SETTINGS,
+        "chat_template",
+        "3",
+    ),
     _case(
         "templates without names",
         both(remove(TEMPLATE), merged(SETTINGS, chat_template=[{"template": "x"}])),
@@ -141,7 +153,9 @@ TEMPLATES = [
         "chat_template",
         "3",
     ),
-    _case("templates of text", both(remove(TEMPLATE), merged(SETTINGS, chat_template=["x"])), SETTINGS, "chat_template"),
+    _case(
+        "templates of text", both(remove(TEMPLATE), merged(SETTINGS, chat_template=["x"])), SETTINGS, "chat_template"
+    ),
     _case(
         "a template of a megabyte in the settings",
         both(remove(TEMPLATE), merged(SETTINGS, chat_template="{{ a }}" * 150_000)),

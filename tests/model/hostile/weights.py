@@ -92,7 +92,9 @@ HEADERS = [
         both(sparse(WEIGHTS, 1 << 31), lambda d: _patch(d / WEIGHTS, struct.pack("<Q", 1 << 30) + b"{")),
         (WEIGHTS, "1073741824", "8388608"),
     ),
-    Case("header is not UTF-8", _raw(lambda raw, data: raw.replace(b"model.norm", b"model.\xff\xfe")), (WEIGHTS, "UTF-8")),
+    Case(
+        "header is not UTF-8", _raw(lambda raw, data: raw.replace(b"model.norm", b"model.\xff\xfe")), (WEIGHTS, "UTF-8")
+    ),
     Case("header is no JSON", _raw(lambda raw, data: raw[:-5]), (WEIGHTS, "header")),
     Case("header is a list", _raw(lambda raw, data: b"[]"), (WEIGHTS, "header")),
     Case("header is 100,000 deep", _raw(lambda raw, data: deep(100_000).encode()), (WEIGHTS, "header")),
@@ -209,7 +211,9 @@ CONTENT = [
     Case("a layer too few", config(num_hidden_layers=2), ("num_hidden_layers", "2", "1")),
     Case("a tensor is missing", tensors(lambda held: held.pop(DOWN)), (DOWN,)),
     Case("no tensor at all", tensors(lambda held: held.clear()), ("num_hidden_layers",)),
-    Case("a tensor of another shape", tensors(lambda held: held.update({DOWN: torch.ones(3)})), (DOWN, "[3]", "[64, 64]")),
+    Case(
+        "a tensor of another shape", tensors(lambda held: held.update({DOWN: torch.ones(3)})), (DOWN, "[3]", "[64, 64]")
+    ),
     Case("a tensor of whole numbers", tensors(lambda h: h.update({DOWN: h[DOWN].to(torch.int64)})), (DOWN, "int64")),
     Case("a tensor too many", tensors(lambda held: held.update(extra=torch.ones(1))), ("extra",)),
     Case(
