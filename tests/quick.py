@@ -26,6 +26,7 @@ SLOW = {
     "tests/native/test_invariance.py": "native kernels in many batches",
     "tests/native/test_sanitized.py": "native kernels under AddressSanitizer",
     "tests/native/test_team.py": "native threads under ThreadSanitizer",
+    "tests/parity/test_quantised_kv.py": "whole models, with and without eviction",
     "tests/quant/test_command.py": "whole models, quantised",
     "tests/quant/test_run.py": "whole models, quantised",
     "tests/quant/test_quality.py": "whole models, quantised",
