@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
+QUICK_SCHEDULES = "200"  # of the engine simulation; a full run has 2,000
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -104,6 +105,8 @@ def test_command(
     variables = dict(os.environ)
     if schedules is not None:
         variables["EVERBATCH_SCHEDULES"] = str(schedules)
+    elif quick:
+        variables.setdefault("EVERBATCH_SCHEDULES", QUICK_SCHEDULES)
     if not (ROOT / "tests").is_dir():
         raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
     command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]

@@ -19,8 +19,21 @@ SLOW = {
     "tests/kernels/interpreted/": "GPU kernels in Triton's interpreter",
     "tests/kernels/compiled/": "GPU kernels, compiled offline",
     "tests/kernels/test_triton.py": "GPU kernels, interpreted and compiled",
+    "tests/model/test_graphs.py": "GPU kernels in Triton's interpreter",
+    "tests/native/test_build.py": "native kernels, compiled again and again",
+    "tests/native/test_decoder.py": "native steps in every variant (parity keeps the usual one)",
+    "tests/native/test_engine_invariance.py": "native kernels through the engine, in many batches",
+    "tests/native/test_invariance.py": "native kernels in many batches",
     "tests/native/test_sanitized.py": "native kernels under AddressSanitizer",
     "tests/native/test_team.py": "native threads under ThreadSanitizer",
+    "tests/parity/test_quantised_kv.py": "whole models, with and without eviction",
+    "tests/quant/test_command.py": "whole models, quantised",
+    "tests/quant/test_run.py": "whole models, quantised",
+    "tests/quant/test_quality.py": "whole models, quantised",
+    "tests/sampling/test_native_invariance.py": "native kernels in many batches",
+    "tests/simulation/test_mutants.py": "planted bugs, thousands of schedules each",
+    "tests/weight_formats/test_four_bit_models.py": "whole models, quantised",
+    "tests/weight_formats/test_quality.py": "whole models, quantised",
 }  # beginning of a test's id: why it is slow
 SHOWN = 15  # files
 

@@ -170,12 +170,14 @@ def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pyt
 def test_a_quick_run_is_the_suite_with_an_option_of_its_own(
     given: list[str], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
+    calls: list[tuple[list[str], dict[str, str]]] = []
     done = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(cli.subprocess, "run", lambda command, **_: commands.append(command) or done)
+    monkeypatch.delenv("EVERBATCH_SCHEDULES", raising=False)
+    monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: calls.append((command, env)) or done)
     assert CliRunner().invoke(app, ["test", *given]).exit_code == 0
-    (command,) = commands
+    ((command, variables),) = calls
     assert ("--quick" in command) == quick and command[-2:] == ["tests", "-x"]
+    assert variables.get("EVERBATCH_SCHEDULES") == (cli.QUICK_SCHEDULES if quick else None)
 
 
 @pytest.mark.parametrize("host, warned", [("127.0.0.1", False), ("0.0.0.0", True)])

@@ -102,6 +102,7 @@ def test_the_next_cache_is_taken_and_the_refusal_logged(
     monkeypatch.delenv("EVERBATCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("kernels.cpu.build._CHECKOUT", tmp_path)
+    (tmp_path / "pyproject.toml").touch()  # what makes it a checkout
     make_private_directory(tmp_path / ".run" / "native")
     (tmp_path / ".run" / "native").chmod(0o777)
     with caplog.at_level(logging.WARNING, "everbatch.kernels"):

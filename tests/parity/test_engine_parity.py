@@ -56,7 +56,11 @@ NUM_TOKENS = 64
 EXCUSED: list[int] = []
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("llama3", "default")
+LARGE = pytest.mark.slow("parity's large combinations")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in QUICK else LARGE) for name in FAMILIES])
 def hf(request):
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -65,7 +69,10 @@ def hf(request):
     return model
 
 
-COMBINATIONS = list(itertools.product((64, 2), (False, True), (None, 23), (1, 7)))
+COMBINATIONS = [
+    pytest.param(*combination, marks=LARGE if combination[-1] > 1 else ())
+    for combination in itertools.product((64, 2), (False, True), (None, 23), (1, 7))
+]
 
 
 @pytest.mark.feature("004-14", "004-26", "001-29", "001-33")
