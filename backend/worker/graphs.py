@@ -77,7 +77,7 @@ class Graphs:
         return captured.result
 
     def clear(self) -> None:
-        """Drop all graphs, because a tensor that they read has moved, and start a new memory pool: a pool dies with its graphs."""
+        """Drop all graphs, because a tensor that they read has moved, and start a new memory pool: one dies with its graphs."""
         self._known.clear()
         if self._capture is not None:
             self._capture = self._make_capture()
