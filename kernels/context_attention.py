@@ -227,7 +227,7 @@ def _context_attention_kernel(
     query_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys, so they start first
     kv_head = tl.program_id(1)
 
-    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at m_i one too many.
+    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at most one too many.
     index = tl.arange(0, ROWS)
     first_tiles = tl.load(starts + index, index < rows, other=0) // BLOCK_Q + index
     row = tl.sum(((index < rows) & (first_tiles <= query_tile)).to(tl.int32), 0) - 1
