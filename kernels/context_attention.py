@@ -1,7 +1,6 @@
 """Causal attention of a flat batch of context rows over paged KV.
 
-A row may have fewer queries than keys (chunked context). Its queries are its newest positions, so the causal mask is aligned
-at the bottom right:
+A row may have fewer queries than keys (chunked context). Its queries are its newest positions: the mask is aligned bottom right.
 
     keys      0 .................. length                 query i of n stands at position length - n + i
     queries                [ n ]                          and sees keys in (position - window, position]
@@ -11,16 +10,16 @@ at the bottom right:
 
 The algorithm is FlashAttention (Dao 2023) over pages, with its online softmax: m_i is a query's greatest score so far, l_i the
 sum of its exponentials, acc the sum of its weighted values. A tile of queries has BLOCK_M rows: some tokens times all heads of a
-kv head. As in vLLM's unified attention, a program finds its row by itself: the grid depends on shapes alone, so nothing waits
-for the device and a CUDA graph can hold the launch. kernels/common/kv_format.py describes the pools; int8 and int4 are converted
-to 16 bits before the products.
+kv head. As in vLLM's unified attention, a program finds its row by itself: the grid depends on shapes alone, so a CUDA graph can
+hold the launch. kernels/common/kv_format.py describes the pools; int8 and int4 become 16-bit floats before the products.
 
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
+
 Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
 of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
 rescaled at the same positions; a tile that a query does not see leaves its result unchanged. Bits may differ: tiles with and
 without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
-instruction. A score may then differ by float32 rounding.
+instruction. Then a score may differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Tiles(NamedTuple):
 
 
 # (Architecture, whether the pool is quantised) -> tiles, for heads of at most 128. On sm_80 each warp converts quantised keys for
-# itself and would spill registers with 64 keys; on sm_90 the warps share the keys, and with 64 a score costs a fifth less than
-# with 32.
+# itself and would spill registers with 64 keys; on sm_90 warps share keys, and with 64 a score costs a fifth less than with 32.
 TILES = {
     (80, False): Tiles(128, 64, 8, 3),
     (80, True): Tiles(128, 32, 8, 3),
@@ -229,7 +227,7 @@ def _context_attention_kernel(
     query_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles have more keys, so they start first
     kv_head = tl.program_id(1)
 
-    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at m_i one too many.
+    # Row r's tiles are starts[r] // BLOCK_Q + r and on. Up to the next row's there are enough, and at most one too many.
     index = tl.arange(0, ROWS)
     first_tiles = tl.load(starts + index, index < rows, other=0) // BLOCK_Q + index
     row = tl.sum(((index < rows) & (first_tiles <= query_tile)).to(tl.int32), 0) - 1

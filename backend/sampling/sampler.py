@@ -3,7 +3,7 @@
 Between calls it keeps only what `set_row` stored. Penalties and bad words are read off the token buffer, and random numbers
 are a function of (seed, number of tokens sampled), so a sequence that was evicted and returns continues unchanged.
 
-Greedy rows need no logits if the model's step has already found the greatest one (`greedy`).
+Rows that take the greatest logit, and ask for nothing else, need no logits if the model's step has found it already (`greedy`).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def add_sparse(
 
 
 def _bad_words(words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tuple[Tensor, Tensor]:
-    """Returns the last token of each bad word, and -inf if the row's text ends with the rest of the word, else 0."""
+    """Returns the last token of each bad word, and -inf if the known tokens end with the rest of the word, else 0."""
     count = torch.full((1,), known, device=tokens.device).expand(len(words))
     hit = kernel.tail_matches(tokens.expand(len(words), -1), count, words, lengths)
     return words[:, -1], torch.zeros(len(words), device=tokens.device).masked_fill_(hit, -torch.inf)

@@ -77,7 +77,7 @@ class Graphs:
         return captured.result
 
     def clear(self) -> None:
-        """Drop all graphs, because a tensor that they read has moved, and start a new memory pool, for one dies with its graphs."""
+        """Drop all graphs, because a tensor that they read has moved, and start a new memory pool: one dies with its graphs."""
         self._known.clear()
         if self._capture is not None:
             self._capture = self._make_capture()
@@ -87,9 +87,7 @@ class Graphs:
         try:
             captured = self._capture(step)
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[
-                0
-            ]  # ending a failed capture fails, too: show the first error
+            cause = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too: show the first error
             log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, cause)
             self._capture = None
             self._known.clear()

@@ -77,7 +77,10 @@ def choose_tier(
     dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> Choice:
-    """Choose the tier and log the choice with its reason. Raises ConfigError when `model.kernels` names one that cannot run."""
+    """Choose the tier and log the choice with its reason.
+
+    Raises ConfigError when `model.kernels` names a tier, or EVERBATCH_ISA an instruction set, that cannot run here.
+    """
     wanted = section.kernels
     if wanted == "auto":
         wanted = "native" if device.type == "cpu" else "triton"

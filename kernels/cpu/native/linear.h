@@ -56,7 +56,7 @@ constexpr int PIECE_OF_HALVES = LONG_PIECE;
 inline int64_t longest_piece(Format format) {
     return format == INT8 ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
-constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
+constexpr int MAX_ROWS = 512;   // rows of one pass over the weights
 constexpr int HELD_ROWS = 96;   // rows whose sums of a panel fit the first-level cache until put() takes them
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
@@ -82,7 +82,7 @@ void unpack_int8(const int8_t* w, const bf16* scales, int group, int64_t first, 
     }
 }
 
-// Distance of prefetching in bytes, if one tile has all rows: measured on Zen 4; that for AMX is from the literature.
+// Distance of prefetching in bytes, if one tile has all rows: measured on Zen 4; the one for AMX was measured by others.
 #if defined(EVERBATCH_AMX)
 constexpr int64_t fetch_ahead(int) { return 8192; }
 #else
