@@ -105,7 +105,7 @@ def make(root: Path, venv: Path, wanted: str, progress: Progress, lock: int) -> 
     pip(venv, server, progress, "installing tritonserver (30 MB)", lock)
     if missing := missing_pins(root, venv):
         raise SetupError(f"{', '.join(missing)} is not there after pip had installed it; remove .venv and start again")
-    (venv / "incomplete").unlink()
+    (venv / "incomplete").unlink(missing_ok=True)
     _stamp(venv, wanted)
     progress.done("environment ready")
 

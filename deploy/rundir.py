@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import shutil
 import tempfile
@@ -92,6 +93,17 @@ def render_repository(source: Path, directory: Path, *, decoupled: bool) -> Path
                 (copy / entry.name).symlink_to(entry.resolve())
         (copy / "config.pbtxt").write_text(set_decoupled((model / "config.pbtxt").read_text(), decoupled))
     return directory
+
+
+def compile_models(source: Path) -> None:
+    """Write the bytecode of every model.py beside it. Else the first import of a stub does, Triton takes the changed directory
+    for a changed model as soon as it is asked to load anything, and unloads a model that is serving.
+    """
+    for path in sorted(source.glob("*/*/model.py")):
+        try:
+            py_compile.compile(str(path), quiet=2)
+        except OSError:  # a directory that is not ours to write: no stub writes to it either
+            continue
 
 
 def set_decoupled(pbtxt: str, decoupled: bool) -> str:

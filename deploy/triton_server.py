@@ -133,6 +133,7 @@ class TritonServer:
         self.ports.check_free(self.host)
         installation = invocation.find_installation()
         source = rundir.check_repository(Path(self._model_repository))
+        rundir.compile_models(source)
         rundir.prepare_run_directory(self.run_dir)
         backends = invocation.prepare_backend_directory(installation, self.run_dir / "backends")
         repository = rundir.render_repository(source, self.run_dir / "models", decoupled=self.config.triton.decoupled)

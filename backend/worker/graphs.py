@@ -87,7 +87,9 @@ class Graphs:
         try:
             captured = self._capture(step)
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too: show the first error
+            cause = str(error.__context__ or error).splitlines()[
+                0
+            ]  # ending a failed capture fails, too: show the first error
             log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, cause)
             self._capture = None
             self._known.clear()

@@ -23,7 +23,7 @@ from deploy.ports import Ports
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="no nginx here: apt-get install -y nginx-light")
-KEY = {"Authorization": "Bearer key-of-a"}
+KEY = {"Authorization": "Bearer 5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4"}
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -99,7 +99,7 @@ def configuration(run: Path, http: int, grpc_port: int, upstream_http: int, upst
         "KEYS": str(run / "keys"),
         "RUN": str(run),
     }
-    (run / "keys").write_text('"key-of-a" "client-a";\n')
+    (run / "keys").write_text('"5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4" "client-a";\n')
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     filled = "\n".join(lines)
     for word, value in values.items():
@@ -156,7 +156,11 @@ def test_a_request_with_a_key_passes_without_the_key_and_without_an_admin_header
     assert not {"authorization", "x-everbatch-admin"} & {name.lower() for name in seen["headers"]}
 
 
-@pytest.mark.parametrize("headers", [None, {"Authorization": "Bearer wrong"}, {"Authorization": "key-of-a"}], ids=str)
+@pytest.mark.parametrize(
+    "headers",
+    [None, {"Authorization": "Bearer wrong"}, {"Authorization": "5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4"}],
+    ids=str,
+)
 def test_without_a_known_key_there_is_health_and_nothing_else(proxy: Proxy, headers: dict[str, str] | None) -> None:
     assert proxy.ask("POST", GENERATE, b"{}", headers)[0] == 401
     assert proxy.ask("GET", "/v2/models/ensemble", headers=headers)[0] == 401
@@ -218,7 +222,7 @@ def call(proxy: Proxy, method: str, metadata: dict[str, str]) -> list[str]:
 
 def test_grpc_streams_pass_without_the_metadata_that_is_not_for_clients(proxy: Proxy) -> None:
     metadata = {
-        "authorization": "Bearer key-of-a",
+        "authorization": "Bearer 5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4",
         "triton_grpc_error": "true",
         "triton-grpc-protocol-x-everbatch-admin": "guess",
         "harmless": "1",
@@ -240,6 +244,6 @@ def test_grpc_without_a_key_or_to_another_method_is_refused(proxy: Proxy) -> Non
         "LogSettings",
     ):
         with pytest.raises(grpc.RpcError) as refused:
-            call(proxy, method, {"authorization": "Bearer key-of-a"})
+            call(proxy, method, {"authorization": "Bearer 5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4"})
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, method
     assert call(proxy, "ServerReady", {}) is not None

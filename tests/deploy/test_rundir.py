@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def repository(tmp_path: Path) -> Path:
         (source / name / "1" / "model.py").write_text("# model\n")
     (source / "README").write_text("no model\n")
     return source
+
+
+def test_the_bytecode_of_the_models_is_there_before_a_stub_writes_it(tmp_path: Path) -> None:
+    """Triton takes a directory that has changed for a changed model, and unloads it at the next load of any."""
+    model = tmp_path / "some" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text("VALUE = 1\n")
+    rundir.compile_models(tmp_path)
+    before = model.parent.stat().st_mtime_ns
+    subprocess.run(
+        [sys.executable, "-c", "import model"], cwd=model.parent, check=True, env={"PYTHONPATH": str(model.parent)}
+    )
+    assert model.parent.stat().st_mtime_ns == before and list(model.parent.glob("__pycache__/*.pyc"))
 
 
 def test_the_stored_configuration_reads_back_equal(tmp_path: Path) -> None:
