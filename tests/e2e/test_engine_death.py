@@ -107,19 +107,6 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
         assert engine_pid(watched_server) not in (None, stopped)
 
 
-def test_a_stub_that_was_stopped_does_not_take_its_engine_for_dead(watched_server):
-    with TokenClient(watched_server.grpc_url) as client:
-        before = client.generate([1, 2, 3], 8)
-        engine = engine_pid(watched_server)
-        owner = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(owner, signal.SIGSTOP)
-        time.sleep(2 * WATCHDOG_S)  # twice the time after which a silent engine is killed
-        os.kill(owner, signal.SIGCONT)
-        assert eventually(lambda: refusal(client) is None, 10)
-        time.sleep(1)  # four ticks of its watch
-        assert engine_pid(watched_server) == engine and client.generate([1, 2, 3], 8) == before
-
-
 def test_nothing_is_left_after_stop(mortal_server):
     with TokenClient(mortal_server.grpc_url) as client:
         client.start([1, 2], 1500, streaming=True)
