@@ -162,19 +162,6 @@ def test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads(tmp_pa
     assert before <= sign["at_ns"] <= time.monotonic_ns()
 
 
-def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(make_server) -> None:
-    pulses = threading.Semaphore(0)
-
-    def report(state: str) -> None:
-        pulses.release()
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError("no space")
-
-    make_server(report_health=report)
-    for _ in range(3):
-        assert pulses.acquire(timeout=20)
-
-
 def test_a_process_of_another_user_is_not_the_owner_of_the_engine(tmp_path: Path, monkeypatch) -> None:
     """The number of an owner that has died may have been given out anew."""
 
