@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import MutableSequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
@@ -84,14 +83,12 @@ class IllegalTransition(RuntimeError):
 class Sequence:
     """See the module's text for what the counters mean and who writes them. What each step reads stands first."""
 
-    token_ids: MutableSequence[int]  # a list; of a session between turns an array of 4 bytes a token
+    token_ids: list[int]  # of a session between turns an array, which takes 4 bytes a token
     num_prompt_tokens: int
     num_computed_tokens: int
     num_inflight_tokens: int  # tokens that steps in flight are running
     num_inflight_samples: int  # tokens that steps in flight will append
-    num_writable_cells: (
-        int  # KV positions below this one lie in blocks that no other sequence reads, so writing needs no plan
-    )
+    num_writable_cells: int  # KV positions below this lie in blocks that no other sequence reads: writing needs no plan
     kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens reaches this
     max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
     max_output_tokens: int
@@ -239,7 +236,7 @@ class Sequence:
         """
         self.num_sampled_before = self.num_sampled_tokens
         self.num_prompt_tokens = len(self.token_ids)
-        self.token_ids = array("i", self.token_ids)
+        self.token_ids = cast("list[int]", array("i", self.token_ids))
         self.request = _NO_REQUEST
         self.log_probs, self.top_log_probs = [], []
 

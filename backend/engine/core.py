@@ -253,6 +253,7 @@ class EngineCore:
         """Book what a step did: counters, tokens, KV. Returns the sequences with news, in row order, and whether they end."""
         plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
         self.statistics.iteration = flight.step.step_id
+        counters = self.counters
         news: list[tuple[Sequence, FinishReason]] = []
         samples = iter(output.sampled)
         for seq, sample in zip(plan.generation, samples):
@@ -262,33 +263,33 @@ class EngineCore:
             if seq.num_computed_tokens >= seq.kv_due_at:
                 self.kv.advance(seq)
             update.append_token(seq, sample, now_ns)
-            self.counters.generated_tokens_total += 1
             news.append((seq, update.finish_reason(seq)))
+        counters.generated_tokens_total += len(news)
         rows = flight.step.rows[len(plan.generation) :]
         for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
             first = next(samples) if row.samples else None  # token of its output
             if seq.seq_id in dropped:
                 continue
             context, recomputed = update.advance(seq, num_tokens)
-            self.counters.context_tokens_total += context
-            self.counters.recomputed_tokens_total += recomputed
+            counters.context_tokens_total += context
+            counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
             if first is not None:
                 update.append_token(seq, first, now_ns)
-                self.counters.generated_tokens_total += 1
-            if (
-                first is not None or not seq.num_uncomputed_tokens + seq.num_inflight_tokens
-            ):  # or it asked for no output
+                counters.generated_tokens_total += 1
+            asked_for_no_output = first is None and not seq.num_uncomputed_tokens + seq.num_inflight_tokens
+            if first is not None or asked_for_no_output:
                 news.append((seq, update.finish_reason(seq)))
         return news
 
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
+        iteration = self.iteration
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
                 self._finish(seq, reason)
             elif seq.request.streaming:
-                self._outbox.append(publish.result_response(seq, self.iteration))
+                self._outbox.append(publish.result_response(seq, iteration))
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""

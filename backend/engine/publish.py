@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from backend.api.errors import EverbatchError
 from backend.api.request import RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
@@ -16,7 +14,7 @@ def result_response(seq: Sequence, iteration: int) -> Response:
     first = seq.num_published_tokens
     if not request.streaming or request.return_all_generated_tokens:
         first = seq.num_prompt_tokens
-    tokens = cast("list[int]", seq.token_ids[first:])  # an array only between turns, when nothing is published
+    tokens = seq.token_ids[first:]
     if not (request.streaming or output.exclude_input_from_output):
         tokens = request.input_token_ids + tokens
     seq.num_published_tokens = len(seq.token_ids)
