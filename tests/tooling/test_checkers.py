@@ -44,6 +44,6 @@ def test_ruff_format_would_change_nothing() -> None:
     nothing_found(*checker("ruff"), "format", "--no-cache", "--check", ".")
 
 
-def test_mypy_strict_finds_nothing_in_the_pure_rooms(tmp_path: Path) -> None:
+def test_mypy_strict_finds_nothing_in_the_pure_rooms_and_the_gateway(tmp_path: Path) -> None:
     rooms = [argument for room in PURE for argument in ("-p", f"backend.{room}")]
-    nothing_found(*checker("mypy"), "--cache-dir", str(tmp_path), *rooms)
+    nothing_found(*checker("mypy"), "--cache-dir", str(tmp_path), *rooms, "-p", "gateway")
