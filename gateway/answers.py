@@ -122,16 +122,14 @@ class Answer(Response):
             worker.cancel()
             watch.cancel()
             await asyncio.gather(worker, watch, return_exceptions=True)
+        if worker in done:  # the watch may have ended as well: a complete response ends it
+            if worker.cancelled():
+                raise unavailable("the server is being stopped; try again later")
+            worker.result()
+            return False
         if watch in done:
             return True
-        if not done:
-            raise GatewayError(
-                408, f"the reply took more than {self._timeout_s:g} s; ask for fewer tokens", code="timeout"
-            )
-        if worker.cancelled():
-            raise unavailable("the server is being stopped; try again later")
-        worker.result()
-        return False
+        raise GatewayError(408, f"the reply took more than {self._timeout_s:g} s; ask for fewer tokens", code="timeout")
 
     async def _last_word(self, outlet: Outlet, error: GatewayError) -> None:
         try:

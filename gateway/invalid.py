@@ -51,7 +51,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
 def _refusal(found: list[Any], fields: set[str]) -> GatewayError:
     if found[0]["type"] == "json_invalid":
         return GatewayError(400, f"the body is not valid JSON: {_detail(found[0]['msg'])}", code="invalid_json")
-    worst = max(found, key=lambda error: (error["type"] == "extra_forbidden", len(_path(error["loc"], fields))))
+    worst = max(found, key=lambda error: _rank(error, fields))
     path = _path(worst["loc"], fields)
     name = _dotted(path)
     known = next((part for part in path if part in REFUSED), None)
@@ -61,8 +61,17 @@ def _refusal(found: list[Any], fields: set[str]) -> GatewayError:
         return GatewayError(400, f"unknown parameter {name}; leave it out", name, "unknown_parameter")
     if worst["type"] == "missing":
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter")
-    where = f"{name} is {_shown(worst['input'])}" if name else "the body"
-    return GatewayError(400, f"{where}; {_allowed(found, worst, fields)}", name or None, "invalid_value")
+    if not name:
+        return GatewayError(400, "the body is no JSON object", code="invalid_json")
+    where = f"{name} is {_shown(worst['input'])}"
+    return GatewayError(400, f"{where}; {_allowed(found, worst, fields)}", name, "invalid_value")
+
+
+def _rank(error: Any, fields: set[str]) -> tuple[bool, bool, int]:
+    """Which of several errors says most: a part of another type, an unknown key, then the one that lies deepest."""
+    path = _path(error["loc"], fields)
+    other_type = error["type"] == "literal_error" and path[-1:] == ["type"]
+    return other_type, error["type"] == "extra_forbidden", len(path)
 
 
 def _allowed(found: list[Any], worst: Any, fields: set[str]) -> str:
@@ -73,12 +82,13 @@ def _allowed(found: list[Any], worst: Any, fields: set[str]) -> str:
 
 
 def _detail(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:300].replace("Input should", "it should") if sentence else sentence
+    sentence = sentence[:300].replace("Input should", "it should").replace("valid array", "valid list")
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _path(location: Iterable[int | str], fields: set[str]) -> list[int | str]:
     """Of pydantic's location the names and indices that the client wrote: without the forms that were tried."""
-    parts = list(location)
+    parts = [part for part in location if part != "[key]"]
     kept = [part for part in parts[:-1] if isinstance(part, int) or part in fields]
     return kept + [part for part in parts[-1:] if isinstance(part, int) or part in fields or not _is_form(part)]
 
