@@ -12,8 +12,8 @@ from gateway.errors import GatewayError
 from gateway.messages import Wire
 
 LONGEST_VALUE = 80
-_GUIDED = "needs guided decoding, which is not there yet; leave it out"
-_TEXT_ONLY = "the models read and write text only; leave it out"
+_GUIDED = "asks for guided decoding, which is not there yet; leave it out"
+_TEXT_ONLY = "is not served: the models read and write text only; leave it out"
 _NOT_HERE = "is not served here; leave it out"
 REFUSED = {
     "response_format": f'other than {{"type": "text"}} {_GUIDED}',
@@ -23,7 +23,7 @@ REFUSED = {
     "functions": _GUIDED,
     "function_call": f'other than "none" or "auto" {_GUIDED}',
     "tool_calls": _GUIDED,
-    "modalities": f'other than ["text"]: {_TEXT_ONLY}',
+    "modalities": f'other than ["text"] {_TEXT_ONLY}',
     "audio": _TEXT_ONLY,
     "suffix": _NOT_HERE,
     "prediction": _NOT_HERE,
@@ -35,6 +35,7 @@ REFUSED = {
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
 }
+_REFUSED_IN_MESSAGES = ("tool_calls", "function_call", "audio")
 _Message = TypeVar("_Message", bound=Wire)
 
 
@@ -54,9 +55,9 @@ def _refusal(found: list[Any], fields: set[str]) -> GatewayError:
     worst = max(found, key=lambda error: _rank(error, fields))
     path = _path(worst["loc"], fields)
     name = _dotted(path)
-    known = next((part for part in path if part in REFUSED), None)
-    if known is not None and worst["type"] != "missing":
-        return GatewayError(400, f"{known} {REFUSED[str(known)]}", name, "unsupported_parameter")
+    known = _refused(path)
+    if known is not None:
+        return GatewayError(400, f"{known} {REFUSED[known]}", name, "unsupported_parameter")
     if worst["type"] == "extra_forbidden":
         return GatewayError(400, f"unknown parameter {name}; leave it out", name, "unknown_parameter")
     if worst["type"] == "missing":
@@ -65,6 +66,13 @@ def _refusal(found: list[Any], fields: set[str]) -> GatewayError:
         return GatewayError(400, "the body is no JSON object", code="invalid_json")
     where = f"{name} is {_shown(worst['input'])}"
     return GatewayError(400, f"{where}; {_allowed(found, worst, fields)}", name, "invalid_value")
+
+
+def _refused(path: list[int | str]) -> str | None:
+    """The parameter of REFUSED that a path leads to: one of the request, or one of an earlier answer's message."""
+    if path and path[0] in REFUSED:
+        return str(path[0])
+    return next((str(part) for part in path if part in _REFUSED_IN_MESSAGES), None)
 
 
 def _rank(error: Any, fields: set[str]) -> tuple[bool, bool, int]:

@@ -15,6 +15,9 @@ Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias], Field(json_schema_extra={"additionalProperties": False})
+]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 Metadata = Annotated[dict[str, str], Field(max_length=16)]
@@ -57,7 +60,7 @@ class Sampling(Wire):
     seed: Seed | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias] | None = None
+    logit_bias: Biases | None = None
 
 
 class Completing(Sampling):

@@ -15,6 +15,12 @@ from gateway.response_messages import ResponseRequest
 
 REFERENCE = "#/components/schemas/{model}"
 _REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+_EVENT = {
+    "type": "object",
+    "description": "A server-sent event; its data is a JSON object, or [DONE]",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is"},
     "5XX": {"model": ErrorBody, "description": "The server cannot serve it now"},
@@ -29,7 +35,7 @@ def body_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 def answer_of(kind: type[BaseModel], streamed: bool = False) -> dict[int | str, dict[str, Any]]:
     """For `responses` of a route that answers with `kind`, or with events that tell how it grows."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}} if streamed else {}
+    content: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
     return {200: {"model": kind, "content": content, "description": "The reply"}, **ERRORS}
 
 

@@ -15,7 +15,9 @@ from tests.gateway.fake_triton import FakeTriton
 CHAT = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "everbatch", "prompt": "hi"}
 RESPONSE = {"model": "everbatch", "input": "hi"}
-IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+NO_TEXT = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
+CALLED = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 # path, what is added to a good request, the parameter that is named, what the sentence says
@@ -32,13 +34,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
     ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "messages[0].role is 'x'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages", "role user has no content"),
+    ("chat/completions", {"messages": IMAGE}, "messages[0].content[0].type", "is 'image_url'; it should be 'text'"),
     (
         "chat/completions",
-        {"messages": [{"role": "user", "content": IMAGE}]},
-        "messages[0].content[0].type",
-        "is 'image_url'; it should be 'text'",
+        {"messages": NO_TEXT},
+        "messages[0].content[0].text",
+        "text is 5; it should be a valid string",
     ),
-    ("chat/completions", {"tools": [FUNCTION]}, "tools", "guided decoding, which is not there yet"),
+    ("chat/completions", {"messages": CALLED}, "messages[0].tool_calls", "tool_calls asks for guided decoding"),
+    ("chat/completions", {"tools": [FUNCTION]}, "tools", "tools asks for guided decoding, which is not there yet"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice", "guided decoding"),
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "guided decoding"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "guided decoding"),
