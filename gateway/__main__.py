@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         ("max-body-bytes", int, "of one request"),
         ("body-timeout-s", float, "for a body to arrive"),
         ("request-timeout-s", float, "for a reply to be complete"),
-        ("max-requests", int, "HTTP requests at once; more get 429"),
+        ("max-requests", int, "POST requests at once; more get 429"),
         ("max-choices", int, "replies at once; more get 429"),
         ("max-choices-per-request", int, "prompts times n of one request"),
         ("shutdown-grace-s", float, "replies may run on so long after SIGTERM"),

@@ -54,7 +54,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         message, visit = gateway.read(ChatRequest, request), visit_of(request.scope)
-        jobs = gateway.jobs(translate.chat(message), visit)
+        jobs = gateway.jobs(translate.chat(message), visit, message.n or 1)
         name = f"chatcmpl-{visit.request_id}"
 
         async def work(out: Outlet) -> None:
@@ -72,7 +72,8 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def completions(request: Request) -> Response:
         message, visit = gateway.read(CompletionRequest, request), visit_of(request.scope)
-        jobs, count = gateway.jobs(translate.completions(message), visit), message.n or 1
+        count = message.n or 1
+        jobs = gateway.jobs(translate.completions(message), visit, count)
         head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model)
 
         async def work(out: Outlet) -> None:

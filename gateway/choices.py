@@ -21,7 +21,7 @@ async def pieces(link: TritonLink, jobs: list[Job], visit: Visit) -> AsyncGenera
     source = _one(link, jobs[0]) if len(jobs) == 1 else _merged(link, jobs)
     async with aclosing(source):
         async for index, piece in source:
-            visit.count(piece)
+            visit.count(piece, jobs[index].counts_prompt)
             yield index, piece
 
 

@@ -65,12 +65,16 @@ class Gateway:
             text = f"there is no model {name[:80]!r}; /v1/models lists those that are served"
             raise GatewayError(404, text, "model", "model_not_found")
 
-    def jobs(self, requests: list[dict[str, Any]], visit: Visit) -> list[Job]:
+    def jobs(self, requests: list[dict[str, Any]], visit: Visit, choices_per_prompt: int = 1) -> list[Job]:
+        """The replies to generate: for each prompt in turn its choices. Raises GatewayError when there are too many."""
         limit = self.settings.max_choices_per_request
         if len(requests) > limit:
             text = f"prompts times n is {len(requests)}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
-        return [Job(one, f"{visit.request_id}-{i}", visit.namespace) for i, one in enumerate(requests)]
+        return [
+            Job(request, f"{visit.request_id}-{i}", visit.namespace, i % choices_per_prompt == 0)
+            for i, request in enumerate(requests)
+        ]
 
     def answer(self, work: Work, choices: int, on_error: ErrorEvent = error_event) -> Answer:
         return Answer(work, self.running, choices, self.settings.request_timeout_s + 10, on_error)

@@ -29,7 +29,7 @@ class Counters:
         ]
         families: list[tuple[str, str, str, Iterable[tuple[str, int]]]] = [
             ("requests_total", "counter", "HTTP requests that have ended", requests),
-            ("requests_in_flight", "gauge", "HTTP requests that are being answered", [("", self.in_flight)]),
+            ("requests_in_flight", "gauge", "POST requests that are being answered", [("", self.in_flight)]),
             ("choices_in_flight", "gauge", "Replies that are being generated", [("", choices)]),
             (
                 "disconnects_total",

@@ -37,19 +37,18 @@ class Front:
         visit = Visit()
         scope[SCOPE_KEY] = visit
         began = time.perf_counter()
-        self._counters.in_flight += 1
         try:
             await self._answer(scope, receive, _noting(send, visit), visit)
         finally:
-            self._counters.in_flight -= 1
+            self._counters.in_flight -= visit.admitted
             self._note(scope, visit, time.perf_counter() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
         try:
-            self._admit()
             headers = Headers(scope=scope)
             visit.namespace = self._namespace(scope, headers)
             if scope["method"] == "POST":
+                self._admit(visit)
                 visit.body = await self._body(headers, receive)
                 receive = _after_body(receive)
             await self._app(scope, receive, send)
@@ -63,9 +62,12 @@ class Front:
                 text = f"the gateway failed at this request; its log says where, under {visit.request_id}"
                 await _send_error(send, GatewayError(500, text, code="internal_error"))
 
-    def _admit(self) -> None:
-        if self._counters.in_flight > self._settings.max_requests:
+    def _admit(self, visit: Visit) -> None:
+        """Count a request that may take long; the others are always answered. Raises GatewayError(429)."""
+        if self._counters.in_flight >= self._settings.max_requests:
             raise overloaded(f"{self._settings.max_requests} requests are being answered, the limit; try again later")
+        visit.admitted = True
+        self._counters.in_flight += 1
 
     def _namespace(self, scope: Scope, headers: Headers) -> str:
         """The client's namespace. Raises GatewayError(401)."""

@@ -22,7 +22,7 @@ class Settings:
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0  # for the whole body to arrive
     request_timeout_s: float = 600.0  # for the whole reply
-    max_requests: int = 256  # HTTP requests at once
+    max_requests: int = 256  # POST requests at once
     max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
     max_choices_per_request: int = 128  # prompts times n of one request
     shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM

@@ -37,6 +37,7 @@ class Job:
     request: dict[str, Any]
     request_id: str
     namespace: str
+    counts_prompt: bool = True  # false: another choice of the same prompt counts its tokens
 
 
 class TopToken(msgspec.Struct, gc=False):

@@ -19,6 +19,7 @@ class Visit:
     body: bytes = b""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     status: int = 0  # 0: nothing sent yet
+    admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -28,9 +29,9 @@ class Visit:
         body, self.body = self.body, b""
         return body
 
-    def count(self, piece: Piece) -> None:
+    def count(self, piece: Piece, counts_prompt: bool) -> None:
         self.completion_tokens += len(piece.token_ids)
-        if piece.usage is not None:
+        if piece.usage is not None and counts_prompt:
             self.prompt_tokens += piece.usage.prompt_tokens
 
 

@@ -57,6 +57,7 @@ def test_more_requests_than_the_limit_get_429_and_when_to_try_again(serve: Serve
             assert b" 200 " in connection.recv(1000)
         status, body, headers = served.request("POST", "/v1/completions", COMPLETION)
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded") and headers["retry-after"] == "1"
+        assert served.request("GET", "/health")[0] == 200, "what takes no time is always answered"
         first.close()
         triton.requests[0].ended.wait(10)
         assert eventually_200(served)
@@ -108,7 +109,7 @@ def test_the_counters_are_on_the_metrics_page_behind_tritons(serve: Serve) -> No
             text = served.request("GET", "/metrics")[1]
         assert text.startswith('{"openapi"') and "everbatch_gateway_completion_tokens_total 4\n" in text
         assert 'everbatch_gateway_requests_total{route="/v1/completions",status="200"} 1\n' in text
-        assert "everbatch_gateway_requests_in_flight 1\n" in text
+        assert "everbatch_gateway_requests_in_flight 0\n" in text
     with serve(metrics_url="http://127.0.0.1:9/metrics") as served:
         status, text, _ = served.request("GET", "/metrics")
         assert status == 200 and "# Triton's metrics page does not answer\n" in text
@@ -128,3 +129,15 @@ def test_thirty_two_clients_at_once_get_their_own_replies(served: Served, triton
         for thread in threads:
             thread.join(20)
     assert {i: text.removesuffix("Hello") for i, text in texts.items()} == {i: f"p{i}" for i in range(32)}
+
+
+def test_the_counted_tokens_are_those_that_the_usage_of_the_replies_says(serve: Serve) -> None:
+    with serve() as served, served.client() as client:
+        usages = [
+            client.completions.create(model="everbatch", prompt=["a", "b"], n=2, max_tokens=9).usage,
+            client.chat.completions.create(model="everbatch", messages=[{"role": "user", "content": "a"}], n=3).usage,
+        ]
+        text = served.request("GET", "/metrics")[1]
+    for name in ("prompt_tokens", "completion_tokens"):
+        told = sum(getattr(usage, name) for usage in usages)
+        assert f"everbatch_gateway_{name}_total {told}\n" in text
