@@ -102,12 +102,17 @@ def _template_role(role: str) -> str:
 
 
 def sampling(message: Sampling) -> dict[str, Any]:
-    """What says how tokens are chosen. Of OpenAI's defaults only the temperature, 1, is sent: the rest is off anyway."""
+    """What says how tokens are chosen. Of OpenAI's defaults only the temperature, 1, is sent.
+
+    Without one the model would always take the most likely token; everything else is off unless it is asked for.
+    """
     request = {name: value for name in _SAME_NAME if (value := getattr(message, name)) is not None}
     request["temperature"] = 1.0 if message.temperature is None else message.temperature
-    if message.top_p is not None:
+    if message.top_p:
         request["top_p"] = message.top_p
-    if message.top_k is not None and message.top_k > 0:  # 0 and -1 mean: all tokens
+    if message.top_p == 0:  # nothing but the most likely token; the model's own top_p is above 0
+        request["top_k"] = 1
+    elif message.top_k is not None and message.top_k > 0:  # 0 and -1 mean: all tokens
         request["top_k"] = message.top_k
     if message.stop:
         request["stop"] = [message.stop] if isinstance(message.stop, str) else message.stop

@@ -64,8 +64,9 @@ class Served:
 
 
 @contextmanager
-def serving(triton: FakeTriton, **values: Any) -> Iterator[Served]:
-    served = Served(Settings(**{"triton": triton.url, "port": 0, "shutdown_grace_s": 0.2, **values}))
+def serving(triton: str, **values: Any) -> Iterator[Served]:
+    """A gateway before the Triton at HOST:PORT."""
+    served = Served(Settings(**{"triton": triton, "port": 0, "shutdown_grace_s": 0.2, **values}))
     served.start()
     try:
         yield served
@@ -88,7 +89,7 @@ def triton(shared_triton: FakeTriton) -> FakeTriton:
 
 @pytest.fixture(scope="module")
 def shared_served(shared_triton: FakeTriton) -> Iterator[Served]:
-    with serving(shared_triton) as served:
+    with serving(shared_triton.url) as served:
         yield served
 
 
@@ -101,7 +102,7 @@ def served(shared_served: Served, triton: FakeTriton) -> Served:
 @pytest.fixture
 def serve(triton: FakeTriton) -> Callable[..., AbstractContextManager[Served]]:
     """`with serve(setting=value, ...) as served`: a gateway of a test's own."""
-    return lambda **values: serving(triton, **values)
+    return lambda **values: serving(triton.url, **values)
 
 
 @pytest.fixture

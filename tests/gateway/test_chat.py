@@ -150,6 +150,11 @@ def test_what_is_not_said_is_not_sent(client: openai.OpenAI, triton: FakeTriton)
     assert triton.last().body == {"messages": HELLO, "seed": 1, "temperature": 1.0, "timeout_s": 600.0}
 
 
+def test_top_p_of_zero_asks_for_the_most_likely_token(client: openai.OpenAI, triton: FakeTriton) -> None:
+    client.chat.completions.create(model="everbatch", messages=HELLO, top_p=0, extra_body={"top_k": 9})
+    assert triton.last().body["top_k"] == 1 and "top_p" not in triton.last().body
+
+
 def test_text_parts_are_joined_and_an_answer_may_be_sent_back_as_it_came(
     client: openai.OpenAI, triton: FakeTriton
 ) -> None:

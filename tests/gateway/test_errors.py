@@ -199,7 +199,7 @@ def test_another_kind_of_body_is_415(headers: dict[str, str], served: Served) ->
 
 
 def test_without_triton_everything_is_503_until_it_is_back() -> None:
-    with FakeTriton() as triton, serving(triton) as served:
+    with FakeTriton() as triton, serving(triton.url) as served:
         assert served.request("GET", "/health")[0] == 200
         triton.stop()
         assert served.request("GET", "/health")[0] == 503

@@ -84,7 +84,7 @@ def test_a_client_that_left_is_counted(served: Served, triton: FakeTriton) -> No
 
 
 def test_a_reply_longer_than_the_time_limit_is_408(triton: FakeTriton) -> None:
-    with serving(triton, request_timeout_s=-4.8) as served:  # the margins of the link come on top of it
+    with serving(triton.url, request_timeout_s=-4.8) as served:  # the margins of the link come on top of it
         status, body, _ = served.request("POST", "/v1/completions", {"model": "everbatch", "prompt": "hold"})
     assert (status, body["error"]["code"]) == (408, "timeout")
 
