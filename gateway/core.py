@@ -26,6 +26,7 @@ from gateway.store import ResponseStore, Stored, Turn
 from gateway.triton_client import Job, Piece, TritonLink
 from gateway.visit import Visit, visit_of
 
+MARGIN_S = 10.0  # the link and the model give up first: they know the reason
 _Message = TypeVar("_Message", bound=Sampling)
 
 
@@ -77,7 +78,7 @@ class Gateway:
         ]
 
     def answer(self, work: Work, choices: int, on_error: ErrorEvent = error_event) -> Answer:
-        return Answer(work, self.running, choices, self.settings.request_timeout_s + 10, on_error)
+        return Answer(work, self.running, choices, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     def card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}

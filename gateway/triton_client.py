@@ -26,7 +26,7 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]
-_DEADLINE_MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
+MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
 _READY_TIMEOUT_S = 2.0
 
 
@@ -88,7 +88,7 @@ class TritonLink:
 
         Nothing is read ahead: whoever reads slowly holds the stream back.
         """
-        call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + _DEADLINE_MARGIN_S)
+        call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         try:
             while (answer := await call.read()) is not grpc.aio.EOF:
                 piece = _piece(answer)

@@ -83,10 +83,19 @@ def test_a_client_that_left_is_counted(served: Served, triton: FakeTriton) -> No
     assert served.gateway.counters.disconnects == before + 1
 
 
-def test_a_reply_longer_than_the_time_limit_is_408(triton: FakeTriton) -> None:
-    with serving(triton.url, request_timeout_s=-4.8) as served:  # the margins of the link come on top of it
-        status, body, _ = served.request("POST", "/v1/completions", {"model": "everbatch", "prompt": "hold"})
-    assert (status, body["error"]["code"]) == (408, "timeout")
+@pytest.mark.parametrize("margin", ["gateway.triton_client.MARGIN_S", "gateway.core.MARGIN_S"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_longer_than_the_time_limit_is_408(
+    margin: str, stream: bool, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives up first: the link on its deadline, or the answer on its own."""
+    monkeypatch.setattr(margin, 0.0)
+    with serving(triton.url, request_timeout_s=0.2) as served:
+        body = {"model": "everbatch", "prompt": "hold", "stream": stream}
+        status, answer, _ = served.request("POST", "/v1/completions", body)
+    error = json.loads(answer.split("data: ")[2])["error"] if stream else answer["error"]
+    assert (status, error["code"], error["type"]) == (200 if stream else 408, "timeout", "timeout_error")
+    assert triton.last().ended.wait(10)
 
 
 def test_a_server_that_stops_lets_replies_end_and_then_ends_them_with_an_error(triton: FakeTriton) -> None:
