@@ -101,6 +101,9 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
+    one_response_per_token: bool = (
+        False  # stream each token by itself; off, tokens that wait for a busy sender share a response
+    )
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again

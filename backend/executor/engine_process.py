@@ -62,7 +62,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     server = EngineServer(
         socket_path,
         loop.post,
-        lambda index: Hello(index, core.model, str(workers.model_path), config),
+        lambda index: Hello(index, core.model, str(workers.model_path), config, core.max_kv_tokens),
         present_turn=lambda: loop.present_turn,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())

@@ -43,7 +43,7 @@ class InProcessTransport:
         self._loop = EngineLoop(self._core)
         arguments = (lambda responses: on_message(Responses(responses)), lambda stats: on_message(Stats(stats)))
         self._thread = threading.Thread(target=self._loop.run, args=arguments, name="engine-loop", daemon=True)
-        on_message(Hello(1, self._core.model, self._model_path, self._core.config))
+        on_message(Hello(1, self._core.model, self._model_path, self._core.config, self._core.max_kv_tokens))
         self._thread.start()
 
     def send(self, command: Command) -> None:

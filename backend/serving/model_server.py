@@ -12,7 +12,6 @@ A stream ends because all its rows have ended (the engine says so), or because i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -32,6 +31,7 @@ from backend.api import (
     Request,
     RequestId,
     Response,
+    Result,
     SessionId,
 )
 from backend.serving import pb
@@ -61,6 +61,8 @@ SHUTTING_DOWN = "the server is shutting down; send the request to another one, o
 NOT_READY = "the engine is not ready yet; try again in a few seconds"
 STOPPED_EARLY = "the request was cancelled before its text had been read"
 NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
+_END = Result([[]], is_final=True, is_sequence_final=True)
+ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs no engine
 
 OnResponse = Callable[[Response], None]
 Check = Callable[[Batch, ServingContext], None]
@@ -106,6 +108,7 @@ class ModelServer:
         labels: dict[str, str] | None = None,
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
+        error_prefix: str = "",
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ):
@@ -114,7 +117,8 @@ class ModelServer:
         `parse` turns a batch into work. With `check_text` it takes its time, and runs on the text threads once
         `check_text` has passed on the main thread. `prepare` is called with every housekeeping tick, may load what
         parsing needs once the engine is there, and returns whether it is. `owner`: this model publishes the engine's
-        metrics. `report_health` is told the state of this model at once and four times a second.
+        metrics. `error_prefix` stands in front of each error's text. `report_health` is told the state of this model at once
+        and four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -131,7 +135,14 @@ class ModelServer:
         self._drain_ends: float | None = None
         self._finished: deque[tuple[int, int]] = deque()  # token lengths of rows that ended, for the histograms
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._pump = ResponsePump(config.triton.sender_threads, self._stop_rows, self._stop_at, self._on_row_end)
+        self._pump = ResponsePump(
+            config.triton.sender_threads,
+            self._stop_rows,
+            self._stop_at,
+            self._on_row_end,
+            coalesce=not config.triton.one_response_per_token,
+            error_prefix=error_prefix,
+        )
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
@@ -216,7 +227,7 @@ class ModelServer:
         hello = self._executor.hello
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        return ServingContext(self._config, hello.model, self._decoupled)
+        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
@@ -260,6 +271,9 @@ class ModelServer:
                 self._load.leave()
             self._pump.deliver(stream, row, response)
 
+        if work.request is None:
+            self._pump.deliver(stream, row, ANSWERED)
+            return
         try:
             if isinstance(work.request, StopSession):
                 stop = work.request
@@ -359,9 +373,4 @@ class ModelServer:
 
 
 def _num_input_tokens(work: Work) -> int:
-    return 0 if isinstance(work.request, StopSession) else len(work.request.input_token_ids)
-
-
-def is_decoupled(model_config: str) -> bool:
-    """The transaction policy in the `model_config` argument of initialize()."""
-    return bool(json.loads(model_config).get("model_transaction_policy", {}).get("decoupled", False))
+    return len(work.request.input_token_ids) if isinstance(work.request, Request) else 0

@@ -5,7 +5,7 @@
 Rules
   - A stream (one Triton request of one or more rows) stays with one lane, hence its responses keep their order, and
     only that lane's thread touches its row outputs and its Triton sender.
-  - What arrives while a send is in flight joins the next response.
+  - What arrives while a send is in flight joins the next response, unless each token is to have its own (`coalesce` off).
   - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
   - A row's error ends that row only, and is held back until all rows have ended: it is then the stream's one error, and
     its last response. Several failed rows share it: its code is that of the row that failed first, its text names each
@@ -23,7 +23,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from backend.api import ErrorCode, RequestId, Response
@@ -100,8 +100,13 @@ class ResponsePump:
         stop_rows: Callable[[Stream], None],
         stop_at: Callable[[Row, int], None],
         on_row_end: Callable[[Row], None] = lambda row: None,
+        *,
+        coalesce: bool = True,
+        error_prefix: str = "",
     ):
         self._stop_rows = stop_rows
+        self._coalesce = coalesce
+        self._error_prefix = error_prefix
         self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._lanes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_lanes)]
@@ -210,18 +215,20 @@ class ResponsePump:
         if answers_nothing:
             self._send(stream, pb.data_response([]), last=True)
             return
-        touched = self._feed(stream, arrived)
+        replies: list[Any] = []
+        for together in [arrived] if self._coalesce else [[one] for one in arrived]:
+            touched = self._feed(stream, together)
+            replies += [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
         ending = all(row.ended for row in stream.rows)
         if abandoned and not ending:
             return
-        replies = [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
         if ending and stream.first_failure is not None:
-            replies.append(pb.error_response(stream.first_failure.code, _failures(stream.rows)))
+            replies.append(self._error(Failure(stream.first_failure.code, _failures(stream.rows))))
         for n, reply in enumerate(replies):
             if not self._send(stream, reply, last=ending and n == len(replies) - 1):
                 return
 
-    def _feed(self, stream: Stream, arrived: deque[tuple[Row, Response]]) -> list[Row]:
+    def _feed(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> list[Row]:
         """Give the responses to their rows; returns the rows that got any, in the order of their first."""
         touched: dict[int, Row] = {}
         for row, response in arrived:
@@ -266,7 +273,7 @@ class ResponsePump:
         except Exception:  # what goes on in the engine costs time there; without its end the stream hangs
             log.exception("cancelling the rows of request %r failed", stream.client_request_id)
         # an end that never goes out blocks the server's shutdown: whatever fails, the next try says less
-        for build in (lambda: pb.error_response(*failure), lambda: None, lambda: None):
+        for build in (lambda: self._error(failure), lambda: None, lambda: None):
             try:
                 stream.sender.send(build(), flags=pb.FINAL)
                 return
@@ -274,6 +281,9 @@ class ResponsePump:
                 if "closed" in str(error):
                     return
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
+
+    def _error(self, failure: Failure) -> Any:
+        return pb.error_response(failure.code, self._error_prefix + failure.message)
 
     def _close(self, stream: Stream) -> None:
         """Before FINAL is sent: from then on nobody may ask the sender anything. `is_cancelled` after FINAL, or at the same

@@ -28,8 +28,8 @@ class NamedTensor(Protocol):
 
 
 class Batch:
-    """The inputs of one Triton request: `num_rows` rows of named values. Reading raises InvalidRequest naming the
-    input.
+    """The inputs of one Triton request: `num_rows` rows of named values, one where the model is not batched. Reading raises
+    InvalidRequest naming the input.
     """
 
     def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, np.ndarray], num_rows: int, num_bytes: int):
@@ -48,7 +48,9 @@ class Batch:
             name, array = tensor.name(), tensor.as_numpy()
             if name not in specs:
                 raise InvalidRequest(f"Unexpected input {name[:64]!r}; leave it out")
-            _check_array(specs[name], array)
+            if not model.batched:
+                array = array[np.newaxis]
+            _check_array(specs[name], array, model.batched)
             num_rows = num_rows if arrays else array.shape[0]
             if array.shape[0] != num_rows:
                 raise InvalidRequest(
@@ -136,15 +138,14 @@ class Batch:
                 )
 
 
-def _check_array(spec: Input, array: np.ndarray) -> None:
+def _check_array(spec: Input, array: np.ndarray, batched: bool) -> None:
     if array.dtype != np.dtype(NUMPY_TYPES[spec.dtype]):
         raise InvalidRequest(f"Invalid format for {spec.name}: the type is {array.dtype}, {spec.dtype} is expected")
     shape = array.shape[1:]
     if len(shape) != len(spec.dims) or any(want not in (-1, got) for want, got in zip(spec.dims, shape)):
-        expected = ", ".join("any" if size == -1 else str(size) for size in spec.dims)
-        raise InvalidRequest(
-            f"Invalid format for {spec.name}: the shape is {list(array.shape)}, [rows, {expected}] is expected"
-        )
+        expected = ", ".join((["rows"] if batched else []) + ["any" if size == -1 else str(size) for size in spec.dims])
+        got = list(array.shape if batched else shape)
+        raise InvalidRequest(f"Invalid format for {spec.name}: the shape is {got}, [{expected}] is expected")
 
 
 def _num_bytes(name: str, array: np.ndarray) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os.path import commonprefix
 
-from backend.text.decoding import DecodePipeline, byte_level_bytes, fallback_byte
+from backend.text.decoding import REPLACEMENT, DecodePipeline, byte_level_bytes, fallback_byte
 from backend.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 64  # visible prompt tokens that are enough for any state that `DecodePipeline.forgets`
@@ -49,6 +49,14 @@ class IncrementalDetokenizer:
         """What `flush` would return now; changes nothing."""
         rest = self._pipeline.copy().finish()
         return rest[len(commonprefix([rest, self._to_skip])) :]
+
+    def text_with(self, token_id: int) -> str:
+        """The text that this token would add as the last one; changes nothing. Half a character is none."""
+        now, longer = self._pipeline.copy(), self._pipeline.copy()
+        token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
+        before = now.finish()
+        after = ("" if token is None else longer.push(token)) + longer.finish()
+        return after[len(commonprefix([before, after])) :].rstrip(REPLACEMENT)
 
     def _feed(self, token_id: int) -> str:
         token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)

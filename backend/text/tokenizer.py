@@ -86,6 +86,7 @@ class Tokenizer:
         # transformers leaves BPE alone: the clean-up would eat real spaces
         self._cleanup = bool(config.get("clean_up_tokenization_spaces", False)) and state["model"].get("type") != "BPE"
         self._decoder = state.get("decoder")
+        self.is_byte_level = '"ByteLevel"' in json.dumps(self._decoder)  # entries stand for bytes, not for characters
         self._pipeline: DecodePipeline | None = None
         self._tokens: dict[int, str | None] = {}
 

@@ -196,6 +196,7 @@ def test_cancel_can_cut_the_session_behind_the_tokens_that_were_wanted():
     request = driver.turn(1, [1, 2], 50, start=True)
     driver.step(6)
     driver.core.cancel(request, keep_output_tokens=2)
+    assert driver.core.counters.requests_finished_total == {"STOP_WORDS": 1}, "a stop string is no cancellation"
     kept = answer([1, 2], 6)[:2]
     again = driver.turn(1, [3], 3)
     driver.run()

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from backend.serving.tensors import MODELS
+from backend.serving.fronts.roles import MODELS
 from tests.hostile import values
 from tests.hostile.case import Case, HttpExchange
 

@@ -15,7 +15,7 @@ import pytest
 from backend.api import ConfigError
 from backend.serving import assembly, environment
 from backend.serving.environment import RunDirectory, check_numpy
-from backend.serving.tensors import MODELS
+from backend.serving.fronts.roles import MODELS
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 
@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.Monke
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(assembly.Executor, "launch", fail)
     with pytest.raises(ConfigError, match="File does not exist"):
-        assembly.load_token_model({**ARGS, "model_name": "tensorrt_llm"})
+        assembly.load_model({**ARGS, "model_name": "tensorrt_llm"})
     assert not RunDirectory(tmp_path).has_owner()
 
 
@@ -125,7 +125,7 @@ def test_the_stub_process_imports_neither_torch_nor_transformers() -> None:
 def test_tables_and_parsing_need_no_triton() -> None:
     program = (
         "import backend.serving.tensors, backend.serving.model_config, backend.serving.reading\n"
-        "import backend.serving.word_lists, backend.serving.token_requests, backend.serving.text_requests\n"
+        "import backend.serving.word_lists, backend.serving.fronts.trtllm_tokens, backend.serving.fronts.trtllm_text\n"
         "import sys; assert 'triton_python_backend_utils' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -6,8 +6,8 @@ import threading
 
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
-from backend.serving.tensors import ENSEMBLE
-from backend.serving.text_requests import check_text_requests
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
+from backend.serving.fronts.trtllm_text import check_text_requests
 
 
 def acquire(semaphore: threading.Semaphore) -> None:

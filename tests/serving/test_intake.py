@@ -10,9 +10,10 @@ import pytest
 from backend.api import EngineConfig, Overloaded, Response, Result
 from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.core.step import ModelInfo
+from backend.serving.fronts.front import TextTools
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
+from backend.serving.fronts.trtllm_text import check_text_requests, parse_text_requests
 from backend.serving.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID
-from backend.serving.tensors import ENSEMBLE
-from backend.serving.text_requests import TextTools, check_text_requests, parse_text_requests
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, uint64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -14,10 +13,11 @@ import pytest
 from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded
 from backend.core.step import ModelInfo
 from backend.serving import model_server as server_module
-from backend.serving.assembly import TextFront
+from backend.serving.assembly import ToolsLoader, is_decoupled
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
+from backend.serving.fronts.trtllm_text import parse_text_requests
 from backend.serving.housekeeper import Housekeeper
-from backend.serving.model_server import is_decoupled
-from backend.serving.tensors import ENSEMBLE
+from backend.serving.model_server import Parse
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, token_request, uint64
 
@@ -198,12 +198,16 @@ def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(server, executor
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
+def parser(tools: ToolsLoader) -> Parse:
+    return lambda batch, context, parameters: parse_text_requests(batch, context, parameters, tools.loaded())
+
+
 @pytest.fixture
 def text_server(make_server, executor):
     executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
-    front = TextFront(executor)
-    front.prepare()
-    return make_server(ENSEMBLE, front.parse), front._tools.tokenizer
+    tools = ToolsLoader(executor)
+    tools.prepare()
+    return make_server(ENSEMBLE, parser(tools)), tools.loaded().tokenizer
 
 
 def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(text_server, executor) -> None:
@@ -235,15 +239,15 @@ def test_text_of_a_cancelled_request_says_so(text_server, executor) -> None:
 
 def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(make_server, executor) -> None:
     hello, executor.hello = executor.hello, None
-    front = TextFront(executor)
+    tools = ToolsLoader(executor)
     prepared = threading.Event()
 
-    def prepare() -> None:
-        front.prepare()
-        if front._tools is not None:
+    def prepare() -> bool:
+        if tools.prepare():
             prepared.set()
+        return prepared.is_set()
 
-    server = make_server(ENSEMBLE, front.parse, prepare=prepare)
+    server = make_server(ENSEMBLE, parser(tools), prepare=prepare)
     early = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
     server.execute([early])
     assert early.sender.error().startswith("[UNAVAILABLE]")
@@ -365,7 +369,7 @@ def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor)
 
 @pytest.mark.parametrize("policy", [True, False])
 def test_the_transaction_policy_is_read_from_the_model_config(policy: bool) -> None:
-    assert is_decoupled(json.dumps({"model_transaction_policy": {"decoupled": policy}})) is policy
+    assert is_decoupled({"model_transaction_policy": {"decoupled": policy}}) is policy
 
 
 def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server, executor) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving import pb
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row, Stream
 from tests.serving.fake_triton import ResponseSender, TritonModelException
 
@@ -31,7 +31,7 @@ class Harness:
         self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()
     ) -> tuple[Stream, ResponseSender]:
         rows = [
-            Row(TokenOutput(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
+            Row(token_output(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
             for n in range(num_rows)
         ]
         sender = ResponseSender()
@@ -203,7 +203,7 @@ def test_a_refusal_does_not_wait_behind_a_stream(make) -> None:
     refused, refused_sender = harness.open(num_rows=0)
     harness.pump.refuse(refused, ErrorCode.UNAVAILABLE, "full")
     assert refused_sender.error() == "[UNAVAILABLE] full"
-    assert harness.pump.begin(refused, [Row(TokenOutput(RowSettings(), []))]) is False and refused.rows == []
+    assert harness.pump.begin(refused, [Row(token_output(RowSettings(), []))]) is False and refused.rows == []
     slow_sender.gate.set()
 
 
@@ -211,7 +211,7 @@ def test_a_stream_that_was_cancelled_gets_no_rows(make) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=0)
     stream.cancelled = True
-    assert harness.pump.begin(stream, [Row(TokenOutput(RowSettings(), []))]) is False and stream.rows == []
+    assert harness.pump.begin(stream, [Row(token_output(RowSettings(), []))]) is False and stream.rows == []
     harness.pump.fail(stream, ErrorCode.CANCELLED, "stopped")
     assert sender.error() == "[CANCELLED] stopped"
 

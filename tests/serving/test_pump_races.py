@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row, Stream
 from tests.serving.fake_triton import ResponseSender
 
@@ -41,7 +41,7 @@ class Gate:
 
 
 def row() -> Row:
-    return Row(TokenOutput(RowSettings(True), []))
+    return Row(token_output(RowSettings(True), []))
 
 
 def the_end(request_id: int = 1) -> Response:

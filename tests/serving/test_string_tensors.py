@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from backend.api import InvalidRequest
 from backend.serving import pb, reading
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
 from backend.serving.reading import Batch
 from backend.serving.string_tensors import MAX_STRINGS, deserialize
-from backend.serving.tensors import ENSEMBLE
 from tests.serving.fake_triton import Tensor
 
 

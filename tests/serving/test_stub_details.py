@@ -19,13 +19,13 @@ from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.serving import pb, text_pool
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
+from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.outputs import RowSettings, TextOutput
 from backend.serving.pump import Stream
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_NAMESPACE, parse_parameters
-from backend.serving.tensors import ENSEMBLE, TOKEN_MODEL
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from tests.serving.conftest import QUICK
@@ -222,7 +222,7 @@ def test_growth_that_could_not_be_sent_is_sent_with_the_next() -> None:
 def test_text_that_is_held_back_makes_no_empty_response() -> None:
     """`b` may be the beginning of the stop string, so there is nothing to say yet."""
     tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
-    output = TextOutput(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
+    output = text_output(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
     output.feed(Result([[0]]))
     assert dict(output.render(final=False))["text_output"].item() == b"a"
     output.feed(Result([[1]]))

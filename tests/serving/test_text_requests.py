@@ -10,11 +10,13 @@ from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Res
 from backend.api.config import TritonConfig
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
+from backend.serving.fronts.front import TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES
+from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE
+from backend.serving.fronts.trtllm_text import parse_text_requests
 from backend.serving.outputs import Arrays
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
-from backend.serving.tensors import BLS, ENSEMBLE
-from backend.serving.text_requests import MAX_TOKEN_BYTES, TextTools, parse_text_requests
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
 
@@ -39,7 +41,7 @@ def works(tools: TextTools):
 
 
 def text_of(arrays: Arrays | None) -> str:
-    return dict(arrays)["text_output"][0, 0].decode()
+    return dict(arrays)["text_output"][0].decode()
 
 
 def result(ids: list[int], final: bool = False, reason: FinishReason = FinishReason.LENGTH, **fields: object) -> Result:
@@ -81,8 +83,8 @@ def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: Te
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({}, "neither is given: text_input is required"),
-        ({"text_input": strings("a"), "messages": strings("[]")}, "both are given"),
+        ({}, "text_input is empty; give at least one character, or messages"),
+        ({"text_input": strings("a"), "messages": strings("[]")}, "are both given"),
         ({"text_input": strings("")}, "text_input is empty"),
         ({"text_input": strings(b"\xff\xfe")}, "text_input is not valid UTF-8 at byte 0"),
         ({"text_input": strings("a" * (64 * MAX_TOKEN_BYTES + 1))}, "bytes, the limit is"),
@@ -171,7 +173,7 @@ def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -
             counts.append(int(dict(arrays)["num_output_tokens"][0, 0]))
     assert "".join(pieces) == "naïve — 数 = 3\n" and all("\ufffd" not in piece for piece in pieces)
     assert sum(counts) == len(ids) == output.num_output_tokens
-    assert dict(arrays)["finish_reason"][0, 0] == b"length"
+    assert dict(arrays)["finish_reason"][0] == b"length"
 
 
 def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(works, tools: TextTools) -> None:
@@ -201,7 +203,7 @@ def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count
     assert output.render(final=False) is None, "the last text waits for the end that rides on it"
     output.feed(result([1, 2], final=True, reason=FinishReason.CANCELLED))  # the engine had gone on
     arrays = output.render(final=True)
-    assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0, 0] == b"stop"
+    assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0] == b"stop"
     assert output.num_output_tokens == first
 
 

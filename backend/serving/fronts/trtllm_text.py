@@ -10,40 +10,24 @@ import json
 from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
-from backend.serving.outputs import RowSettings, TextOutput
-from backend.serving.reading import Batch
-from backend.serving.requests import (
-    Parameters,
-    ServingContext,
-    Work,
-    check_mode,
+from backend.serving.fronts.front import TextFront, TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
-    prompt_too_long,
     read_output_config,
     read_sampling,
     read_session,
     read_settings,
     read_stop_session,
 )
-from backend.text.chat import ChatTemplate
+from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
+from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, check_mode
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
-
-MAX_TOKEN_BYTES = 64  # a prompt of more bytes than this for each token of max_seq_len is refused before it is tokenised
-
-
-class TextTools(NamedTuple):
-    """The model's tokenizer and chat template."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-    @classmethod
-    def from_directory(cls, path: str) -> TextTools:
-        """Raises ConfigError when the directory has no tokenizer that can be read."""
-        tokenizer = Tokenizer.from_directory(path)
-        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer))
 
 
 class _Prompt(NamedTuple):
@@ -83,7 +67,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
-        return Work(stop_session, TextOutput(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
+        return Work(stop_session, text_output(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
     triton = context.config.triton
     session = read_session(batch, row)
     max_tokens = _read_max_tokens(batch, row, session)
@@ -104,11 +88,12 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     )
     # the prompt of a chat is the template's work: it is echoed only to who asks for it
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
-    output = TextOutput(
+    output = text_output(
         read_settings(batch, row, streaming, len(prompt.ids)),
         TextStream(tools.tokenizer, prompt.ids, stops, include_stop=True),
         prefix=prompt.text if echo else "",
         accumulate=triton.accumulate_tokens,
+        every_token=triton.one_response_per_token,
     )
     return Work(request, output)
 
@@ -126,17 +111,18 @@ def _read_max_tokens(batch: Batch, row: int, session: SessionConfig | None) -> i
 def _read_prompt(
     batch: Batch, row: int, context: ServingContext, tools: TextTools, session: SessionConfig | None
 ) -> _Prompt:
-    if batch.has("text_input") == batch.has("messages"):
-        problem = "both are given" if batch.has("messages") else "neither is given: text_input is required"
-        raise InvalidRequest(f"exactly one of text_input and messages is expected, {problem}")
+    text = batch.scalar("text_input", row)
     if batch.has("messages"):
+        if text:
+            raise InvalidRequest(
+                "text_input and messages are both given; send messages with an empty text_input, or text_input alone"
+            )
         text = tools.template.render(_read_messages(batch, row))
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         prompt = _Prompt(text, ids, is_chat=True)
     else:
-        text = batch.scalar("text_input", row)
         if not text:
-            raise InvalidRequest("text_input is empty; give at least one character")
+            raise InvalidRequest("text_input is empty; give at least one character, or messages")
         starts = session is None or session.start or session.full_history  # a later turn goes on inside the text
         prompt = _Prompt(text, tools.tokenizer.encode(text, add_special_tokens=starts), is_chat=False)
     if not prompt.ids:
@@ -188,3 +174,7 @@ def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]
         for token_id in tokenizer.encode(word) if word else ():
             bias[token_id] = bias.get(token_id, 0.0) + weight
     return bias
+
+
+ENSEMBLE = TextFront(ENSEMBLE_TENSORS, check_text_requests, parse_text_requests)
+BLS = TextFront(BLS_TENSORS, check_text_requests, parse_text_requests)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from backend.api import InvalidRequest, Request
-from backend.serving.outputs import RowSettings, TokenOutput
-from backend.serving.reading import Batch
-from backend.serving.requests import (
-    Parameters,
-    ServingContext,
-    Work,
-    check_mode,
+from backend.serving.fronts.front import Front
+from backend.serving.fronts.limits import prompt_too_long
+from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
-    prompt_too_long,
     read_output_config,
     read_sampling,
     read_session,
     read_settings,
     read_stop_session,
-    required,
 )
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
+from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.word_lists import decode_word_list
 
 
@@ -35,7 +33,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
-        return Work(stop_session, TokenOutput(RowSettings(batch_index=batch_index), []))
+        return Work(stop_session, token_output(RowSettings(batch_index=batch_index), []))
     limits = context.config.limits
     prompt = _read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
     streaming = bool(batch.scalar("streaming", row))
@@ -56,7 +54,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         cache_salt=parameters.namespace,
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
-    return Work(request, TokenOutput(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
+    return Work(request, token_output(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
 
 
 def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
@@ -95,3 +93,6 @@ def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dic
             f"embedding_bias has {where.size} entries that are not zero, the limit is {max_entries}; send fewer"
         )
     return dict(zip(where.tolist(), bias[where].tolist()))
+
+
+TENSORRT_LLM = Front(TOKEN_MODEL, parse_token_requests)
