@@ -1,7 +1,7 @@
-"""How each Triton model is put together; the adapters in model_repository/*/1/model.py call these from initialize().
+"""Builds the ModelServer of each Triton model. The adapters in model_repository/*/1/model.py call it from initialize().
 
 `tensorrt_llm` owns the engine process. The text models are clients of the same engine and bring their own tokenizer,
-so that no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows cancellation.
+so no response passes through Triton twice. They are Python models because a real Triton ensemble swallows cancellation.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ log = logging.getLogger("everbatch.serving")
 
 
 def load_token_model(args: dict[str, str]) -> ModelServer:
-    """Start the engine and serve token ids. Raises ConfigError or EngineUnavailable; then nothing of it is left
-    running.
-    """
+    """Start the engine and serve token ids. Raises ConfigError or EngineUnavailable; nothing keeps running then."""
     _prepare_process(args)
     config = engine_config()
     run_directory = RunDirectory.of_this_server()
     run_directory.claim()
     try:
         executor = Executor.launch(config, run_directory.socket_path)
-    except BaseException:
+    except BaseException:  # Whatever ended the start, the text models must not wait for this owner. It is raised again.
         run_directory.disclaim()
         raise
     return ModelServer(
@@ -53,7 +51,7 @@ def load_token_model(args: dict[str, str]) -> ModelServer:
 
 
 def load_text_model(args: dict[str, str]) -> ModelServer:
-    """Serve text with the engine that `tensorrt_llm` owns. While there is none, requests are refused with UNAVAILABLE."""
+    """Serve text with the engine that `tensorrt_llm` owns. Without an engine, requests are refused with UNAVAILABLE."""
     _prepare_process(args)
     config = engine_config()
     run_directory = RunDirectory.of_this_server()
@@ -79,7 +77,7 @@ def load_text_model(args: dict[str, str]) -> ModelServer:
 
 
 class TextFront:
-    """Parsing for the text models: needs the tokenizer, whose directory is known once the engine was reached."""
+    """Parses requests of the text models. Its tokenizer is loaded later, when the engine has named the directory."""
 
     def __init__(self, executor: EngineClient):
         self._executor = executor
@@ -87,8 +85,9 @@ class TextFront:
         self._lock = threading.Lock()
 
     def prepare(self) -> bool:
-        """Load the tokenizer once it can be; returns whether it is there. Raises ConfigError when the model directory
-        has none.
+        """Load the tokenizer if the engine has been reached; return whether the tokenizer is loaded.
+
+        Raises ConfigError when the model's directory has no tokenizer.
         """
         hello = self._executor.hello
         with self._lock:
@@ -97,12 +96,12 @@ class TextFront:
             return self._tools is not None
 
     def check(self, batch: Batch, context: ServingContext) -> None:
-        """What can be told at once; see check_text_requests. Raises EngineUnavailable before there is a tokenizer."""
+        """Refuse what `check_text_requests` refuses. Raises EngineUnavailable before the tokenizer is loaded."""
         self._loaded_tools()
         check_text_requests(batch, context)
 
     def parse(self, batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
-        """On a text thread."""
+        """Tokenise and parse a request; called on a text thread. Raises as `parse_text_requests` does."""
         return parse_text_requests(batch, context, parameters, self._loaded_tools())
 
     def _loaded_tools(self) -> TextTools:
@@ -118,7 +117,7 @@ def _prepare_process(args: dict[str, str]) -> None:
         format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s",
     )
     check_numpy(pb.numpy_round_trip_works)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the text threads are the parallelism
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The text threads already tokenise in parallel.
 
 
 def _report_to(run_directory: RunDirectory, args: dict[str, str]) -> Callable[[Health], None]:

@@ -1,52 +1,60 @@
-"""What one row of a request still has to say: Results go in, the named arrays of Triton responses come out.
+"""Turns the Results of one row of a request into the named arrays of Triton responses.
 
-A RowOutput is used by the row's sender thread only. `feed` takes in each Result of the engine in order; `render`
-returns everything since the last `render` that returned something, so responses coalesce by themselves:
+Only the row's sender thread uses a RowOutput. `feed` takes in the engine's Results in order. `render` returns everything
+that came since the last `render` that returned something, so that responses coalesce:
 
-    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> rest
+    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> the rest
 
-`render(final=True)` always returns arrays, be they empty: the end of a row rides on a data response. Otherwise None
-means that there is nothing to say yet. All arrays have a leading batch dimension of 1 and one beam.
+`render(final=True)` always returns arrays, even empty ones, because the end of a row is sent with a data response.
+`render(final=False)` returns None when there is nothing to send yet. All arrays have a leading batch dimension of 1, and one
+beam.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
 from backend.text.stream import TextStream
 
-Arrays = list[tuple[str, np.ndarray]]
+Arrays = list[tuple[str, NDArray[Any]]]
 
 
 class RowSettings(NamedTuple):
-    """How a row answers; read from the request."""
+    """How a row is to be answered, as its request says."""
 
     streaming: bool = False
     num_input_tokens: int = 0
-    batch_index: int | None = None  # None: the request has one row
+    batch_index: int | None = None  # the row's number, or None when the request has only one row
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
 
 
 class RowOutput(Protocol):
     def feed(self, result: Result) -> int | None:
-        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine."""
+        """Take in one Result.
+
+        A returned number says that the text has ended by itself after that many output tokens, so that the engine is to
+        be stopped there.
+        """
         ...
 
-    def render(self, final: bool) -> Arrays | None: ...
+    def render(self, final: bool) -> Arrays | None:
+        """The arrays of the next response; None when there is nothing to send yet, which is never so when `final`."""
+        ...
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that the client was or will be told of."""
+        """How many generated tokens the client has been told of, or will be with the next response."""
         ...
 
 
 class Progress:
-    """Tokens, log-probabilities and metrics of one row since the last response; shared by both kinds of output."""
+    """The tokens, log-probabilities and metrics of one row since its last response. Both kinds of output use it."""
 
     def __init__(self, settings: RowSettings):
         self.settings = settings
@@ -58,7 +66,7 @@ class Progress:
         self.num_tokens = 0
 
     def add(self, result: Result, num_kept: int | None = None) -> list[int]:
-        """Take in a result's first `num_kept` tokens (all when None); returns them."""
+        """Take in the first `num_kept` tokens of a result, or all of them when it is None, and return them."""
         ids = result.output_token_ids[0] if result.output_token_ids else []
         kept = ids if num_kept is None else ids[:num_kept]
         self.ids.extend(kept)
@@ -73,7 +81,7 @@ class Progress:
         return kept
 
     def take(self) -> Arrays:
-        """The outputs that both kinds of model share; what is new is taken out."""
+        """Return the arrays that both kinds of model send, and forget what has been returned."""
         settings, ids, log_probs = self.settings, self.ids, self.log_probs
         arrays: Arrays = []
         if log_probs is not None:
@@ -96,8 +104,9 @@ class Progress:
 
 
 class TokenOutput:
-    """Token ids, as the engine made them. `prompt_ids` are put in front of the only response of a row that does not
-    stream.
+    """Sends token ids as the engine made them.
+
+    `prompt_ids` come first in the only response of a row that does not stream.
     """
 
     def __init__(self, settings: RowSettings, prompt_ids: list[int]):
@@ -125,10 +134,10 @@ class TokenOutput:
 
 
 class TextOutput:
-    """Text, detokenised here. Ends by itself at a stop string, whose tokens are the last that count.
+    """Detokenises, and sends text. A stop string ends the text, and its tokens are the last that are counted.
 
-    `prefix`: text in front of the only response of a row that does not stream (the prompt, when asked for).
-    `accumulate`: each streamed response holds the whole text so far.
+    `prefix` comes first in the only response of a row that does not stream; it is the prompt if the client wants that back.
+    With `accumulate`, each streamed response holds the whole text so far.
     """
 
     def __init__(self, settings: RowSettings, stream: TextStream, prefix: str = "", accumulate: bool = False):
@@ -136,8 +145,8 @@ class TextOutput:
         self._stream = stream
         self._prefix = prefix
         self._accumulate = accumulate
-        self._text = ""  # since the last response, or since the beginning with `accumulate`
-        self._fresh = False  # text has come since the last response
+        self._text = ""  # the text since the last response, or the whole text with `accumulate`
+        self._fresh = False  # whether text has come since the last response
         self._finish: str | None = None
 
     @property
@@ -145,7 +154,8 @@ class TextOutput:
         return self._progress.num_tokens
 
     def feed(self, result: Result) -> int | None:
-        if self._finish == "stop":  # the engine had gone on before it heard of the stop string; its metrics still count
+        if self._finish == "stop":
+            # The engine went on until it heard of the stop string. These tokens do not count, but its metrics do.
             self._progress.add(result, num_kept=0)
             return None
         before = self._progress.num_tokens
@@ -157,7 +167,7 @@ class TextOutput:
             delta = self._stream.flush()
             self._append(delta.text)
             ended = delta.finished_by is not None
-        # a stop string may end before tokens that an earlier response has already counted; they stay counted
+        # A stop string may end before tokens that an earlier response has counted already. They stay counted.
         self._progress.add(result, num_kept=max(0, delta.num_tokens_kept - before) if ended else None)
         if ended:
             self._finish = "stop"
@@ -167,7 +177,7 @@ class TextOutput:
         return None
 
     def render(self, final: bool) -> Arrays | None:
-        # after a stop string the last text waits for the engine's end of the row: the end rides on it
+        # After a stop string the last text waits for the engine to end the row, and is sent with that end.
         if not final and not (self._progress.settings.streaming and self._fresh and self._finish is None):
             return None
         arrays: Arrays = [("text_output", _text(self._prefix + self._text))]
@@ -183,16 +193,16 @@ class TextOutput:
         self._fresh = self._fresh or bool(text)
 
 
-def _text(text: str) -> np.ndarray:
+def _text(text: str) -> NDArray[np.object_]:
     return np.array([[text.encode("utf-8", "replace")]], dtype=np.object_)
 
 
-def _number(name: str, value: float, dtype: type = np.int32) -> tuple[str, np.ndarray]:
+def _number(name: str, value: float, dtype: type[np.generic] = np.int32) -> tuple[str, NDArray[Any]]:
     return name, np.array([[value]], dtype)
 
 
 def _top_arrays(positions: list[list[TopLogProb]]) -> Arrays:
-    """Each [1, tokens, n]: the most likely tokens of each position, and their log-probabilities."""
+    """Two arrays of shape [1, tokens, n]: the n most likely tokens of each position, and their log-probabilities."""
     shape = (1, len(positions), len(positions[0]) if positions else 0)
     ids = [entry.token_id for entries in positions for entry in entries]
     log_probs = [entry.log_prob for entries in positions for entry in entries]
@@ -211,7 +221,7 @@ def _perf_arrays(perf: PerfMetrics) -> Arrays:
         _number("first_scheduled_time_ns", perf.first_scheduled_ns, np.int64),
         _number("first_token_time_ns", perf.first_token_ns, np.int64),
         _number("last_token_time_ns", perf.last_token_ns, np.int64),
-        _number("acceptance_rate", 0.0, np.float32),  # no speculation in this version
+        _number("acceptance_rate", 0.0, np.float32),  # This version does not speculate, so it accepts no draft tokens.
         _number("total_accepted_draft_tokens", 0),
         _number("total_draft_tokens", 0),
         _number("num_cached_tokens", perf.num_cached_tokens),
