@@ -193,7 +193,7 @@ class ModelServer:
             stats = self._executor.latest_stats()
             if stats is None or stats.latest.num_active_requests == 0:
                 return
-            time.sleep(0.05)  # Polled, because the engine sends its statistics once a period and nobody waits for them.
+            time.sleep(0.05)  # Polled, because statistics arrive once in a period and wake nobody.
 
     @property
     def num_live_streams(self) -> int:

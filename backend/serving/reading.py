@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from backend.api import InvalidRequest, Unsupported
 from backend.serving.string_tensors import MAX_STRINGS
-from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors
+from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors, Value
 
 # All inputs of one request may hold this many bytes. What the other limits allow stays far below it.
 MAX_BYTES = 64 << 20
-
-Value = int | float | bool | str
 
 
 class NamedTensor(Protocol):

@@ -1,14 +1,13 @@
-"""What both kinds of model read alike: sessions, sampling, flags, limits that concern tensors.
+"""Reads the parts of a request that token models and text models share: sessions, sampling, flags and parameters.
 
-`parse_*` functions are pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values are
-checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
-built.
+The functions are pure: they make values of arrays, and raise InvalidRequest for whatever is wrong. They check only what must
+hold before a list is built. The engine checks all values against backend.api.limits.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from backend.api import (
     EngineConfig,
@@ -29,16 +28,26 @@ from backend.serving.reading import Batch
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
 MAX_REQUEST_ID = 256  # characters
 MAX_NAMESPACE = 256  # characters
-MAX_PARAMETERS = 65_536  # characters of the JSON of all parameters of one request
+MAX_PARAMETERS = 65_536  # characters of JSON that hold all parameters of one request
 ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 
 
-class Parameters(NamedTuple):
-    """Request parameters: what is not a tensor.
+class RequestHeader(Protocol):
+    """The part of Triton's InferenceRequest that is read here."""
 
-    `namespace`: whose request it is, as the client says (`cache_salt` or `namespace` on the wire). KV, sessions and
-    request ids of one namespace are out of reach for every other. Requests without one are one party: they can go on
-    with, erase and stop each other's.
+    def request_id(self) -> str: ...
+
+    def timeout(self) -> int: ...
+
+    def parameters(self) -> str: ...
+
+
+class Parameters(NamedTuple):
+    """The parameters of a request, which are no tensors.
+
+    `namespace` says whose request it is, as the client names itself (`cache_salt` or `namespace` on the wire). KV, sessions
+    and request ids of one namespace are out of reach for every other. All requests without a namespace are one party, which
+    can go on with, erase and stop each other's sessions and requests.
     """
 
     timeout_s: float | None = None
@@ -46,7 +55,7 @@ class Parameters(NamedTuple):
 
 
 class ServingContext(NamedTuple):
-    """What parsing needs to know besides the tensors."""
+    """What parsing needs to know besides the request."""
 
     config: EngineConfig
     model: ModelInfo
@@ -54,7 +63,7 @@ class ServingContext(NamedTuple):
 
 
 class StopSession(NamedTuple):
-    """STOP: interrupt the running turn of a session of this namespace; with `end` erase it as well."""
+    """A STOP request. It interrupts the running turn of a session of this namespace, and with `end` erases the session."""
 
     session_id: SessionId
     end: bool
@@ -62,16 +71,17 @@ class StopSession(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One row, ready to be handed to the executor."""
+    """One row that is ready to be handed to the executor, and the output that will answer it."""
 
     request: Request | StopSession
     output: RowOutput
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
-    """`timeout` in microseconds (gRPC's reserved parameter, or a plain one over HTTP), and `cache_salt` or `namespace`.
+    """Read the timeout in microseconds, and `cache_salt` or `namespace`.
 
-    Raises InvalidRequest for what cannot be read: a namespace that is passed over would be everybody's.
+    `timeout_us` is gRPC's reserved parameter for it. Over HTTP it comes as a plain parameter `timeout` among the others.
+    Raises InvalidRequest for what cannot be read, because a request whose namespace is overlooked would be open to everybody.
     """
     if len(parameters_json) > MAX_PARAMETERS:
         raise InvalidRequest(
@@ -108,8 +118,8 @@ def _namespace(extra: dict[str, Any]) -> str:
     return next(iter(given.values()), "")
 
 
-def read_parameters(request: Any) -> Parameters:
-    """`parse_parameters` of a Triton request, whose strings may be anything. Raises InvalidRequest."""
+def read_parameters(request: RequestHeader) -> Parameters:
+    """Parse the parameters of a Triton request, which may hold any bytes. Raises InvalidRequest."""
     try:
         text = request.parameters()
     except UnicodeDecodeError:
@@ -117,9 +127,10 @@ def read_parameters(request: Any) -> Parameters:
     return parse_parameters(request.timeout(), text)
 
 
-def read_request_id(request: Any) -> str:
-    """The client's own id of a Triton request. Raises InvalidRequest for one that is no text, or too long: cut short, it
-    could be another's, whom a `stop` would then hit.
+def read_request_id(request: RequestHeader) -> str:
+    """The client's own id of a Triton request. Raises InvalidRequest for an id that is no text or too long.
+
+    A long id is not cut short, because it could then equal the id of another request, which a `stop` would hit.
     """
     try:
         request_id = str(request.request_id())
@@ -133,7 +144,7 @@ def read_request_id(request: Any) -> str:
 
 
 def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
-    """Raise InvalidRequest for what a model that is not decoupled cannot answer."""
+    """Raise InvalidRequest when a model that is not decoupled is asked to stream or for more than one row."""
     if decoupled:
         return
     if any(batch.scalar(streaming_input, row) for row in range(batch.num_rows)):
@@ -143,7 +154,7 @@ def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
-    """The row's STOP request, or None. Raises SessionError for START with STOP, and for STOP without CORRID."""
+    """The row's STOP request, or None if it is none. Raises SessionError for STOP with START or without CORRID."""
     if not batch.scalar("STOP", row):
         return None
     session_id = batch.scalar("CORRID", row)
@@ -155,7 +166,10 @@ def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | N
 
 
 def read_session(batch: Batch, row: int) -> SessionConfig | None:
-    """The session of the row's turn. TurboMind's defaults: START and END are 1 when absent."""
+    """The row's session, or None without CORRID. START and END are 1 when absent, as in TurboMind.
+
+    Raises SessionError when other inputs of a session come without CORRID.
+    """
     fields = batch.fields("session", row)
     if "id" not in fields:
         if fields:
@@ -163,24 +177,26 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
         return None
     fields["start"] = bool(fields.get("start", 1))
     fields["end"] = bool(fields.get("end", 1))
-    if fields.get("session_len") == 0:  # TurboMind's clients send 0 for no limit
+    if fields.get("session_len") == 0:  # TurboMind's clients send 0 when they want no limit.
         del fields["session_len"]
     return SessionConfig(**fields)
 
 
 def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
+    """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
     fields = batch.fields("sampling", row)
-    if fields.get("top_p", 1.0) <= 0.0:  # clients send 0.0 for "unset"
+    if fields.get("top_p", 1.0) <= 0.0:  # Clients send 0.0 when they leave it unset.
         del fields["top_p"]
     return SamplingConfig(**fields, logit_bias=logit_bias or None)
 
 
 def read_output_config(batch: Batch, row: int) -> OutputConfig:
-    """The engine never echoes the prompt: whoever wants it in front gets it from the row output."""
+    """The row's output configuration. The engine never echoes the prompt, because the row's output does that."""
     return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
 
 
 def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int) -> RowSettings:
+    """How the row is to be answered."""
     return RowSettings(
         streaming=streaming,
         num_input_tokens=num_input_tokens,
@@ -191,12 +207,13 @@ def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int
 
 
 def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
+    """Whether the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
     exclude = batch.scalar("exclude_input_in_output", row)
     return not (default_exclude if exclude is None else exclude)
 
 
 def required(batch: Batch, name: str, row: int) -> Any:
-    """The row's scalar. Triton only counts required inputs, so each one is looked at here."""
+    """The row's scalar. Raises InvalidRequest when it is absent, which Triton does not find out by itself."""
     value = batch.scalar(name, row)
     if value is None:
         raise InvalidRequest(f"A value is required for {name}")
@@ -204,6 +221,7 @@ def required(batch: Batch, name: str, row: int) -> Any:
 
 
 def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:
+    """The error for a prompt that leaves no room for one output token."""
     return InvalidRequest(
         f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "
         "model.max_seq_len"

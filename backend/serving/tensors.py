@@ -1,21 +1,24 @@
-"""The tensors of the Triton models, as data. `config.pbtxt` is generated from these tables and requests are read by
-them.
+"""The tensors of the Triton models, as tables. `config.pbtxt` is generated from them, and requests are read by them.
 
-`target` says where a value goes: "sampling.X", "output.X", "session.X" fill the field X of that config; "request" is
-read by name in token_requests.py or text_requests.py; "ignored" is accepted and has no meaning here (or none without
-beams); "refused" belongs to a feature this version lacks: any element other than `neutral` is answered with
-UNSUPPORTED. Two rows with one target are aliases: the first one that is present wins.
+The target of an input says where its value goes:
 
-Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len
-follow LMDeploy's TurboMind backend; top_log_probs is this project's own. Dims are without the batch dimension. -1 is
-any length.
+    sampling.X, output.X, session.X    It fills the field X of that config. Several inputs with one target are aliases, and
+                                       the first of them that is present counts.
+    request                            It is read by name in requests.py, token_requests.py or text_requests.py.
+    ignored                            It is accepted, and has no effect here.
+    refused                            It belongs to a feature that this version lacks. A request in which it has any element
+                                       that is not `neutral` is answered with UNSUPPORTED.
+
+Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21). START, END, STOP, CORRID, step and session_len follow
+LMDeploy's TurboMind backend. top_log_probs is this project's own. Dimensions are given without the batch dimension, and -1
+stands for any length.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Triton's name of a type -> numpy's
+# Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
@@ -30,22 +33,28 @@ NUMPY_TYPES = {
 ONE = (1,)
 ANY = (-1,)
 
+Value = int | float | bool | str
+
 
 class Input(NamedTuple):
+    """One input tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
     target: str
     optional: bool = True
-    feature: str = ""  # of a refused input: what it asks for
-    neutral: tuple[int | float | bool | str, ...] = ()  # of a refused input: values that ask for nothing
+    feature: str = ""  # the feature that a refused input asks for
+    neutral: tuple[Value, ...] = ()  # the values with which a refused input asks for nothing
 
 
 class Output(NamedTuple):
+    """One output tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
-    when: str  # what makes it appear
+    when: str  # the input or the occasion that makes it appear
 
 
 class ModelTensors(NamedTuple):
@@ -59,7 +68,9 @@ class ModelTensors(NamedTuple):
         return {spec.name: spec for spec in self.inputs}
 
 
-def _refused(feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: tuple = ()) -> tuple[Input, ...]:
+def _refused(
+    feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: tuple[Value, ...] = ()
+) -> tuple[Input, ...]:
     return tuple(Input(name, dtype, dims, "refused", feature=feature, neutral=neutral) for name, dtype, dims in rows)
 
 
@@ -73,22 +84,22 @@ _SAMPLING = (
     Input("presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
     Input("frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
     Input("min_tokens", "INT32", ONE, "sampling.min_tokens"),
-    Input("min_length", "INT32", ONE, "sampling.min_tokens"),  # its name until v0.19
+    Input("min_length", "INT32", ONE, "sampling.min_tokens"),  # the name until v0.19
     Input("seed", "UINT64", ONE, "sampling.seed"),
-    Input("random_seed", "UINT64", ONE, "sampling.seed"),  # its name until v0.19
+    Input("random_seed", "UINT64", ONE, "sampling.seed"),  # the name until v0.19
 )
 
 _RETURNS = (
     Input("return_log_probs", "BOOL", ONE, "output.return_log_probs"),
-    Input("top_log_probs", "INT32", ONE, "output.top_log_probs"),  # 0 to limits.max_top_log_probs
+    Input("top_log_probs", "INT32", ONE, "output.top_log_probs"),  # from 0 to limits.max_top_log_probs
     Input("return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
-    Input("return_kv_cache_reuse_stats", "BOOL", ONE, "output.return_perf_metrics"),  # its name until v0.18
+    Input("return_kv_cache_reuse_stats", "BOOL", ONE, "output.return_perf_metrics"),  # the name until v0.18
     Input("return_num_input_tokens", "BOOL", ONE, "request"),
     Input("return_num_output_tokens", "BOOL", ONE, "request"),
     Input("exclude_input_in_output", "BOOL", ONE, "request"),
 )
 
-# Without CORRID a request stands alone. With it: START and END default to 1 (to 0 beside STOP), STOP to 0.
+# A request without CORRID belongs to no session. With CORRID, START and END are 1 when absent (0 beside STOP), and STOP is 0.
 _SESSION = (
     Input("CORRID", "UINT64", ONE, "session.id"),
     Input("START", "INT32", ONE, "session.start"),
@@ -124,15 +135,13 @@ _NOT_BUILT = (
 
 _ENGINE_ONLY_NOT_BUILT = (
     *_refused("top-p decay", ("runtime_top_p_decay", "FP32", ONE), neutral=(1.0,)),
-    *_ignored(
-        ("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)
-    ),  # nothing decays towards them
+    # Without top-p decay these two have no effect.
+    *_ignored(("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)),
     *_refused("prompt tuning", ("prompt_table_extra_ids", "UINT64", ANY)),
     *_refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
     Input("draft_acceptance_threshold", "FP32", ONE, "ignored"),
-    *_ignored(
-        ("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)
-    ),  # preprocessing always sends them
+    # TensorRT-LLM's preprocessing sends these two with every request, so they cannot be refused.
+    *_ignored(("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)),
     *_refused(
         "encoder input",
         ("encoder_input_features", "FP16", (-1, -1)),
@@ -227,7 +236,7 @@ TOKEN_MODEL = ModelTensors(
 )
 
 _TEXT_INPUTS = (
-    Input("text_input", "STRING", ONE, "request"),  # exactly one of text_input and messages
+    Input("text_input", "STRING", ONE, "request"),  # A request has exactly one of text_input and messages.
     Input("messages", "STRING", ONE, "request"),
     Input("max_tokens", "INT32", ONE, "request", optional=False),
     Input("decoder_text_input", "STRING", ONE, "ignored"),

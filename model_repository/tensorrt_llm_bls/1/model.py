@@ -1,5 +1,6 @@
-"""Triton model `tensorrt_llm_bls`: text in, text out, on the engine that tensorrt_llm owns. All of it is in
-backend/serving.
+"""The Triton model `tensorrt_llm_bls` takes text and answers with text, through the engine that tensorrt_llm owns.
+
+This is a thin adapter; backend/serving does the work.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 
 def _find_backend() -> None:
-    """Put the directory that holds `backend/` on sys.path: EVERBATCH_BACKEND_PATH, else beside the model repository."""
-    here = Path(os.path.realpath(__file__)).parent  # .../model_repository/tensorrt_llm_bls/1
+    """Put the directory that holds `backend/` on sys.path.
+
+    That is EVERBATCH_BACKEND_PATH, or else the directory that holds the model repository.
+    """
+    here = Path(os.path.realpath(__file__)).parent  # this is model_repository/tensorrt_llm_bls/1
     for root in (os.environ.get("EVERBATCH_BACKEND_PATH"), here.parents[2]):
         if root and Path(root, "backend", "serving").is_dir():
             sys.path.insert(0, str(root))
@@ -20,11 +24,11 @@ def _find_backend() -> None:
 
 
 class TritonPythonModel:
-    """Called by Triton's Python backend on the stub's main thread."""
+    """Triton's Python backend calls its methods on the stub's main thread."""
 
     def initialize(self, args: dict[str, str]) -> None:
         _find_backend()
-        from backend.serving.assembly import load_text_model  # here, so that a mere import of this file stays light
+        from backend.serving.assembly import load_text_model  # imported late: only now is it on sys.path
 
         self._server = load_text_model(args)
 
