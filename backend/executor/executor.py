@@ -65,7 +65,7 @@ class Executor:
         self._counter = itertools.count(1)
         self._shut_down = False
         self._connected = False
-        self._num_deaths = 0  # of the engine process, when the present connection was made
+        self._num_deaths = 0  # how often the engine process had died when the present connection was made
         self._watch: Watch | None = None
         if transport.is_remote:
             self._watch = Watch(process)
@@ -180,7 +180,7 @@ class Executor:
     def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
         """Ask the engine to end a request, which then gets a final result. Unknown and finished ids are ignored.
 
-        With `keep_output_tokens`, a session keeps only so many of the output tokens.
+        With `keep_output_tokens`, a session's log keeps only so many output tokens of this turn.
         """
         with self._lock:
             known = request_id in self._live

@@ -72,7 +72,7 @@ class Stream:
         self.client_request_id = client_request_id  # Only the main thread writes it, and `namespace`.
         self.namespace = ""
         self.rows = rows  # empty until the request has been read; then all rows are added together, under `lock`
-        self.first_failure: Failure | None = None  # of a row; only the sender thread uses it
+        self.first_failure: Failure | None = None  # the failure that came first of any row
         self.lane = lane
         self.closed = False  # whether FINAL has been sent or is on its way; written with both locks held
         self.gate = threading.Lock()  # held to ask the Triton sender or to close the stream; never taken within `lock`

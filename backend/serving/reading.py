@@ -40,7 +40,7 @@ class Batch:
         self._specs = specs
         self._arrays = arrays
         self.num_rows = num_rows
-        self.num_bytes = num_bytes  # of all inputs
+        self.num_bytes = num_bytes  # the size of all inputs together
 
     @classmethod
     def read(cls, model: ModelTensors, tensors: Iterable[NamedTensor], max_rows: int) -> Batch:

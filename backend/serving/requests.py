@@ -26,9 +26,9 @@ from backend.serving.outputs import RowOutput, RowSettings
 from backend.serving.reading import Batch
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
-MAX_REQUEST_ID = 256  # characters
-MAX_NAMESPACE = 256  # characters
-MAX_PARAMETERS = 65_536  # characters of JSON that hold all parameters of one request
+MAX_REQUEST_ID = 256  # the most characters of a request id
+MAX_NAMESPACE = 256  # the most characters of a namespace
+MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
 ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 
 

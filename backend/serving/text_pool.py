@@ -104,7 +104,7 @@ class TextPool:
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # The lock guards all attributes below.
         self._queued: dict[Job, float] = {}  # for each waiting job the time when it came; the oldest is first
-        self._num_bytes = 0  # of all waiting jobs
+        self._num_bytes = 0  # the size of all waiting jobs together
         self._lines: dict[Hashable, deque[Job]] = {}  # for each key its jobs in their order, also while they are read
         self._reading: dict[Job, _Reading] = {}
         self._given_up: list[threading.Thread] = []
