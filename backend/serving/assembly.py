@@ -129,7 +129,7 @@ def _prepare_process(args: dict[str, str]) -> None:
         format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s",
     )
     check_numpy(pb.numpy_round_trip_works)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the text threads are the parallelism
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The text threads already tokenise in parallel.
 
 
 def _report_to(run_directory: RunDirectory, model_name: str) -> Callable[[Health], None]:

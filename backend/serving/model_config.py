@@ -1,7 +1,7 @@
-"""config.pbtxt of each model, written from the tensor tables. Pure text; tools/generate_model_configs.py writes the
-files.
+"""Makes the config.pbtxt of each model from the tensor tables, for tools/generate_model_configs.py.
 
-No dynamic batcher, no sequence batcher: the engine batches and tracks sequences itself (docs/features.md 004-25).
+The configs ask for neither Triton's dynamic batcher nor its sequence batcher, because the engine batches requests and keeps
+track of sequences itself (docs/features.md 004-25).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from backend.serving.fronts.roles import MODELS
 from backend.serving.tensors import Input, ModelTensors, Output
 
-MAX_BATCH_SIZE = 64  # rows of one Triton request; clients of these models always send a batch dimension
+# The most rows of one Triton request. It is above 0, so clients of these models always send a batch dimension.
+MAX_BATCH_SIZE = 64
 
 
 def render(model: ModelTensors, decoupled: bool = True) -> str:

@@ -1,9 +1,9 @@
-"""What one row of a request still has to say: Results go in, the named arrays of Triton responses come out.
+"""Turns the Results of one row of a request into the named arrays of Triton responses.
 
-A RowOutput is used by the row's sender thread only. `feed` takes in each Result of the engine in order; `render`
-returns everything since the last `render` that returned something, so responses coalesce by themselves:
+Only the row's sender thread uses a RowOutput. `feed` takes in the engine's Results in order. `render` returns everything
+that came since the last `render` that returned something, so that responses coalesce:
 
-    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> rest
+    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> the rest
 
 `render(final=True)` always returns arrays, be they empty: the end of a row rides on a data response. Otherwise None
 means that there is nothing to say yet. What the arrays are called and how they are shaped is the front's: a function
@@ -13,15 +13,16 @@ from News to Arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
 from backend.text.stream import TextStream
 
-Arrays = list[tuple[str, np.ndarray]]
+Arrays = list[tuple[str, NDArray[Any]]]
 
 
 class News(NamedTuple):
@@ -43,14 +44,20 @@ Render = Callable[[News], Arrays]
 
 class RowOutput(Protocol):
     def feed(self, result: Result) -> int | None:
-        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine."""
+        """Take in one Result.
+
+        A returned number says that the text has ended by itself after that many output tokens, so that the engine is to
+        be stopped there.
+        """
         ...
 
-    def render(self, final: bool) -> Arrays | None: ...
+    def render(self, final: bool) -> Arrays | None:
+        """The arrays of the next response; None when there is nothing to send yet, which is never so when `final`."""
+        ...
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that the client was or will be told of."""
+        """How many generated tokens the client has been told of, or will be with the next response."""
         ...
 
 
@@ -131,7 +138,7 @@ class TokenOutput:
 
 
 class TextOutput:
-    """Text, detokenised here. Ends by itself at a stop string, whose tokens are the last that count.
+    """Detokenises, and sends text. A stop string ends the text, and its tokens are the last that are counted.
 
     `prefix`: text in front of the only response of a row that does not stream (the prompt, when asked for).
     `accumulate`: each streamed response holds the whole text so far. `every_token`: a token whose text is held back (half
@@ -229,7 +236,7 @@ class Answer:
         return self._arrays if final else None
 
 
-def text_array(texts: Sequence[str | bytes]) -> np.ndarray:
+def text_array(texts: Sequence[str | bytes]) -> NDArray[Any]:
     """A STRING tensor in one dimension. A lone surrogate, which no UTF-8 can hold, becomes a question mark."""
     encoded = [text if isinstance(text, bytes) else text.encode("utf-8", "replace") for text in texts]
     return np.array(encoded, dtype=np.object_)

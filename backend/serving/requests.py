@@ -8,7 +8,7 @@ built.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionId, Unsupported
 from backend.core.step import ModelInfo
@@ -16,9 +16,9 @@ from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
-MAX_REQUEST_ID = 256  # characters
-MAX_NAMESPACE = 256  # characters
-MAX_PARAMETERS = 65_536  # characters of the JSON of all parameters of one request
+MAX_REQUEST_ID = 256  # the most characters of a request id
+MAX_NAMESPACE = 256  # the most characters of a namespace
+MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
 ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 
 
@@ -27,12 +27,22 @@ TRITONS_OWN = {"binary_data_output", "binary_data_size", "headers", "priority"}
 OURS = {"timeout", "cache_salt", "namespace", "request_type"}
 
 
-class Parameters(NamedTuple):
-    """Request parameters: what is not a tensor.
+class RequestHeader(Protocol):
+    """The part of Triton's InferenceRequest that is read here."""
 
-    `namespace`: whose request it is, as the client says (`cache_salt` or `namespace` on the wire). KV, sessions and
-    request ids of one namespace are out of reach for every other. Requests without one are one party: they can go on
-    with, erase and stop each other's.
+    def request_id(self) -> str: ...
+
+    def timeout(self) -> int: ...
+
+    def parameters(self) -> str: ...
+
+
+class Parameters(NamedTuple):
+    """The parameters of a request, which are no tensors.
+
+    `namespace` says whose request it is, as the client names itself (`cache_salt` or `namespace` on the wire). KV, sessions
+    and request ids of one namespace are out of reach for every other. All requests without a namespace are one party, which
+    can go on with, erase and stop each other's sessions and requests.
     """
 
     timeout_s: float | None = None
@@ -41,7 +51,7 @@ class Parameters(NamedTuple):
 
 
 class ServingContext(NamedTuple):
-    """What parsing needs to know besides the tensors."""
+    """What parsing needs to know besides the request."""
 
     config: EngineConfig
     model: ModelInfo
@@ -50,7 +60,7 @@ class ServingContext(NamedTuple):
 
 
 class StopSession(NamedTuple):
-    """STOP: interrupt the running turn of a session of this namespace; with `end` erase it as well."""
+    """A STOP request. It interrupts the running turn of a session of this namespace, and with `end` erases the session."""
 
     session_id: SessionId
     end: bool
@@ -65,9 +75,10 @@ class Work(NamedTuple):
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
-    """`timeout` in microseconds (gRPC's reserved parameter, or a plain one over HTTP), and `cache_salt` or `namespace`.
+    """Read the timeout in microseconds, and `cache_salt` or `namespace`.
 
-    Raises InvalidRequest for what cannot be read: a namespace that is passed over would be everybody's.
+    `timeout_us` is gRPC's reserved parameter for it. Over HTTP it comes as a plain parameter `timeout` among the others.
+    Raises InvalidRequest for what cannot be read, because a request whose namespace is overlooked would be open to everybody.
     """
     if len(parameters_json) > MAX_PARAMETERS:
         raise InvalidRequest(
@@ -109,8 +120,8 @@ def _namespace(extra: dict[str, Any]) -> str:
     return next(iter(given.values()), "")
 
 
-def read_parameters(request: Any) -> Parameters:
-    """`parse_parameters` of a Triton request, whose strings may be anything. Raises InvalidRequest."""
+def read_parameters(request: RequestHeader) -> Parameters:
+    """Parse the parameters of a Triton request, which may hold any bytes. Raises InvalidRequest."""
     try:
         text = request.parameters()
     except UnicodeDecodeError:
@@ -118,9 +129,10 @@ def read_parameters(request: Any) -> Parameters:
     return parse_parameters(request.timeout(), text)
 
 
-def read_request_id(request: Any) -> str:
-    """The client's own id of a Triton request. Raises InvalidRequest for one that is no text, or too long: cut short, it
-    could be another's, whom a `stop` would then hit.
+def read_request_id(request: RequestHeader) -> str:
+    """The client's own id of a Triton request. Raises InvalidRequest for an id that is no text or too long.
+
+    A long id is not cut short, because it could then equal the id of another request, which a `stop` would hit.
     """
     try:
         request_id = str(request.request_id())
@@ -134,7 +146,7 @@ def read_request_id(request: Any) -> str:
 
 
 def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
-    """Raise InvalidRequest for what a model that is not decoupled cannot answer."""
+    """Raise InvalidRequest when a model that is not decoupled is asked to stream or for more than one row."""
     if decoupled:
         return
     if any(batch.scalar(streaming_input, row) for row in range(batch.num_rows)):
@@ -144,7 +156,7 @@ def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
 
 
 def required(batch: Batch, name: str, row: int) -> Any:
-    """The row's scalar. Triton only counts required inputs, so each one is looked at here."""
+    """The row's scalar. Raises InvalidRequest when it is absent, which Triton does not find out by itself."""
     value = batch.scalar(name, row)
     if value is None:
         raise InvalidRequest(f"A value is required for {name}")

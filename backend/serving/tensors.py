@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-# Triton's name of a type -> numpy's
+# Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
@@ -29,11 +29,15 @@ NUMPY_TYPES = {
 ONE = (1,)
 ANY = (-1,)
 
+Value = int | float | bool | str
+
 
 Neutral = tuple[int | float | bool | str, ...]
 
 
 class Input(NamedTuple):
+    """One input tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
@@ -44,10 +48,12 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
+    """One output tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
-    when: str  # what makes it appear
+    when: str  # the input or the occasion that makes it appear
 
 
 class ModelTensors(NamedTuple):

@@ -1,11 +1,10 @@
-"""ChatTemplate: messages to prompt text with the model's own Jinja template, as transformers renders it.
+"""ChatTemplate: renders messages to prompt text with the model's own Jinja template, as transformers does.
 
-The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON
-values only; messages are capped in number, size and depth before, and the result is cut off at a size while it is
-rendered. The sandbox bounds ranges but not time: what a template of the model itself does with capped messages is the
-operator's trust.
+The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON values only.
+The number, size and depth of messages are limited before, and a result that grows too long is refused while it is rendered.
+The sandbox limits ranges but not time, so the operator has to trust the model's template with messages within these limits.
 
-Tokenise the result with add_special_tokens=False: a template writes its own.
+The result is to be tokenised with add_special_tokens=False, because the template writes the special tokens itself.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_te
 from backend.text.tokenizer import CONFIG, Tokenizer
 
 FILE = "chat_template.jinja"
-MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
-MAX_DEPTH = 16  # nesting of lists and objects in one message
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # Jinja compiles such a template within about a second.
+MAX_DEPTH = 16  # how deep lists and objects of one message may be nested
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` (bos_token, ...) are its variables besides the messages."""
+    """One compiled template. Besides the messages it sees the `special_tokens` (bos_token, ...) as variables."""
 
     def __init__(
         self,
@@ -41,9 +40,10 @@ class ChatTemplate:
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
     ):
-        """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
+        """Compile the template. Without a `source` the model has none, and `render` raises Unsupported.
 
-        `max_chars` bounds the characters of all messages (tools included), and those of the result.
+        `max_chars` limits the characters of all messages and tools together, and those of the result. Raises ConfigError when
+        the source is no valid Jinja.
         """
         self._special_tokens = dict(special_tokens or {})
         self._max_messages = max_messages
@@ -53,13 +53,17 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {shown(error.message)}"
             raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # Jinja compiles a template to Python, and Python cannot compile that.
             reason = "it is nested too deep, or has a number of more than 4300 digits"
             raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
-        """Read chat_template.jinja, else `chat_template` of tokenizer_config.json (a string, or its `default`)."""
+        """Read chat_template.jinja, or else `chat_template` of tokenizer_config.json. Raises ConfigError.
+
+        The latter is a text, or a list of named templates of which the one named `default` is taken.
+        """
         return cls(_read_template(Path(path)), tokenizer.special_tokens, **caps)
 
     @property
@@ -72,27 +76,31 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt text. Keys whose value is null are left out of a message, as transformers does.
+        """Render the prompt. Keys of a message whose value is null are left out, as transformers does.
 
-        Raises Unsupported without a template, InvalidRequest for messages beyond the caps or refused by the template.
+        Raises Unsupported without a template, and InvalidRequest for messages that are over the limits or that the template
+        refuses.
         """
         if self._template is None:
             raise Unsupported("this model has no chat template; send the prompt as text instead of messages")
         self._check(messages, tools)
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._run(messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
+            return self._run(
+                self._template, messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+            )
         except EverbatchError:
             raise
-        except Exception as error:  # a template may fail in any way on messages it does not expect; the request ends
+        except Exception as error:
+            # A template is a program that may fail in any way on messages which it does not expect. That ends the request only.
             raise InvalidRequest(
                 f"the chat template cannot render these messages ({type(error).__name__}); check roles and content"
             ) from error
 
-    def _run(self, **variables: Any) -> str:
+    def _run(self, template: jinja2.Template, **variables: Any) -> str:
         parts: list[str] = []
         room = self._max_chars
-        for part in self._template.generate(**self._special_tokens, **variables):
+        for part in template.generate(**self._special_tokens, **variables):
             room -= len(part)
             if room < 0:
                 raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")
@@ -114,7 +122,10 @@ class ChatTemplate:
 
 
 def _count_chars(value: Any, depth: int) -> int:
-    """Characters of all strings in a JSON value. Raises InvalidRequest for another type, or when nested too deep."""
+    """Count the characters of all strings in a JSON value, and 1 for each other value.
+
+    Raises InvalidRequest for a value that is not JSON, and for one that is nested deeper than `depth`.
+    """
     if type(value) is str:
         return len(value)
     if value is None or type(value) in (bool, int, float):
@@ -129,11 +140,11 @@ def _count_chars(value: Any, depth: int) -> int:
 
 
 def _read_template(path: Path) -> str | None:
-    """Raises ConfigError for one that cannot be read, or is longer than MAX_TEMPLATE_CHARS."""
+    """The source of the model's template, or None. Raises ConfigError when it cannot be read or is too large."""
     source, place = read_text(path, FILE, MAX_JSON_BYTES), FILE
     if source is None:
         source, place = (read_object(path, CONFIG) or {}).get("chat_template"), f"{CONFIG}: chat_template"
-    if isinstance(source, list):  # [{"name": ..., "template": ...}]
+    if isinstance(source, list):  # Each entry is {"name": ..., "template": ...}.
         named = {entry.get("name"): entry for entry in source if isinstance(entry, dict) and entry.get("template")}
         if len(named) < len(source) or not all(isinstance(name, str) for name in named):
             raise ConfigError(
@@ -156,7 +167,7 @@ def _read_template(path: Path) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The names and filters that transformers gives to chat templates (transformers, utils/chat_template_utils.py)."""
+    """A sandbox with the names and filters that transformers gives to templates (its utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -171,7 +182,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Computes no constant while a template is loaded: `{{ 9 ** 9 ** 9 }}` would keep the loading busy for ever."""
+    """Computes no constants while a template is compiled, because `{{ 9 ** 9 ** 9 }}` would then never end."""
 
     def _output_child_to_const(self, node: jinja2.nodes.Expr, *rest: Any) -> str:
         if not isinstance(node, jinja2.nodes.TemplateData):
@@ -180,21 +191,23 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training; here it renders its body."""
+    """Makes {% generation %}, which marks the assistant's text for training, render nothing but its body."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        block = jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body)
+        block.set_lineno(line)
+        return block
 
     def _body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
 def _raise_exception(message: str) -> None:
-    """A template refuses the messages; its sentence is the model maker's, and goes to the client."""
+    """Let a template refuse the messages. Its sentence goes to the client, cut off after 200 characters."""
     raise InvalidRequest(f"the chat template refuses these messages: {str(message)[:200]}")
 
 
@@ -205,7 +218,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter it does not escape HTML."""
+    """The filter `tojson`. Unlike Jinja's own it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""What the models of the TensorRT-LLM wire read alike: sessions, sampling, flags."""
+"""Reads the inputs that the models of the TensorRT-LLM wire share: sessions, sampling and flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from backend.serving.requests import StopSession
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
-    """The row's STOP request, or None. Raises SessionError for START with STOP, and for STOP without CORRID."""
+    """The row's STOP request, or None if it is none. Raises SessionError for STOP with START or without CORRID."""
     if not batch.scalar("STOP", row):
         return None
     session_id = batch.scalar("CORRID", row)
@@ -21,7 +21,10 @@ def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | N
 
 
 def read_session(batch: Batch, row: int) -> SessionConfig | None:
-    """The session of the row's turn. TurboMind's defaults: START and END are 1 when absent."""
+    """The row's session, or None without CORRID. START and END are 1 when absent, as in TurboMind.
+
+    Raises SessionError when other inputs of a session come without CORRID.
+    """
     fields = batch.fields("session", row)
     if "id" not in fields:
         if fields:
@@ -29,24 +32,26 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
         return None
     fields["start"] = bool(fields.get("start", 1))
     fields["end"] = bool(fields.get("end", 1))
-    if fields.get("session_len") == 0:  # TurboMind's clients send 0 for no limit
+    if fields.get("session_len") == 0:  # TurboMind's clients send 0 when they want no limit.
         del fields["session_len"]
     return SessionConfig(**fields)
 
 
 def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
+    """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
     fields = batch.fields("sampling", row)
-    if fields.get("top_p", 1.0) <= 0.0:  # clients send 0.0 for "unset"
+    if fields.get("top_p", 1.0) <= 0.0:  # Clients send 0.0 when they leave it unset.
         del fields["top_p"]
     return SamplingConfig(**fields, logit_bias=logit_bias or None)
 
 
 def read_output_config(batch: Batch, row: int) -> OutputConfig:
-    """The engine never echoes the prompt: whoever wants it in front gets it from the row output."""
+    """The row's output configuration. The engine never echoes the prompt, because the row's output does that."""
     return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
 
 
 def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int) -> RowSettings:
+    """How the row is to be answered."""
     return RowSettings(
         streaming=streaming,
         num_input_tokens=num_input_tokens,
@@ -57,5 +62,6 @@ def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int
 
 
 def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
+    """Whether the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
     exclude = batch.scalar("exclude_input_in_output", row)
     return not (default_exclude if exclude is None else exclude)

@@ -4,9 +4,10 @@ clients expect one dimension there, [1].
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
@@ -73,7 +74,7 @@ def _common_arrays(settings: RowSettings, news: News) -> Arrays:
     return arrays
 
 
-def _number(name: str, value: float, dtype: type = np.int32) -> tuple[str, np.ndarray]:
+def _number(name: str, value: float, dtype: type[np.generic] = np.int32) -> tuple[str, NDArray[Any]]:
     return name, np.array([[value]], dtype)
 
 

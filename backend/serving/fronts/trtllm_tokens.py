@@ -1,4 +1,4 @@
-"""tensorrt_llm: token ids in, token ids out."""
+"""Parses requests of the model tensorrt_llm, which takes token ids and answers with token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from backend.serving.word_lists import decode_word_list
 
 
 def parse_token_requests(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
-    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs."""
+    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError; no row runs then."""
     batch.refuse_what_is_not_built()
     check_mode(batch, "streaming", context.decoupled)
     return [_parse_row(batch, row, context, parameters) for row in range(batch.num_rows)]
@@ -58,7 +58,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
 
 
 def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
-    """The row's ids without their padding. Checked as an array: no list is built of a prompt that cannot be served."""
+    """The row's token ids without padding. They are checked as an array, so no list is built of a prompt that is refused."""
     ids = batch.vector("input_ids", row)
     if ids is None:
         raise InvalidRequest("A value is required for input_ids")
@@ -75,11 +75,12 @@ def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> l
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
-    return ids.tolist()
+    prompt: list[int] = ids.tolist()
+    return prompt
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:
-    """A dense bias per vocabulary entry as its non-zero entries."""
+    """The entries of the row's dense bias that are not zero, by token id. Raises InvalidRequest for more than allowed."""
     bias = batch.vector("embedding_bias", row)
     if bias is None or bias.size == 0:
         return {}
