@@ -116,6 +116,7 @@ class GenerateRequest:
             if value is not None and value != []:
                 found[name] = (datatype, value if isinstance(value, list) else [value])
         if self.messages is not None:
+            found["text_input"] = ("BYTES", [""])  # the model asks for it always
             found["messages"] = ("BYTES", [json.dumps(self.messages, ensure_ascii=False)])
         for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
             found[name] = ("BOOL", [True])

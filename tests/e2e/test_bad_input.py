@@ -64,7 +64,7 @@ TEXT_BAD = {
     "a wrong type": {"text_input": "a", "max_tokens": "many"},
     "10,000 stop words": {"text_input": "a", "max_tokens": 4, "stop_words": [f"w{i}" for i in range(10_000)]},
     "text and messages": {"text_input": "a", "messages": '[{"role": "user", "content": "b"}]', "max_tokens": 4},
-    "messages that are no JSON": {"messages": "hello", "max_tokens": 4},
+    "messages that are no JSON": {"text_input": "", "messages": "hello", "max_tokens": 4},
     "a long text": {"text_input": "x = 1\n" * 20_000, "max_tokens": 4},
     "top_p above 1": {"text_input": "a", "max_tokens": 4, "top_p": 1.5},
 }

@@ -75,7 +75,7 @@ def text_request(text: bytes = b"a", request_id: str = "", parameters: dict[str,
 
 
 def chat_request(messages: bytes):
-    return request("ensemble", {"messages": [messages], "max_tokens": np.int32([[2]])})
+    return request("ensemble", {"text_input": [b""], "messages": [messages], "max_tokens": np.int32([[2]])})
 
 
 def answer(stub, message, metadata=(), timeout_s: float = 60) -> tuple[int, str]:
@@ -205,9 +205,13 @@ def test_a_template_that_never_ends_costs_its_own_requests_alone(stub) -> None:
 
 def test_a_stop_request_reaches_one_whose_text_is_being_read(stub) -> None:
     loop = request(
-        "ensemble", {"messages": [b'[{"role": "loop", "content": "x"}]'], "max_tokens": np.int32([[2]])}, "victim"
+        "ensemble",
+        {"text_input": [b""], "messages": [b'[{"role": "loop", "content": "x"}]'], "max_tokens": np.int32([[2]])},
+        "victim",
     )
-    stop = request("ensemble", {"stop": np.ones((1, 1), bool), "max_tokens": np.int32([[0]])}, "victim")
+    stop = request(
+        "ensemble", {"stop": np.ones((1, 1), bool), "text_input": [b""], "max_tokens": np.int32([[0]])}, "victim"
+    )
     with ThreadPoolExecutor(1) as pool:
         victim = pool.submit(answer, stub, loop)
         while not victim.done():  # the first may overtake the victim

@@ -145,6 +145,4 @@ def test_log_probs_come_with_the_text_and_bytes_of_each_token(tools: TextTools) 
     assert "".join(entry["token"] for entry in last["logprobs"]) == last["text"] == " é!"
     assert bytes(byte for entry in last["logprobs"] for byte in entry["bytes"]).decode() == " é!"
     assert [entry["token_id"] for entry in last["logprobs"]] == ids
-    assert last["logprobs"][0]["top"] == [
-        {"token_id": ids[-1], "token": "!", "bytes": [ord("!")], "logprob": -0.5}
-    ]
+    assert last["logprobs"][0]["top"] == [{"token_id": ids[-1], "token": "!", "bytes": [ord("!")], "logprob": -0.5}]
