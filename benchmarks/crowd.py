@@ -70,7 +70,7 @@ def _measure(model_dir: Path, factor: int) -> CrowdRow:
 
 
 class _Crowd:
-    def __init__(self, executor: Executor, users: int):
+    def __init__(self, executor: Executor, users: int) -> None:
         self._executor = executor
         self._users = users
         self._rng = random.Random(0)

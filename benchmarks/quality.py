@@ -102,7 +102,7 @@ def activations_in_groups(x: Tensor) -> Tensor:
 class ForeignLinear(DenseLinear):
     """A peer's product: what its format keeps of the weight times what it keeps of the activations."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, of_activations: Keeps):
+    def __init__(self, weight: Tensor, bias: Tensor | None, of_activations: Keeps) -> None:
         super().__init__(weight, bias)
         self._of_activations = of_activations
 

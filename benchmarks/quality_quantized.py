@@ -54,7 +54,7 @@ class Result(NamedTuple):
 class Texts:
     """Rows of tokens and the float model's logits of them."""
 
-    def __init__(self, model: Llama, rows: Tensor):
+    def __init__(self, model: Llama, rows: Tensor) -> None:
         self.rows = rows
         self._expected = [row_logits(model, part) for part in rows.split(ROWS_AT_ONCE)]
         self.perplexity = self._compare(self._expected).perplexity

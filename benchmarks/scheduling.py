@@ -88,7 +88,7 @@ class Figures:
 class NullDevice:
     """A WorkerGroup without a model: random tokens. Reads its `clocks` while `rows` rows generate, and none else runs."""
 
-    def __init__(self, rows: int, num_blocks: int, is_cold: bool):
+    def __init__(self, rows: int, num_blocks: int, is_cold: bool) -> None:
         self._rows = rows
         self._memory = np.zeros(SWEEP_BYTES if is_cold else 0, np.uint8)
         self._num_blocks = num_blocks
@@ -136,7 +136,7 @@ class NullDevice:
 class Stopwatch:
     """Adds up the CPU time of a method while it stands in for it."""
 
-    def __init__(self, owner: object, name: str):
+    def __init__(self, owner: object, name: str) -> None:
         self._total_ns = 0
         self._call: Callable = getattr(owner, name)
         setattr(owner, name, self._timed)

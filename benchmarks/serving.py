@@ -48,7 +48,7 @@ class Row:
 class Arrivals:
     """When tokens arrived, of some requests that run together. `add` may be called from any thread."""
 
-    def __init__(self, num_requests: int):
+    def __init__(self, num_requests: int) -> None:
         self._lock = threading.Lock()
         self._events: list[tuple[float, int]] = []
         self._waiting = set(range(num_requests))

@@ -60,7 +60,7 @@ class Case:
 class Random:
     """Random tensors on a device, from one seed. `dtype`: that of activations and float weights."""
 
-    def __init__(self, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(seed)
 

@@ -26,7 +26,7 @@ class DeviceLost(Exception):
 class Budget:
     """Seconds that a run may take, counted from a moment."""
 
-    def __init__(self, started: float, minutes: float):
+    def __init__(self, started: float, minutes: float) -> None:
         self._end = started + 60 * minutes
 
     def left(self) -> float:

@@ -40,7 +40,7 @@ class Meta:
         "multiple_of": (lambda value, bound: value % bound == 0, "that's a multiple of"),
     }
 
-    def __init__(self, **bounds: float):
+    def __init__(self, **bounds: float) -> None:
         self._bounds = bounds
 
     def check(self, value: Any, kind: Any, path: str) -> None:

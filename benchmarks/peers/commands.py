@@ -18,7 +18,7 @@ from deploy.progress import Progress
 class CommandFailed(Exception):
     """`output`: all lines the command wrote."""
 
-    def __init__(self, status: int, output: list[str]):
+    def __init__(self, status: int, output: list[str]) -> None:
         super().__init__(output[-1].strip() if output else f"it ended with status {status} and said nothing")
         self.output = output
 

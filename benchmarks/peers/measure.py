@@ -140,7 +140,7 @@ def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Ou
 class _Session:
     """The runners of one plan; all but the one at work are paused."""
 
-    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack):
+    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack) -> None:
         self._work = work
         self._contestants = contestants
         self._progress = progress

@@ -80,7 +80,7 @@ class Engine(Protocol):
 class Stopwatch:
     """Times one measurement of an engine that delivers tokens piece by piece. Runs from when it is made."""
 
-    def __init__(self, concurrency: int):
+    def __init__(self, concurrency: int) -> None:
         self._counts = [0] * concurrency
         self._waiting = concurrency
         self._began = time.perf_counter()

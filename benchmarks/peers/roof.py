@@ -28,7 +28,7 @@ def tokens_per_s(concurrency: int, step_bytes: float, bandwidth: float) -> float
 class Meter:
     """Reads the bandwidth whenever it is asked."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int) -> None:
         command = [sys.executable, "-m", "benchmarks.peers.roof", "--threads", str(threads)]
         self._process = commands.start(command, {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.read()  # when it answers it has loaded, and its memory is there

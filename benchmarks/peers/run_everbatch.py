@@ -14,7 +14,7 @@ MIN_SLOTS = 32
 
 
 class Everbatch:
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch's OpenMP is loaded
         from backend.executor import Executor
         from backend.worker.group import InProcessWorkerGroup

@@ -15,7 +15,7 @@ _CELLS_MULTIPLE = 256  # of a context's size
 class LlamaCpp:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         import llama_cpp
 
         self._api: Any = llama_cpp

@@ -24,7 +24,7 @@ MEASURE_TIMEOUT_S = 1200.0
 class Runner:
     """One engine in a process group of its own. While it is paused (SIGSTOP) not even a spinning thread of it runs."""
 
-    def __init__(self, python: Path, module: str, threads: int, log: Path, tick: Callable[[], None]):
+    def __init__(self, python: Path, module: str, threads: int, log: Path, tick: Callable[[], None]) -> None:
         self._log_path = log
         self._tick = tick
         self._buffer = b""

@@ -41,7 +41,7 @@ BAD = {
 
 @pytest.mark.feature("000-23", "001-64", "003-40")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
+def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name) -> None:
     inputs, said = BAD[name]
     message = tokens.error_of(tokens.send({**GOOD, **inputs}))
     assert said.lower() in message.lower()
@@ -50,7 +50,7 @@ def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
 
 
 @pytest.mark.parametrize("missing", GOOD)
-def test_a_missing_required_tensor_is_named(tokens, missing):
+def test_a_missing_required_tensor_is_named(tokens, missing) -> None:
     message = tokens.error_of(tokens.send({name: array for name, array in GOOD.items() if name != missing}))
     assert missing in message or "expected number of inputs" in message
     assert len(tokens.generate([1, 2, 3], 4)) == 4
@@ -72,7 +72,7 @@ TEXT_BAD = {
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("name", TEXT_BAD)
-def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, model, name):
+def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, model, name) -> None:
     url = f"{server.http_url}/v2/models/{model}/generate"
     status, text = post(url, TEXT_BAD[name])
     assert status in (400, 500) and "error" in text
@@ -81,7 +81,7 @@ def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, mo
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff\xfe", b'{"text_input": {"a": 1}, "max_tokens": 3}'])
-def test_bodies_that_are_no_request_are_refused(server, body):
+def test_bodies_that_are_no_request_are_refused(server, body) -> None:
     status, _ = post(f"{server.http_url}/v2/models/ensemble/generate", body)
     assert status in (400, 500)
     assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200

@@ -85,7 +85,7 @@ def ids_of(result: grpcclient.InferResult) -> list[int]:
 class TokenClient:
     """Requests to `tensorrt_llm`."""
 
-    def __init__(self, url: str, model: str = "tensorrt_llm"):
+    def __init__(self, url: str, model: str = "tensorrt_llm") -> None:
         self._url, self._model = url, model
         self._streams: list[Stream] = []
 

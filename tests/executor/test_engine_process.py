@@ -9,7 +9,7 @@ import sys
 from backend.executor import engine_process
 
 
-def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path):
+def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr(
         engine_process, "_die_with_parent", lambda: None
     )  # pytest's standard input is not a supervisor's
@@ -22,7 +22,7 @@ def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monke
     assert "max_batch" in json.loads(line)["error"]
 
 
-def test_it_ends_when_its_standard_input_does():
+def test_it_ends_when_its_standard_input_does() -> None:
     program = "from backend.executor import engine_process; engine_process._die_with_parent(); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], input="x", capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")

@@ -71,7 +71,7 @@ class HashWorkerGroup:
         keep_trace: bool = True,
         takes_extra_inputs: bool = False,
         looks_ahead: bool = False,
-    ):
+    ) -> None:
         self.info = ModelInfo(
             "hash",
             vocab_size,

@@ -42,7 +42,7 @@ class Cache:
         watermark: float = 0.0,
         vocab_size: int = VOCAB,
         **config: object,
-    ):
+    ) -> None:
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)

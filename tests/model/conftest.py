@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Oracle:
     """transformers' float32 logits of whole sequences."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
 
     @torch.inference_mode()

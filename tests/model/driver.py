@@ -29,7 +29,7 @@ def poison(memory: Tensor) -> None:
 class Driver:
     def __init__(
         self, runner: ModelRunner, block_size: int, num_blocks: int = 100, seed: int = 0, window: int | None = None
-    ):
+    ) -> None:
         """`window`: blocks that have left it are given back and become NaN, like any block of a new owner."""
         self.runner = runner
         self.block_size, self.num_blocks, self.window = block_size, num_blocks, window
@@ -120,7 +120,7 @@ class Driver:
 class GroupDriver(Driver):
     """Over a whole worker group; `info` is what it told of its model."""
 
-    def __init__(self, group: InProcessWorkerGroup, block_size: int, num_blocks: int = 100, **options: object):
+    def __init__(self, group: InProcessWorkerGroup, block_size: int, num_blocks: int = 100, **options: object) -> None:
         self.group, self.info = group, group.load()
         group.initialize_kv_cache(num_blocks, block_size, num_blocks)
         super().__init__(group.runner, block_size, num_blocks, **options)

@@ -35,7 +35,7 @@ class Recording:
 class RecordingTier:
     """Passes everything on, and tells of the logits [vocab] of each slot that samples."""
 
-    def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]):
+    def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]) -> None:
         self.name = tier.name
         self._tier = tier
         self._record = record
@@ -56,7 +56,7 @@ class RecordingTier:
 class RecordingEngine:
     """An EngineCore over the real worker group; logits are copied on their way to the sampler."""
 
-    def __init__(self, config: EngineConfig, workers: InProcessWorkerGroup):
+    def __init__(self, config: EngineConfig, workers: InProcessWorkerGroup) -> None:
         self.core = EngineCore(config, workers)
         workers.runner.tier = RecordingTier(workers.runner.tier, self._record)
         self._recordings: dict[int, Recording] = {}

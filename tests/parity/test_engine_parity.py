@@ -77,7 +77,7 @@ COMBINATIONS = [
 
 @pytest.mark.feature("004-14", "004-26", "001-29", "001-33")
 @pytest.mark.parametrize("blocks_a_step, prefix_hit, evict_every, batch", COMBINATIONS)
-def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evict_every, batch):
+def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evict_every, batch) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=blocks_a_step * block)
     rng = random.Random(blocks_a_step + batch)
@@ -98,7 +98,7 @@ def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evi
 
 @pytest.mark.feature("004-05", "004-13", "004-14")
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, evicted):
+def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, evicted) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=8 * block)
     prompt = random_tokens(random.Random(0), hf, 3 * block + 6)
@@ -120,7 +120,7 @@ def random_tokens(rng: random.Random, hf, count: int) -> list[int]:
     return [rng.randrange(4, hf.config.vocab_size) for _ in range(count)]
 
 
-def test_near_ties_are_rare():
+def test_near_ties_are_rare() -> None:
     """Runs last: how many of the compared tokens were excused."""
     compared = len(EXCUSED) * NUM_TOKENS * 4
     print(f"\nnear ties excused: {sum(EXCUSED)} of about {compared} tokens")

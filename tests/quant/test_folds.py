@@ -77,7 +77,7 @@ def folded(source: Path, target: Path, fold) -> set[str]:
 
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path):
+def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path) -> None:
     fold, least_changed = FOLDS[name]
     source = make_random_model(tmp_path / "float", family, **FAMILIES[family])
     changed = folded(source, tmp_path / "folded", fold)
@@ -87,13 +87,13 @@ def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path):
     assert (logits_of(tmp_path / "folded", rows) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_biases_of_keys_and_values_go_with_their_rows(tmp_path):
+def test_biases_of_keys_and_values_go_with_their_rows(tmp_path) -> None:
     source = make_random_model(tmp_path / "float", "qwen2")
     assert K + ".bias" in folded(source, tmp_path / "keys", fold_keys)
     assert {V + ".bias", V + ".weight", OUT + ".weight"} == folded(source, tmp_path / "values", fold_values)
 
 
-def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in():
+def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in() -> None:
     generator = torch.Generator().manual_seed(0)
     norm = torch.randn(64, generator=generator).bfloat16().float()
     norm[3] = 0
@@ -107,6 +107,6 @@ def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in():
     torch.testing.assert_close(layer[Q + ".weight"] * stored, weight * norm, rtol=1e-6, atol=1e-6)
 
 
-def test_up_changes_no_other_tensor(tmp_path):
+def test_up_changes_no_other_tensor(tmp_path) -> None:
     source = make_random_model(tmp_path / "float", "llama", mlp_bias=True)
     assert folded(source, tmp_path / "ups", fold_ups) == {UP + ".weight", UP + ".bias", DOWN + ".weight"}

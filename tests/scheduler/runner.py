@@ -34,7 +34,7 @@ class Runner:
         reuse: bool = False,
         window: int | None = None,
         **scheduler: object,
-    ):
+    ) -> None:
         kv_cache = KvCacheConfig(
             block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse, sharing="all"
         )

@@ -31,7 +31,7 @@ class ScriptedExecutor:
     the engine.
     """
 
-    def __init__(self, model: ModelInfo = MODEL, model_path: str = ""):
+    def __init__(self, model: ModelInfo = MODEL, model_path: str = "") -> None:
         self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}

@@ -18,6 +18,7 @@ from backend.serving.environment import RunDirectory, check_numpy
 from backend.serving.tensors import MODELS
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
+from typing import Never
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
@@ -61,7 +62,7 @@ def test_an_adapter_loads_serves_and_finalizes(path: Path, monkeypatch: pytest.M
 
 
 def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(config, socket_path):
+    def fail(config, socket_path) -> Never:
         raise ConfigError("model.path: File does not exist")
 
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))

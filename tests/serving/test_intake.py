@@ -28,7 +28,7 @@ def acquire(semaphore: threading.Semaphore) -> None:
 class Hostile(InferenceRequest):
     """A request whose methods raise as Triton's do for bytes that are no UTF-8."""
 
-    def __init__(self, **raising: Exception):
+    def __init__(self, **raising: Exception) -> None:
         super().__init__(token_inputs([[1]]))
         self._raising = raising
 

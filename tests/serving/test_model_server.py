@@ -20,6 +20,7 @@ from backend.serving.model_server import is_decoupled
 from backend.serving.tensors import ENSEMBLE
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, token_request, uint64
+from typing import Never
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
@@ -93,7 +94,7 @@ def test_after_a_bad_request_the_next_one_is_served(server, executor) -> None:
 
 
 class Hostile(InferenceRequest):
-    def inputs(self):
+    def inputs(self) -> Never:
         raise RuntimeError("secret in /private/path")
 
 

@@ -22,7 +22,7 @@ from tests.serving.fake_triton import ResponseSender, TritonModelException
 class Harness:
     """A pump whose calls back into the engine are recorded."""
 
-    def __init__(self, num_lanes: int = 4):
+    def __init__(self, num_lanes: int = 4) -> None:
         self.stopped: list[Stream] = []
         self.ended: list[Row] = []
         self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self.ended.append)

@@ -25,7 +25,7 @@ class Clock:
 class Asked:
     """A request whose reading the test holds back, and what became of it."""
 
-    def __init__(self, name: str, log: list[str], held: bool = False):
+    def __init__(self, name: str, log: list[str], held: bool = False) -> None:
         self.name = name
         self.log = log
         self.begun = threading.Event()

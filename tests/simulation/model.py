@@ -81,7 +81,7 @@ def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishR
 
 
 class Model:
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.block_size = setup.config.kv_cache.block_size
         self.capacity = setup.num_blocks

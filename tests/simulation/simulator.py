@@ -30,7 +30,7 @@ PROBE_ID = 1_000_000  # request ids of the turns that ask every session at the e
 
 
 class Simulation:
-    def __init__(self, seed: int, drops_plans: bool = False):
+    def __init__(self, seed: int, drops_plans: bool = False) -> None:
         """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
         self._drops_plans = drops_plans
         self.rng = Random(seed)

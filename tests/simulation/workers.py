@@ -22,7 +22,7 @@ def penalised_seed(seed: int, outputs: list[int], penalty: float | None) -> int:
 class CheckedWorkers(HashWorkerGroup):
     """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup) -> None:
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False, looks_ahead=setup.looks_ahead)
         self._setup = setup
         self.digest = hashlib.blake2b()

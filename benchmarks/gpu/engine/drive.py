@@ -61,7 +61,7 @@ class Mixed(NamedTuple):
 
 
 class Engine:
-    def __init__(self, shape: Shape, format: Format, load: Load, device: torch.device, kernels: str = "auto"):
+    def __init__(self, shape: Shape, format: Format, load: Load, device: torch.device, kernels: str = "auto") -> None:
         """Raises ConfigError when the engine cannot serve such a model."""
         self.load = load
         settings = [

@@ -157,7 +157,7 @@ def config_json(shape: Shape, format: Format) -> str:
 class RandomTensors(Mapping[str, Tensor]):
     """A name always gives the same numbers. Nothing is kept."""
 
-    def __init__(self, shape: Shape, format: Format, device: torch.device):
+    def __init__(self, shape: Shape, format: Format, device: torch.device) -> None:
         self._device = device
         self._make: dict[str, Callable[[], Tensor]] = {}
         hidden = shape.hidden

@@ -44,19 +44,19 @@ def penalties(rows: int, vocab: int, length: int = 1100) -> kernel.Penalties:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
 @pytest.mark.parametrize("filters", FILTERS)
-def test_every_filter_leaves_the_references_token(filters, shape, dtype):
+def test_every_filter_leaves_the_references_token(filters, shape, dtype) -> None:
     logits, rows = (3 * random_tensor(*shape)).to(dtype), asked(shape[0], *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_rows_of_all_kinds_stand_in_one_batch():
+def test_rows_of_all_kinds_stand_in_one_batch() -> None:
     logits, rows = 3 * random_tensor(22, 3000), mixed(22)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
-def test_penalties_and_a_mask_come_first(shape, dtype):
+def test_penalties_and_a_mask_come_first(shape, dtype) -> None:
     count, vocab = shape
     logits, rows, of = (3 * random_tensor(*shape)).to(dtype), mixed(count), penalties(*shape)
     mask = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), generator=torch.Generator().manual_seed(1)).int()
@@ -70,7 +70,7 @@ def test_penalties_and_a_mask_come_first(shape, dtype):
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_equal_logits_fall_in_the_order_of_their_ids(filters):
+def test_equal_logits_fall_in_the_order_of_their_ids(filters) -> None:
     logits, rows = random_tensor(2, 1500).mul(2).round(), asked(2, *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
     flat = torch.zeros(2, 1500)  # with a filter every token is listed: more than a tile
@@ -80,12 +80,12 @@ def test_equal_logits_fall_in_the_order_of_their_ids(filters):
 @pytest.mark.parametrize(
     "filters", [(90, 1.0, 0.0), (90, 0.6, 1e-3), (4000, 0.9, 0.0), (0, 0.999, 1e-9), (0, 0.5, 0.9)]
 )
-def test_k_beyond_the_groups_and_floors_of_two_filters(filters):
+def test_k_beyond_the_groups_and_floors_of_two_filters(filters) -> None:
     logits, rows = 4 * random_tensor(2, 5000), asked(2, *filters, temperature=1.0)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_a_few_heavy_tokens_are_found_among_many_light_ones():
+def test_a_few_heavy_tokens_are_found_among_many_light_ones() -> None:
     """A list without the tokens that the nucleus ends in would move its end."""
     logits = torch.cat([torch.full((3, 4000), -12.0), torch.tensor([0.0, -0.5, -1.0, -6.0]).expand(3, 4)], 1)
     for top_p in (0.5, 0.96, 0.9999):
@@ -93,7 +93,7 @@ def test_a_few_heavy_tokens_are_found_among_many_light_ones():
         assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none():
+def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none() -> None:
     logits, rows = random_tensor(5, 1100), asked(5, 7, 0.9)
     logits[0] = -torch.inf
     logits[1, 4] = torch.inf
@@ -107,12 +107,12 @@ def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none():
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.01, 50.0])
-def test_any_temperature(temperature):
+def test_any_temperature(temperature) -> None:
     logits, rows = random_tensor(4, 1100), asked(4, temperature=temperature)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_weights_are_near_the_true_exponentials_and_never_fall():
+def test_weights_are_near_the_true_exponentials_and_never_fall() -> None:
     x = torch.cat([-torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 30, torch.zeros(1)])
     near = torch.arange(1, 40).double()[:, None] * -math.log(2) + torch.arange(-9, 10) * 2.0**-21  # where n changes
     x = torch.cat([x, near.flatten().float()]).sort().values
@@ -122,7 +122,7 @@ def test_weights_are_near_the_true_exponentials_and_never_fall():
     assert (weights.diff() >= 0).all() and weights[-1] == 2**40
 
 
-def test_the_choice_is_that_of_sampling_save_where_rounding_decides():
+def test_the_choice_is_that_of_sampling_save_where_rounding_decides() -> None:
     """Rows whose tokens differ from sampling.sample's are few, and a change of u, p or the weights within SLACK explains each."""
     count, vocab, differing, explained = 1000, 2000, 0, 0
     for seed, (top_k, top_p, min_p) in enumerate(FILTERS):

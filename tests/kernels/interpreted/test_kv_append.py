@@ -18,7 +18,7 @@ STEP = 1.9736328125  # a float16 whose float32 reciprocal is a little low
 class Batch:
     """A batch of random tokens at random positions and cells. Every third pads."""
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, block_size, dtype=torch.float32):
+    def __init__(self, tokens, heads, kv_heads, head_dim, block_size, dtype=torch.float32) -> None:
         generator = torch.Generator().manual_seed(tokens)
         self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
         self.qkv = random_tensor(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -66,7 +66,7 @@ class Batch:
         return pool
 
 
-def assert_like_the_reference(batch, pool, **norms):
+def assert_like_the_reference(batch, pool, **norms) -> None:
     expected = pool.clone()
     q, expected_q = batch.append(pool, **norms), batch.reference(expected, **norms)
     assert q.dtype == batch.qkv.dtype and q.shape == expected_q.shape
@@ -79,20 +79,20 @@ def assert_like_the_reference(batch, pool, **norms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_heads_are_rotated_and_cells_written_and_no_others(case, dtype):
+def test_heads_are_rotated_and_cells_written_and_no_others(case, dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     assert_like_the_reference(batch, batch.plain_pool(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES[:3])
-def test_heads_are_normalised_before_they_are_rotated(case, dtype):
+def test_heads_are_normalised_before_they_are_rotated(case, dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     q_norm, k_norm = (random_tensor(batch.head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
     assert_like_the_reference(batch, batch.plain_pool(dtype), q_norm=q_norm, k_norm=k_norm, eps=0.1)
 
 
-def test_one_of_the_norms_may_be_absent():
+def test_one_of_the_norms_may_be_absent() -> None:
     batch = Batch(*kernel.CASES[1])
     assert_like_the_reference(batch, batch.plain_pool(), q_norm=random_tensor(64))
     assert_like_the_reference(batch, batch.plain_pool(), k_norm=random_tensor(64))
@@ -100,7 +100,7 @@ def test_one_of_the_norms_may_be_absent():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(case, bits):
+def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(case, bits) -> None:
     batch = Batch(*case)
     plain = batch.plain_pool()
     q_of_plain = batch.append(plain)
@@ -114,7 +114,7 @@ def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_a
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quantised_pool_is_like_the_references(dtype, bits):
+def test_a_quantised_pool_is_like_the_references(dtype, bits) -> None:
     batch = Batch(*kernel.CASES[4], dtype=dtype)
     norms = {"q_norm": random_tensor(128, seed=5), "k_norm": random_tensor(128, seed=6)}
     layout, pool = batch.quantized_pool(bits)
@@ -147,7 +147,7 @@ def extreme_values(head_dim, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_extreme_values_are_quantised_as_quantize_rows_does(bits):
+def test_extreme_values_are_quantised_as_quantize_rows_does(bits) -> None:
     batch = Batch(15, 1, 1, 96, 16)  # 96: a program's columns beyond the head are no values of it
     assert batch.real.sum() == 10
     batch.qkv[batch.real, -96:] = extreme_values(96, bits)
@@ -169,7 +169,7 @@ def test_extreme_values_are_quantised_as_quantize_rows_does(bits):
 
 
 @pytest.mark.parametrize("bits", [None, *BITS])
-def test_a_batch_that_only_pads_writes_nothing(bits):
+def test_a_batch_that_only_pads_writes_nothing(bits) -> None:
     batch = Batch(*kernel.CASES[1])
     batch.cells.fill_(-1)
     batch.positions.fill_(-(2**50))
@@ -190,7 +190,7 @@ def views():
 
 
 @pytest.mark.parametrize("name", views())
-def test_a_pool_may_have_any_strides(name):
+def test_a_pool_may_have_any_strides(name) -> None:
     batch, pool = Batch(*kernel.CASES[1]), views()[name]
     contiguous = pool.clone(memory_format=torch.contiguous_format)
     batch.append(pool)
@@ -199,7 +199,7 @@ def test_a_pool_may_have_any_strides(name):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_quantised_pool_may_be_one_of_several_layers(bits):
+def test_a_quantised_pool_may_be_one_of_several_layers(bits) -> None:
     batch = Batch(*kernel.CASES[1])
     layout, pool = batch.quantized_pool(bits)
     layers = torch.stack((pool, pool, pool), dim=1)
@@ -210,7 +210,7 @@ def test_a_quantised_pool_may_be_one_of_several_layers(bits):
     assert torch.equal(layers, expected)
 
 
-def test_qkv_may_be_a_part_of_a_wider_matrix():
+def test_qkv_may_be_a_part_of_a_wider_matrix() -> None:
     batch = Batch(*kernel.CASES[1])
     pool, expected = batch.plain_pool(), batch.plain_pool()
     expected_q = batch.append(expected)
@@ -219,7 +219,7 @@ def test_qkv_may_be_a_part_of_a_wider_matrix():
     assert torch.equal(pool, expected)
 
 
-def test_cells_beyond_32_bits():
+def test_cells_beyond_32_bits() -> None:
     batch = Batch(2, 4, 2, 64, 16)
     small, expected = batch.plain_pool()[:1], batch.plain_pool()[:1]
     batch.cells = torch.tensor([3, 9])
@@ -230,7 +230,7 @@ def test_cells_beyond_32_bits():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_blocks_beyond_the_first_2_gib(bits):
+def test_blocks_beyond_the_first_2_gib(bits) -> None:
     batch = Batch(2, 4, 2, 64, 16)
     layout, expected = batch.quantized_pool(bits)
     stride = 2**30 + 64  # fits 32 bits; twice as much does not
@@ -244,7 +244,7 @@ def test_blocks_beyond_the_first_2_gib(bits):
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case):
+def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case) -> None:
     batch = Batch(*case)
     pool = batch.plain_pool()
     expected = pool.clone()

@@ -26,7 +26,7 @@ def made(heads, head_dim, split, lengths, window, room=0):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_sinks):
+def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_sinks) -> None:
     heads, head_dim, split, lengths, window = case
     *given, out = made(*case)
     expected = out.clone()
@@ -37,7 +37,7 @@ def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_si
     assert not out[given[2] == 0].any()
 
 
-def test_room_for_more_splits_changes_no_bit():
+def test_room_for_more_splits_changes_no_bit() -> None:
     parts, stats, lengths, wide = made(2, 32, 4, (70, 133), 0, room=50)
     narrow = torch.empty_like(wide)
     kernel.merge_splits(parts, stats, lengths, wide, 4)
