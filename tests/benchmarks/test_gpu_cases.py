@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def test_every_numbered_kernel_has_a_row_and_important_rows_come_first() -> None
     assert importance == sorted(importance) and importance[0] == 1
 
 
-def leaves(out):
+def leaves(out: Tensor | Sequence[Any]) -> list[tuple[Tensor, Callable[[Tensor], object]]]:
     """Every tensor of a result, and the result with another in its place."""
     if isinstance(out, Tensor):
         return [(out, lambda other: other)]
@@ -39,7 +41,7 @@ def leaves(out):
     for index, part in enumerate(out):
         for tensor, within in leaves(part):
 
-            def put(other, index=index, within=within):
+            def put(other: Tensor, index: int = index, within: Callable[[Tensor], object] = within) -> object:
                 parts = [*out[:index], within(other), *out[index + 1 :]]
                 return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
 

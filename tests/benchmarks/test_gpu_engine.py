@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.engine import drive, roofline, rows
 from benchmarks.gpu.engine.waits import HostClock, host_clock
-from benchmarks.gpu.engine.weights import FORMATS, LLAMA_3_8B, SMALL, RandomTensors, config_json
+from benchmarks.gpu.engine.weights import FORMATS, LLAMA_3_8B, SMALL, Format, RandomTensors, config_json
 from benchmarks.gpu.machine import NOMINAL
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.runner import Budget
@@ -108,7 +108,7 @@ def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_p
     """On a CPU in the place of the GPU."""
     made = rows._drive()
 
-    def engine_of(shape, format, load, device):
+    def engine_of(shape: object, format: Format, load: object, device: object) -> drive.Engine:
         if format is FORMATS["w8a8kv8"]:
             raise ValueError("no such thing")
         return made.Engine(SMALL, format, made.SMALL, CPU, "torch")
@@ -130,7 +130,7 @@ def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_p
 
 
 def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch) -> None:
-    def busy(seconds) -> None:
+    def busy(seconds: float) -> None:
         end = time.thread_time() + seconds
         while time.thread_time() < end:
             pass

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Never, Self
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, runner, timing
 from benchmarks.gpu.case import Case, Peer, near
-from benchmarks.gpu.goals import at_most_us, of_floor, than_peer, than_row, times_floor, verdict
+from benchmarks.gpu.engine import rows as engine_rows
+from benchmarks.gpu.goals import Record, at_most_us, of_floor, than_peer, than_row, times_floor, verdict
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.timing import Timing
-from typing import Never
 
 CPU = torch.device("cpu")
 MACHINE = {"name": "a fake", "copy_bytes_s": 1e12, "bf16_flop_s": 1e14}
 
 
-def double(x):
+def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def raises(x) -> Never:
+def raises(x: Tensor) -> Never:
     raise ValueError("it cannot be had\nfor a reason")
 
 
-def make_case(name="row", run=double, **fields):
+def make_case(name: str = "row", run: Callable[[Tensor], object] = double, **fields: Any) -> Case:
     given = dict(number=1, make=lambda random: random.normal(100), check=lambda x, out: near(out, 2 * x), bytes=10**6)
     return Case(name=name, run=run, **given | fields)
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch) -> None:
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "wake", lambda device: None)
     monkeypatch.setattr(runner, "time_calls", lambda run, copies: Timing(3.0 if run is double else 6.0, "graph"))
     monkeypatch.setattr(runner, "_let_go", lambda name, device: None)
 
 
-def run(tmp_path, *cases, minutes=5.0):
+def run(tmp_path: Path, *cases: Case, minutes: float = 5.0) -> dict[str, Record]:
     results = Results(tmp_path)
     name = results.begin(MACHINE, time.time())
     runner.run_cases(cases, results, name, MACHINE, CPU, runner.Budget(time.time(), minutes), lambda text: None)
@@ -79,7 +83,7 @@ def test_peers_are_left_out_when_the_time_is_up(tmp_path, monkeypatch) -> None:
 
 
 def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path) -> None:
-    def killed(x) -> Never:
+    def killed(x: Tensor) -> Never:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -147,7 +151,9 @@ def test_a_limit_in_time_ends_what_is_longer() -> None:
         pass
 
 
-def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:
+def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measured(
+    tmp_path, capsys, monkeypatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     results = Results(tmp_path)
     name = results.begin(MACHINE, 0.0)
@@ -180,7 +186,14 @@ def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_
     monkeypatch.setattr(torch, "device", lambda name: CPU)
     monkeypatch.setattr(command.machine, "measure", lambda device: MACHINE)
 
-    def run_rows(rows, results, run, machine, budget, say) -> None:
+    def run_rows(
+        rows: list[engine_rows.Row],
+        results: Results,
+        run: str,
+        machine: Record,
+        budget: runner.Budget,
+        say: Callable[[str], None],
+    ) -> None:
         for row in rows:
             order.append(row.name)
             results.put(row.name, {"status": "failed", "reason": "a fake", "run": run})
@@ -198,7 +211,7 @@ def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_
 
 
 def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path, monkeypatch) -> None:
-    def lost(*_) -> Never:
+    def lost(*_: object) -> Never:
         raise runner.DeviceLost("kernel one: illegal address")
 
     started = []
@@ -224,16 +237,16 @@ def test_a_new_process_goes_on_behind_the_rows_of_its_run() -> None:
 class FakeDevice:
     """Stands in for torch.cuda: a call takes 10 microseconds."""
 
-    def __init__(self, captures=True) -> None:
+    def __init__(self, captures: bool = True) -> None:
         self.calls = 0
         self.captures = captures
         self.captured: list[int] = []
 
-    def install(self, monkeypatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         device = self
 
         class Event:
-            def __init__(self, enable_timing) -> None:
+            def __init__(self, enable_timing: bool) -> None:
                 pass
 
             def record(self) -> None:
@@ -242,7 +255,7 @@ class FakeDevice:
             def synchronize(self) -> None:
                 pass
 
-            def elapsed_time(self, end):
+            def elapsed_time(self, end: Event) -> float:
                 return 0.01 * (end.at - self.at)
 
         class Graph:
@@ -250,23 +263,23 @@ class FakeDevice:
                 device.calls += len(device.captured)
 
         class Context:
-            def __enter__(self):
+            def __enter__(self) -> Self:
                 return self
 
-            def __exit__(self, *_):
+            def __exit__(self, *_: object) -> Literal[False]:
                 return False
 
         class Capture(Context):
-            def __init__(self, graph, stream) -> None:
+            def __init__(self, graph: object, stream: object) -> None:
                 pass
 
-            def __enter__(self):
+            def __enter__(self) -> Self:
                 device.captured.clear()
                 if not device.captures:
                     raise RuntimeError("operation not permitted when stream is capturing")
 
         class Stream:
-            def wait_stream(self, other) -> None:
+            def wait_stream(self, other: object) -> None:
                 pass
 
         for name, fake in dict(
@@ -275,7 +288,7 @@ class FakeDevice:
         ).items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, fake)
 
-    def run(self, copy) -> None:
+    def run(self, copy: int) -> None:
         self.calls += 1
         self.captured.append(copy)
 

@@ -1,6 +1,7 @@
 """msgspec's stand-in does what the engine relies on, as msgspec does it."""
 
 import sys
+from types import ModuleType
 from typing import Annotated, Literal, NewType
 
 import msgspec
@@ -12,7 +13,7 @@ Number = NewType("Number", int)
 
 
 @pytest.fixture(params=[msgspec, None], ids=["msgspec", "stand-in"])
-def module(request, monkeypatch):
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if request.param is not None:
         return request.param
     monkeypatch.setitem(sys.modules, "msgspec", None)  # import raises ImportError
@@ -23,7 +24,7 @@ def module(request, monkeypatch):
 
 
 @pytest.fixture
-def kinds(module):
+def kinds(module: ModuleType) -> tuple[type, type]:
     class Inner(module.Struct, frozen=True, forbid_unknown_fields=True):
         size: int = 3
         kind: Literal["a", "b"] = "a"

@@ -19,7 +19,7 @@ runpy.run_module("tests.gpu", run_name="__main__", alter_sys=True)
 """
 
 
-def run(*command, **variables):
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S

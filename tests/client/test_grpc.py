@@ -20,7 +20,9 @@ class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.message = ""
         self.metadata: list[dict[str, str]] = []
 
-    def ModelStreamInfer(self, requests, context):  # noqa: N802, Triton's name
+    def ModelStreamInfer(
+        self, requests: Iterator[service_pb2.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[service_pb2.ModelStreamInferResponse]:  # noqa: N802, Triton's name
         self.metadata.append({key: value for key, value in context.invocation_metadata()})
         next(requests)
         yield service_pb2.ModelStreamInferResponse(error_message=self.message)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.wire import TYPES, TokenClient, eventually, ids_of, scrape, to_input
 
 LONG = 1800
 
 
-def active(server) -> float:
+def active(server: TritonServer) -> float:
     return scrape(server.metrics_url)["everbatch_requests{state=active}"]
 
 

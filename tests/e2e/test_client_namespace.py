@@ -11,6 +11,7 @@ from client.client import EverbatchClient
 from client.conversation import Conversation
 from client.errors import ClientError
 from client.messages import GenerateRequest, Session, TextChunk
+from deploy.triton_server import TritonServer
 from tests.e2e.test_command_line import everbatch
 
 Connect = Callable[..., EverbatchClient]
@@ -19,7 +20,7 @@ QUOTED = 'a "quoted" \\ name, ümläut\n'
 
 
 @pytest.fixture(params=["grpc", "http"])
-def connect(request, server) -> Connect:
+def connect(request: pytest.FixtureRequest, server: TritonServer) -> Connect:
     """A client of the server over one transport; the argument is `namespace`."""
     url = server.grpc_url if request.param == "grpc" else server.http_url
     return partial(EverbatchClient, url, request.param)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
 @pytest.fixture
-def mortal_server(tmp_path):
+def mortal_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
@@ -26,13 +28,13 @@ STALE_AFTER_S = 2.0  # without a sign of life
 
 
 @pytest.fixture
-def watched_server(tmp_path):
+def watched_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path, f"triton.watchdog_timeout_s={WATCHDOG_S}") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
 
-def engine_pid(server) -> int | None:
+def engine_pid(server: TritonServer) -> int | None:
     for pid in server.processes():
         if b"backend.executor.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid

@@ -7,7 +7,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,7 +32,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 
 @pytest.fixture(scope="module")
-def fire_server(tmp_path_factory) -> Iterator[TritonServer]:
+def fire_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The default model with a hostile chat template, and little patience with text."""
     model = tmp_path_factory.mktemp("model") / "default"
     shutil.copytree(DEFAULT_MODEL, model)
@@ -44,12 +44,14 @@ def fire_server(tmp_path_factory) -> Iterator[TritonServer]:
 
 
 @pytest.fixture
-def stub(fire_server) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+def stub(fire_server: TritonServer) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
     with grpc.insecure_channel(fire_server.grpc_url, options=OPTIONS) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-def request(model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id: str = "", **parameters: str):
+def request(
+    model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id: str = "", **parameters: str
+) -> service_pb2.ModelInferRequest:
     """Arrays as they are; a list of strings is one row."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -68,17 +70,27 @@ def request(model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id:
     return message
 
 
-def text_request(text: bytes = b"a", request_id: str = "", parameters: dict[str, str] | None = None, **inputs):
+def text_request(
+    text: bytes = b"a",
+    request_id: str = "",
+    parameters: dict[str, str] | None = None,
+    **inputs: np.ndarray | list[bytes],
+) -> service_pb2.ModelInferRequest:
     return request(
         "ensemble", {"text_input": [text], "max_tokens": np.int32([[2]]), **inputs}, request_id, **(parameters or {})
     )
 
 
-def chat_request(messages: bytes):
+def chat_request(messages: bytes) -> service_pb2.ModelInferRequest:
     return request("ensemble", {"messages": [messages], "max_tokens": np.int32([[2]])})
 
 
-def answer(stub, message, metadata=(), timeout_s: float = 60) -> tuple[int, str]:
+def answer(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+    message: service_pb2.ModelInferRequest,
+    metadata: tuple[tuple[str, str], ...] = (),
+    timeout_s: float = 60,
+) -> tuple[int, str]:
     """The number of data responses, and the error that ended the stream ("" when there was none)."""
     num_data = 0
     try:
@@ -140,7 +152,7 @@ def test_a_long_request_id_is_refused_and_not_logged(fire_server, stub) -> None:
     assert "y" * 1000 not in fire_server.log_path.read_text(errors="replace")
 
 
-def longest_wait(server: TritonServer, attack) -> tuple[float, list[str]]:
+def longest_wait(server: TritonServer, attack: Callable[[], object]) -> tuple[float, list[str]]:
     """Seconds that a newcomer waited at most while `attack()` ran, and what newcomers were told."""
     over, waits, errors = threading.Event(), [], []
 
@@ -172,7 +184,7 @@ def tokenising_s() -> float:
     return time.monotonic() - began
 
 
-def empty_words(number: int):
+def empty_words(number: int) -> service_pb2.ModelInferRequest:
     message = text_request()
     message.inputs.add(name="embedding_bias_words", datatype="BYTES", shape=[1, number])
     message.raw_input_contents.append(bytes(4 * number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -31,13 +32,13 @@ def exchange(port: int, head: str, body: Iterator[bytes]) -> bytes:
             return b""
 
 
-def canary(server) -> int:
+def canary(server: TritonServer) -> int:
     status, _ = post(f"{server.http_url}{PATH}", {"text_input": "a", "max_tokens": 2})
     return status
 
 
 @pytest.fixture
-def attacked(tmp_path):
+def attacked(tmp_path: Path) -> Iterator[TritonServer]:
     """A server of its own: what an attack has made it occupy goes with it."""
     with serve(tmp_path) as server:
         server.wait_ready(START_TIMEOUT_S)

@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ import tritonclient.grpc as grpcclient
 from deploy import ROOT, health, memory
 from deploy.ports import Ports
 from deploy.processes import stubs_of
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import eventually, post
 
 
 @pytest.fixture(scope="module")
-def watched_server(tmp_path_factory):
+def watched_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("watched")) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
@@ -36,7 +38,7 @@ def watched_server(tmp_path_factory):
 SOON_S = 10.0
 
 
-def readiness(server, timeout_s: float = 10.0) -> int:
+def readiness(server: TritonServer, timeout_s: float = 10.0) -> int:
     try:
         with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout_s) as response:
             return response.status
@@ -44,7 +46,7 @@ def readiness(server, timeout_s: float = 10.0) -> int:
         return error.code
 
 
-def seconds_until(condition, limit_s: float = 30.0) -> float:
+def seconds_until(condition: Callable[[], bool], limit_s: float = 30.0) -> float:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, f"not within {limit_s} s"
@@ -52,12 +54,12 @@ def seconds_until(condition, limit_s: float = 30.0) -> float:
     return time.monotonic() - began
 
 
-def both_say(server, ready: bool) -> bool:
+def both_say(server: TritonServer, ready: bool) -> bool:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         return (readiness(server) == 200) == ready and client.is_server_ready() == ready
 
 
-def signs(server) -> list[health.Report]:
+def signs(server: TritonServer) -> list[health.Report]:
     return health.read(server._health_directory, time.monotonic_ns())
 
 

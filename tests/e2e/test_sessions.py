@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,7 +89,7 @@ def test_step_rewinds_a_session(tokens) -> None:
 
 @pytest.mark.feature("004-30")
 def test_session_errors_carry_their_codes(tokens) -> None:
-    def message(prompt=(1, 2), **inputs) -> str:
+    def message(prompt: Iterable[int] = (1, 2), **inputs: int) -> str:
         return tokens.error_of(tokens.start(list(prompt), 4, **inputs))
 
     assert "session error 1 (invalid)" in message(CORRID=600)

@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from client.client import EverbatchClient
-from tests.e2e.wire import TYPES, TokenClient, events, ids_of, post, settled, to_input
+from tests.e2e.wire import TYPES, Stream, TokenClient, events, ids_of, post, settled, to_input
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 
@@ -83,7 +83,7 @@ def test_64_concurrent_streams_all_get_their_own_tokens(server, tokens) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(tokens) -> None:
-    def ask():
+    def ask() -> Stream:
         return tokens.start([10, 20, 30], 20, streaming=True, temperature=1.5, runtime_top_k=50, seed=2**63 + 11)
 
     alone = ask().token_ids()
@@ -143,7 +143,7 @@ def test_one_grpc_stream_may_carry_many_requests(server) -> None:
     client = grpcclient.InferenceServerClient(server.grpc_url)
     done, finals = threading.Event(), []
 
-    def on_response(result, error) -> None:
+    def on_response(result: grpcclient.InferResult | None, error: Exception | None) -> None:
         assert error is None
         response = result.get_response()
         if response.parameters["triton_final_response"].bool_param:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import TYPES, ids_of, post, to_input
 
 
 @pytest.fixture(scope="module")
-def unary_server(tmp_path_factory):
+def unary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("unary"), "triton.decoupled=false") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Request, Response
 from backend.api.response import Result
-from backend.core.messages import Cancel, StopSession
+from backend.core.messages import Cancel, Command, StopSession
 from backend.executor import Executor, mailbox
 from backend.executor.mailbox import Mailboxes
 from tests.executor.helpers import ScriptedTransport
@@ -26,7 +27,7 @@ def executor(transport: ScriptedTransport) -> Executor:
     return Executor(transport)
 
 
-def run_for(seconds: float, target) -> bool:
+def run_for(seconds: float, target: Callable[[], object]) -> bool:
     """Run something in a thread of its own; whether it came to its end in that time."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
@@ -35,7 +36,7 @@ def run_for(seconds: float, target) -> bool:
 
 
 def test_a_request_that_is_answered_while_it_is_sent_raises_nothing_besides(executor, transport) -> None:
-    def lose_it(command) -> None:
+    def lose_it(command: Command) -> None:
         transport.lose()
         raise EngineUnavailable("the connection broke")
 
@@ -47,7 +48,7 @@ def test_a_request_that_is_answered_while_it_is_sent_raises_nothing_besides(exec
 
 @pytest.mark.parametrize("error", [EngineUnavailable, InvalidRequest])
 def test_a_request_that_could_not_be_sent_raises_and_is_never_answered(executor, transport, error) -> None:
-    def refuse(command) -> None:
+    def refuse(command: Command) -> None:
         raise error("it cannot be sent")
 
     transport.on_send = refuse

@@ -6,17 +6,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
-from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, SamplingConfig
+from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, Response, SamplingConfig
+from backend.executor.executor import Executor
 from tests.executor.helpers import assert_processed, drain, make_executor, tokens_of
 from tests.fakes.hash_worker import oracle
 
 
 @pytest.fixture
-def executor():
+def executor() -> Iterator[Executor]:
     with make_executor() as executor:
         yield executor
 
@@ -134,7 +136,7 @@ def test_log_probs_are_none_unless_asked_for(executor) -> None:
 def test_a_callback_hears_of_every_response_in_order(executor) -> None:
     heard, done = [], threading.Event()
 
-    def on_response(response) -> None:
+    def on_response(response: Response) -> None:
         heard.append(response)
         if response.is_final:
             done.set()

@@ -7,8 +7,9 @@ import threading
 import msgspec
 import pytest
 
-from backend.api import FinishReason, Request
+from backend.api import FinishReason, Request, Response
 from backend.api.config import LimitsConfig
+from backend.engine.core import EngineCore
 from backend.executor.gpt_manager import GptManager
 from tests.executor.helpers import CONFIG, make_core
 from tests.fakes.hash_worker import oracle
@@ -34,7 +35,7 @@ class Client:
         taken, self.todo = self.todo[:max_count], self.todo[max_count:]
         return taken
 
-    def send(self, request_id: int, response, is_final: bool, error: str) -> None:
+    def send(self, request_id: int, response: Response, is_final: bool, error: str) -> None:
         self.threads.add(threading.current_thread().name)
         if error:
             self.errors[request_id] = error
@@ -50,7 +51,7 @@ class Client:
     def poll(self) -> set[int]:
         return {i for i, n in self.stop_after.items() if len(self.tokens.get(i, ())) >= n} | {999_999}
 
-    def run(self, core=None, **options: object) -> GptManager:
+    def run(self, core: EngineCore | None = None, **options: object) -> GptManager:
         core = core or make_core()
         with GptManager(core, self.get, self.send, self.poll, **options) as manager:
             assert self.done.wait(20)
@@ -125,7 +126,7 @@ def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response(
     client = Client([(1, streaming([1], 5)), (2, Request([1], 5))])
     send = client.send
 
-    def record(request_id, response, is_final, error) -> None:
+    def record(request_id: int, response: Response, is_final: bool, error: str) -> None:
         sizes[request_id].append(len(response.result.output_token_ids[0]))
         send(request_id, response, is_final, error)
 
@@ -141,7 +142,7 @@ def test_leaving_the_context_finishes_what_is_active() -> None:
     client.on_final = lambda request_id: None
     get = client.get
 
-    def get_and_tell(max_count):
+    def get_and_tell(max_count: int) -> list[tuple[int, Request]]:
         taken = get(max_count)
         if taken:
             started.set()

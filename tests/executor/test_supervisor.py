@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +124,7 @@ def test_a_restart_that_cannot_even_begin_is_tried_again(live, monkeypatch) -> N
     process = live(f"{READY}; {STAY}")
     popen, failures = supervisor.subprocess.Popen, [OSError(12, "Cannot allocate memory")]
 
-    def start(*arguments, **options):
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
         if failures:
             raise failures.pop()
         return popen(*arguments, **options)

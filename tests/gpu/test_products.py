@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from kernels import lora, moe, w4a8, w4a16, w8a8
 from tests.gpu.harness import (
@@ -88,7 +89,7 @@ def test_lora(case, dtype) -> None:
     assert torch.equal(measured[adapters < 0], y[adapters < 0])
 
 
-def expert_ids(tokens, experts, top_k, how):
+def expert_ids(tokens: int, experts: int, top_k: int, how: str) -> Tensor:
     if how == "one":
         return torch.full((tokens, top_k), experts - 1, dtype=torch.int32, device=DEVICE)
     among = torch.arange(experts)[:: 3 if how == "few" else 1]

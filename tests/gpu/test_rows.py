@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import choose_tokens, embedding, log_probs, rms_norm, silu_mul
-from kernels.int8_rows import group_sums
+from kernels.int8_rows import Int8Rows, group_sums
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -22,7 +22,7 @@ FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8
 LOGITS = (torch.float32, torch.bfloat16)
 
 
-def assert_rows(measured, expected) -> None:
+def assert_rows(measured: Int8Rows, expected: Int8Rows) -> None:
     assert_near(measured.scale, expected.scale)
     assert torch.equal(measured.sums, group_sums(measured.q))
     difference = (measured.q.int() - expected.q.int()).abs()
@@ -77,7 +77,9 @@ def test_log_probs(case, dtype) -> None:
     assert not n or (measured.top - expected.top).abs().max() <= 1e-4
 
 
-def asked(rows, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8):
+def asked(
+    rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8
+) -> choose_tokens.Rows:
     generator = torch.Generator().manual_seed(rows)
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=generator).to(DEVICE)
     doubles = [torch.full((rows,), value, dtype=torch.float64, device=DEVICE) for value in (top_p, min_p)]

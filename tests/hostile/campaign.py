@@ -85,7 +85,9 @@ class Campaign:
 class _Volley:
     """The cases of one chunk, sent until they are all done or tritonserver is gone."""
 
-    def __init__(self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]) -> None:
+    def __init__(
+        self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]
+    ) -> None:
         self._target, self._settings, self._tally, self._make, self._todo = target, settings, tally, make, todo
         self._dead = threading.Event()
 

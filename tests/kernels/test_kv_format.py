@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.common import kv_format
 from kernels.common.kv_format import (
@@ -23,11 +24,11 @@ from tests.kernels.numbers import random_tensor
 BITS = [8, 4]
 
 
-def round_trip(x, bits):
+def round_trip(x: Tensor, bits: int) -> Tensor:
     return dequantize_rows(*quantize_rows(x, bits))
 
 
-def assert_as_near_as_promised(x, bits) -> None:
+def assert_as_near_as_promised(x: Tensor, bits: int) -> None:
     q, scale, least = quantize_rows(x, bits)
     limit = scale.float() * 0.501 + least.float().abs() / 2048 + 2**-17
     error = (dequantize_rows(q, scale, least) - x.float()).abs().amax(1)
@@ -210,18 +211,18 @@ def test_a_plain_pool_is_its_values() -> None:
         plain_pool(memory[..., ::2])
 
 
-def halves(words, dtype):
+def halves(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Words [n] -> [n, 2] of their 16-bit floats, the low one first."""
     return torch.stack((words, words >> 16), dim=1).to(torch.int16).view(dtype)
 
 
-def permuted(a, b, selector):
+def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
     """prmt: byte i of the result is that of the eight of a and b which digit i of the selector names."""
     both = a | b << 32
     return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
 
-def run_ptx(text, words, dtype):
+def run_ptx(text: str, words: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """What the text makes of each word, which are torch.int64 and below 2^32: its outputs $0, $1, ..."""
     instructions = [line.strip().rstrip(";") for line in text.splitlines()[1:-1] if ".reg" not in line]
     outputs = text.count("prmt") if "fma" not in text else text.count("fma")

@@ -47,7 +47,7 @@ def half_scales(weight: w4a8.Weight4A8) -> w4a8.Weight4A8:
 
 
 @pytest.fixture(params=[True, False], ids=["per group", "per channel"])
-def weight(request) -> w4a8.Weight4A8:
+def weight(request: pytest.FixtureRequest) -> w4a8.Weight4A8:
     return half_scales(w4a8.quantize(random_tensor(96, 384), request.param))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from backend.kvcache.block import DROPPED
@@ -9,7 +11,7 @@ from backend.kvcache.block_manager import BlockManager, OutOfBlocks
 
 
 @pytest.fixture
-def pool():
+def pool() -> Iterator[BlockManager]:
     manager = BlockManager(4)
     yield manager
     manager.check_integrity()

@@ -16,7 +16,7 @@ INDEX = st.integers(0, 1000)
 
 class Pool(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 7), chunk=st.sampled_from([-1, 0, 1, 3]))
-    def build(self, num_blocks, chunk) -> None:
+    def build(self, num_blocks: int, chunk: int) -> None:
         self.evicted: list[int] = []
         self.pool = BlockManager(num_blocks, chunk, on_evict=self.evicted.append)
         self.target = num_blocks
@@ -40,21 +40,21 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.references)
     @rule(index=INDEX)
-    def share(self, index) -> None:
+    def share(self, index: int) -> None:
         handle = list(self.references)[index % len(self.references)]
         self.pool.lock(handle.block_id)
         self.references[handle] += 1
 
     @precondition(lambda self: self.cached)
     @rule(index=INDEX)
-    def reuse(self, index) -> None:
+    def reuse(self, index: int) -> None:
         handle = self.cached.pop(index % len(self.cached))
         self.pool.lock(handle.block_id)
         self.references[handle] = 1
 
     @precondition(lambda self: self.references)
     @rule(index=INDEX, keep=st.booleans())
-    def release(self, index, keep) -> None:
+    def release(self, index: int, keep: bool) -> None:
         handle = list(self.references)[index % len(self.references)]
         self.pool.release(handle.block_id, keep)
         self.references[handle] -= 1
@@ -69,7 +69,7 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cached)
     @rule(index=INDEX)
-    def discard(self, index) -> None:
+    def discard(self, index: int) -> None:
         handle = self.cached.pop(index % len(self.cached))
         self.pool.discard(handle.block_id)
         self.lost.append(handle)
@@ -77,12 +77,12 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cached)
     @rule(index=INDEX)
-    def free_twice(self, index) -> None:
+    def free_twice(self, index: int) -> None:
         with pytest.raises(RuntimeError, match="released more often"):
             self.pool.release(self.cached[index % len(self.cached)].block_id, keep=True)
 
     @rule(num_blocks=st.integers(1, 9))
-    def resize(self, num_blocks) -> None:
+    def resize(self, num_blocks: int) -> None:
         self.pool.resize(num_blocks)
         self.target = num_blocks
         self._shrink()

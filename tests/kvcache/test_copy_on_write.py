@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from backend.core.sequence import Sequence
 from tests.kvcache.harness import Cache, answer, make_sequence
 
 
-def forked(num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1):
+def forked(
+    num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1
+) -> tuple[Cache, Sequence, list[Sequence]]:
     """A parent that has sampled one token, and children that share its table."""
     cache = Cache(num_blocks, slots=slots)
     parent = cache.start(make_sequence(1, prompt))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,7 +152,7 @@ def test_what_is_found_is_the_longest_known_prefix(prompts, forgotten, wanted) -
     assert matched == head and (partial is not None) == (head > 0)
 
 
-def _common(left, right):
+def _common(left: Iterable[int], right: Iterable[int]) -> Iterator[int]:
     for a, b in zip(left, right, strict=False):
         if a != b:
             return

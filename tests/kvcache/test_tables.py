@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from backend.kvcache.plan import Admission
@@ -9,7 +11,7 @@ from tests.kvcache.harness import Cache, answer, make_sequence
 
 
 @pytest.fixture
-def cache():
+def cache() -> Iterator[Cache]:
     cache = Cache(num_blocks=8, block_size=4)
     yield cache
     cache.kv.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Recorder:
 
 
 def graphs_of(recorder: Recorder) -> Graphs:
-    def make():
+    def make() -> Callable[[Step], Captured]:
         recorder.makers += 1
         return recorder.capture
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from backend.api import ConfigError
 from backend.api.config import ModelConfigSection, SchedulerConfig
+from backend.core.step import ModelInfo
 from backend.models.config import parse_model_config
 from backend.models.convert import hf_to_meta, meta_to_hf
 from backend.models.loader import read_eos_ids
@@ -28,7 +31,7 @@ def section(path: Path | str, tier: TierCase = TORCH, **fields: object) -> Model
     return ModelConfigSection(path=str(path), num_threads=1, device="cpu", kernels=tier.kernels, **fields)
 
 
-def load(path: Path | str, tier: TierCase = TORCH, **fields: object):
+def load(path: Path | str, tier: TierCase = TORCH, **fields: object) -> ModelInfo:
     return InProcessWorkerGroup(section(path, tier, **fields), SCHEDULER).load()
 
 
@@ -40,7 +43,7 @@ def greedy(driver: Driver) -> list[int]:
 
 
 @pytest.fixture
-def directory(checkpoint, tmp_path) -> Path:
+def directory(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of a checkpoint that a test may spoil."""
     return Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
 
@@ -51,7 +54,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in raw.items() if value != "DELETE"}))
 
 
-def edit_weights(directory: Path, change) -> None:
+def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     weights = load_file(directory / "model.safetensors")
     change(weights)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
@@ -255,7 +258,7 @@ def test_tensors_derived_from_the_config_may_be_there(directory) -> None:
 
 
 def test_a_tied_head_may_be_stored_but_must_not_differ(directory) -> None:
-    def tie(weights) -> None:
+    def tie(weights: dict[str, Tensor]) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
     edit_config(directory, tie_word_embeddings=True)
@@ -339,14 +342,14 @@ def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(checkpoi
     config = json.loads((directory / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    def convert(tensors, permute):
+    def convert(tensors: dict[str, Tensor], permute: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
         rotary = {name: heads.get(name.split(".")[-2]) for name in tensors}
         return {name: permute(t, rotary[name]).contiguous() if rotary[name] else t for name, t in tensors.items()}
 
     meta = convert(weights, hf_to_meta)
     back = convert(meta, meta_to_hf)
 
-    def logits(tensors):
+    def logits(tensors: dict[str, Tensor]) -> Tensor:
         group = InProcessWorkerGroup.from_buffers(tensors, json.dumps(config), section("", dtype="float32"), SCHEDULER)
         driver = GroupDriver(group, TORCH.block)
         driver.begin(0, [3, 1, 4, 1, 5, 9, 2, 6])

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.core.step import NewRow, SampledToken, WorkersLost
+from backend.core.step import NewRow, SampledToken, StepInput, StepOutput, WorkersLost
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
-from typing import Never
+from backend.worker.model_runner import Pending
 
 
-def make_core(directory, look_ahead: bool = True) -> EngineCore:
+def make_core(directory: Path, look_ahead: bool = True) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels="torch", num_threads=1),
         KvCacheConfig(block_size=4, max_tokens=400),
@@ -45,7 +48,7 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
     core = make_core(checkpoint("llama2"))
     runner, calls = core.workers.runner, []
 
-    def launch(step):
+    def launch(step: StepInput) -> Pending:
         calls.append(step.step_id)
         pending = original(step)
         if len(calls) == 4 and place == "launch":
@@ -54,8 +57,8 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
             monkeypatch.setattr(type(pending), "wait", fail_once(type(pending).wait))
         return pending
 
-    def fail_once(wait):
-        def failing(self) -> Never:
+    def fail_once(wait: Callable[[Pending], StepOutput]) -> Callable[[Pending], Never]:
+        def failing(self: Pending) -> Never:
             monkeypatch.setattr(type(self), "wait", wait)
             raise RuntimeError("out of memory")
 
@@ -72,7 +75,7 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
 def test_workers_that_are_lost_end_the_engine(checkpoint, monkeypatch) -> None:
     core = make_core(checkpoint("llama2"))
 
-    def launch(step) -> Never:
+    def launch(step: StepInput) -> Never:
         raise WorkersLost("the device is lost")
 
     monkeypatch.setattr(core.workers.runner, "launch", launch)

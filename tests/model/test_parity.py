@@ -6,13 +6,15 @@ Lengths are told in blocks of the tier, so that borders, partial blocks, copies 
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.model.driver import GroupDriver
-from tests.model.tiers import NATIVE, TORCH
+from tests.model.tiers import NATIVE, TORCH, TierCase
 
 LIMIT = 1e-4  # absolute, on logits of magnitude 1 to 10
 VOCAB = 131
@@ -38,7 +40,7 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
     assert difference <= LIMIT, f"logits differ by {difference:.2e}"  # NaN fails too
 
 
-def make_driver(directory, tier, **options) -> GroupDriver:
+def make_driver(directory: Path, tier: TierCase, **options: Any) -> GroupDriver:
     driver = GroupDriver.of(directory, tier, **options)
     assert driver.info.kernels == tier.kernels
     driver.window = driver.info.sliding_window

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,13 +29,13 @@ OBSTACLES = {
 }
 
 
-def load(directory, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
+def load(directory: Path, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
     section = ModelConfigSection(path=str(directory), num_threads=1, device="cpu", **fields)
     return InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=2), KvCacheConfig(**kv_cache)).load()
 
 
 @pytest.fixture
-def lines(caplog):
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Tells the lines of the worker's log so far."""
     caplog.set_level(logging.INFO, logger="everbatch.worker")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
@@ -124,7 +126,9 @@ def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(checkpoint, native_ke
     assert sizes["int8"] == sizes["auto"] // 4 + scales
 
 
-def choose(checkpoint, device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object) -> tier.Choice:
+def choose(
+    checkpoint: Callable[[str], Path], device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object
+) -> tier.Choice:
     config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
     section = ModelConfigSection(device=device, **fields)
     kv_cache = KvCacheConfig(block_size=block_size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from backend.api import ConfigError, EngineConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.sampling import SamplingConfig
-from backend.core.step import NewRow, Row, SampledToken, StepInput
+from backend.core.step import NewRow, Row, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.models.llama import Llama
 from backend.worker import group as group_module
@@ -20,8 +22,9 @@ from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch, make_tensor_with_pad
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import host_free_bytes
+from backend.worker.model_runner import ModelRunner
 from tests.model.driver import GroupDriver, make_group
-from tests.model.tiers import NATIVE
+from tests.model.tiers import NATIVE, TierCase
 
 CPU = torch.device("cpu")
 
@@ -247,7 +250,7 @@ def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(
     forwards, runners = [], []
     original = group_module.ModelRunner.execute
 
-    def execute(runner, step):
+    def execute(runner: ModelRunner, step: StepInput) -> StepOutput:
         assert all(row.num_tokens >= 1 and row.samples for row in step.rows)
         forwards.append((sum(row.num_tokens for row in step.rows), len(step.rows)))
         runners.append(id(runner.batch))
@@ -264,7 +267,9 @@ def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(
     assert not alive & set(runners)
 
 
-def make_core(checkpoint, tier, free_memory_fraction: float | None = None) -> EngineCore:
+def make_core(
+    checkpoint: Callable[[str], Path], tier: TierCase, free_memory_fraction: float | None = None
+) -> EngineCore:
     section = ModelConfigSection(
         path=str(checkpoint("llama2")), dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"
     )
@@ -291,7 +296,7 @@ def test_the_probe_decides_the_number_of_blocks(checkpoint, tier, monkeypatch) -
     assert core.workers.runner.storage.bytes_per_block == block_bytes
 
 
-def write_host(root, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple:
+def write_host(root: Path, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple:
     proc, cgroup = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_kb} kB\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import CDLL
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ VOCAB, LONGEST, BLOCKS = 131, 200, 20
 
 
 @pytest.fixture(scope="module")
-def driver(best_kernels, tmp_path_factory) -> Driver:
+def driver(best_kernels: CDLL, tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """Two sequences: slot 0 with 70 computed tokens of 100, slot 1 with none of 40."""
     directory = make_random_model(tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
     return prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from ctypes import CDLL
 from functools import partial
 from pathlib import Path
 
@@ -46,11 +47,11 @@ class Scenes:
             families = (1, 3) if is_narrow else range(4)
         return [(family, Play(family, 7)) for family in families]
 
-    def native(self, kernels, family: int, form: Format, play: Play) -> Tensor:
+    def native(self, kernels: CDLL, family: int, form: Format, play: Play) -> Tensor:
         """Logits of all tokens."""
         return torch.cat(play.run(self.driver(kernels, family, form)))
 
-    def driver(self, kernels, family: int, form: Format) -> Driver:
+    def driver(self, kernels: CDLL, family: int, form: Format) -> Driver:
         directory, window = self._families[family]
         options = dict(num_blocks=NUM_BLOCKS, window=window, seed=family)
         return native_driver(directory, kernels, form, 32 << family % 2, **options)
@@ -66,7 +67,7 @@ class Scenes:
 
 
 @pytest.fixture(scope="session")
-def scenes(tmp_path_factory) -> Scenes:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     return Scenes([random_family(tmp_path_factory.mktemp(f"family{seed}"), seed) for seed in range(NUM_FAMILIES)])
 
 

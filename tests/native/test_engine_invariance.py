@@ -28,13 +28,15 @@ ARRANGEMENTS = [
 
 
 @pytest.fixture(scope="module", params=itertools.product(FAMILIES, FORMATS), ids=lambda pair: f"{pair[0]}-{pair[1]}")
-def model(request, native_kernels, tmp_path_factory) -> tuple[Path, Format]:
+def model(
+    request: pytest.FixtureRequest, native_kernels: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Format]:
     family, form = request.param
     return random_family(tmp_path_factory.mktemp(family), FAMILIES[family])[0], form
 
 
 @pytest.fixture(scope="module")
-def plain(model) -> tuple[list[int], Tensor]:
+def plain(model: tuple[Path, Format]) -> tuple[list[int], Tensor]:
     """The watched request alone, its prompt at once, never evicted, nothing cached, one thread."""
     return arranged(model, 512, False, False, 1, 1)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +33,14 @@ NUM_NEW = 12
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory):
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int | None]]:
     return [random_family(tmp_path_factory.mktemp(f"invariant{seed}"), seed) for seed in range(4)]
 
 
 class Scene:
     """One family in one format: what a sequence that runs alone, whole, on one thread yields."""
 
-    def __init__(self, kernels, family, form: Format, length: int) -> None:
+    def __init__(self, kernels: CDLL, family: tuple[Path, int | None], form: Format, length: int) -> None:
         self._kernels, self._form = kernels, form
         self._directory, self._window = family
         self.tokens = prompt(length, VOCAB)
@@ -69,7 +72,9 @@ def assert_same(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def scene(request, variant, families) -> Scene:
+def scene(
+    request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[tuple[Path, int | None]]
+) -> Scene:
     """The formats take the families in turn. The emulation is slow, and gets a short prompt and small heads."""
     isa, form = request.param
     is_slow = isa == AMX_EMULATED

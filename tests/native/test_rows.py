@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from ctypes import CDLL
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels) -> None:
         assert_near(out, torch.nn.functional.silu(gates.double()), n)
 
 
-def quantised(kernels, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantised(kernels: CDLL, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [rows, k], k a multiple of group -> (q [rows, k], scale [rows, k / group])."""
     q, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0], x.shape[1] // group)
     kernels.everbatch_quantize(x.data_ptr(), x.numel(), group, q.data_ptr(), scale.data_ptr())

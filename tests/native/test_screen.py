@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ SLOTS = 10  # more than are screened together
 class Model:
     """One layer and a given lm_head. The tokens' embeddings are random; each row of a step is a sequence of one token."""
 
-    def __init__(self, library, lm_head: Tensor, scale: float = 1.0) -> None:
+    def __init__(self, library: CDLL, lm_head: Tensor, scale: float = 1.0) -> None:
         rng = torch.Generator().manual_seed(0)  # not that of random_head: no token must win by far
         vocab, hidden = lm_head.shape
         dtype, arena = lm_head.dtype, Arena()

@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -61,7 +62,7 @@ LARGE = pytest.mark.slow("parity's large combinations")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in QUICK else LARGE) for name in FAMILIES])
-def hf(request):
+def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = FAMILIES[request.param]().eval()
@@ -116,7 +117,7 @@ def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, e
     excused_ties(hf, second, history=first.prompt + first.tokens)
 
 
-def random_tokens(rng: random.Random, hf, count: int) -> list[int]:
+def random_tokens(rng: random.Random, hf: PreTrainedModel, count: int) -> list[int]:
     return [rng.randrange(4, hf.config.vocab_size) for _ in range(count)]
 
 

@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.model.tiers import NATIVE, TORCH, TierCase
 from tests.parity.scenario import BLOCK, Recording, RecordingEngine
@@ -21,7 +22,7 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module", params=["llama2", "mistral", "default"])
-def hf(request):
+def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = FAMILIES[request.param]().eval()
@@ -29,7 +30,7 @@ def hf(request):
     return model
 
 
-def run(hf, tier: TierCase, kv: str, blocks_a_step: int, evict_every: int | None) -> list[Recording]:
+def run(hf: PreTrainedModel, tier: TierCase, kv: str, blocks_a_step: int, evict_every: int | None) -> list[Recording]:
     engine = RecordingEngine.of_transformers(hf, tier, blocks_a_step * BLOCK[tier], kv)
     rng = random.Random(1)
     recordings = [engine.start(random_tokens(rng, hf, 40 + 17 * index), NUM_TOKENS) for index in range(3)]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "small"
     return make_random_model(directory, vocab_size=4096, tokenizer_from=DEFAULT_MODEL, **WIDE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.models.config import read_model_config
+from backend.models.config import ModelConfig, read_model_config
 from backend.quant.folds import (
     DOWN,
     GATE,
@@ -35,21 +36,21 @@ def scales(*shape: int) -> Tensor:
     return 10 ** (2 * torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 1)
 
 
-def fold_norms(layer: Layer, config) -> None:
+def fold_norms(layer: Layer, config: ModelConfig) -> None:
     fold_norm(layer, INPUT_NORM, (Q, K, V), scales(config.hidden_size), torch.float32)
     fold_norm(layer, POST_NORM, (GATE, UP), scales(config.hidden_size), torch.float32)
 
 
-def fold_values(layer: Layer, config) -> None:
+def fold_values(layer: Layer, config: ModelConfig) -> None:
     of_kv = scales(config.num_kv_heads, config.head_dim)
     fold_value(layer, of_kv.repeat_interleave(config.num_heads // config.num_kv_heads, 0).flatten(), config)
 
 
-def fold_ups(layer: Layer, config) -> None:
+def fold_ups(layer: Layer, config: ModelConfig) -> None:
     fold_up(layer, scales(config.intermediate_size))
 
 
-def fold_keys(layer: Layer, config) -> None:
+def fold_keys(layer: Layer, config: ModelConfig) -> None:
     heads = 1 if config.qk_norm else config.num_kv_heads
     fold_key(layer, scales(heads, config.head_dim // 2).repeat(config.num_kv_heads // heads, 2), config)
 
@@ -57,7 +58,7 @@ def fold_keys(layer: Layer, config) -> None:
 FOLDS = {"norms": (fold_norms, 6), "values": (fold_values, 2), "ups": (fold_ups, 2), "keys": (fold_keys, 2)}
 
 
-def folded(source: Path, target: Path, fold) -> set[str]:
+def folded(source: Path, target: Path, fold: Callable[[Layer, ModelConfig], None]) -> set[str]:
     """Writes the folded model to `target`; the names within a layer of what has changed."""
     weights = load_file(source / "model.safetensors")
     config = read_model_config(source)

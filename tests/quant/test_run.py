@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from backend.quant import checkpoint
 from backend.quant.run import Wanted, quantize_checkpoint
 from tests.quant.models import FAMILIES, WIDE, logits_of, random_rows, with_outliers
 from tools.make_random_model import make_random_model
-from typing import Never
 
 SCHEMES = {
     "w8a8": Wanted("w8a8"),
@@ -130,7 +130,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path) -> None:
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
 
-    def fail(*arguments) -> Never:
+    def fail(*arguments: object) -> Never:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", fail)

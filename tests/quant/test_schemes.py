@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.quant.grids import nearest, values
-from backend.quant.schemes import W4A8, W4A16, W8A8, make_scheme, pack_words
+from backend.quant.schemes import W4A8, W4A16, W8A8, Scheme, make_scheme, pack_words
 from kernels.common.qserve_checkpoint import from_qserve
 from kernels.w4a8 import dequantize
 
@@ -20,7 +20,7 @@ def random_weight(n: int, k: int) -> Tensor:
     return weight
 
 
-def stored(scheme, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def stored(scheme: Scheme, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """(the checkpoint's tensors of a layer `x`, the values that the grid says they stand for)."""
     grid = scheme.grid(weight, torch.ones(len(weight), scheme.groups(weight.shape[1])))
     q = nearest(weight, grid)

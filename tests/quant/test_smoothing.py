@@ -11,7 +11,7 @@ from backend.models.config import read_model_config
 from backend.quant.calibration import Inputs
 from backend.quant.grids import values
 from backend.quant.rounding import error_of, output_error, round_to, rounded
-from backend.quant.schemes import W4A8, W4A16, W8A8
+from backend.quant.schemes import W4A8, W4A16, W8A8, Scheme
 from backend.quant.smoothing import best_scale, key_scale
 from tools.make_random_model import make_random_model
 
@@ -27,7 +27,7 @@ def with_outliers(tokens: int, k: int) -> Tensor:
     return x
 
 
-def error_with(x: Tensor, weight: Tensor, scheme, scale: Tensor) -> float:
+def error_with(x: Tensor, weight: Tensor, scheme: Scheme, scale: Tensor) -> float:
     """As written with this scale."""
     kept = values(*round_to(scheme, weight * scale, inputs_of(x / scale)))
     expected = x @ weight.T

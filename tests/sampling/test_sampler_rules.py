@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -130,7 +132,7 @@ def test_only_rows_with_penalties_are_penalised(run: Run) -> None:
 # -------------------------------------------------------------------------------------------- bad words, ends and bias
 
 
-def generate(run: Run, scripted: np.ndarray, prompt: list[int], steps: int, **fields) -> list[int]:
+def generate(run: Run, scripted: np.ndarray, prompt: list[int], steps: int, **fields: Any) -> list[int]:
     tokens = list(prompt)
     for _ in range(steps):
         case = Case(tokens, len(prompt), scripted[len(tokens) % len(scripted)], SamplingConfig(), **fields)

@@ -8,7 +8,7 @@ from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.outputs import RowSettings, TokenOutput
 from backend.serving.pump import ResponsePump, Row
-from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
+from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
 
 
 class FragileSender(ResponseSender):
@@ -20,7 +20,7 @@ class FragileSender(ResponseSender):
         self.asking = False
         self.deadly = 0
 
-    def send(self, response=None, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
             self.ending = True
             self.deadly += self.asking

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
-from backend.api import EngineConfig, Overloaded, Response, Result
+from backend.api import EngineConfig, Overloaded, Request, Response, Result
 from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.core.step import ModelInfo
-from backend.serving.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID
+from backend.serving.model_server import ModelServer
+from backend.serving.requests import MAX_NAMESPACE, MAX_PARAMETERS, MAX_REQUEST_ID, Work
 from backend.serving.tensors import ENSEMBLE
 from backend.serving.text_requests import TextTools, check_text_requests, parse_text_requests
 from tests.serving.conftest import QUICK
-from tests.serving.fake_triton import InferenceRequest
+from tests.serving.fake_triton import InferenceRequest, ResponseSender
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, uint64
+from tests.serving.scripted import OnResponse, ScriptedExecutor
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
+Answer = TypeVar("Answer")
 NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
@@ -38,10 +44,10 @@ class Hostile(InferenceRequest):
     def parameters(self) -> str:
         return self._answer("parameters", "{}")
 
-    def get_response_sender(self):
+    def get_response_sender(self) -> ResponseSender:
         return self._answer("get_response_sender", self.sender)
 
-    def _answer(self, method: str, otherwise):
+    def _answer(self, method: str, otherwise: Answer) -> Answer:
         if method in self._raising:
             raise self._raising[method]
         return otherwise
@@ -197,7 +203,7 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, e
 
 
 def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(server, executor, monkeypatch) -> None:
-    def answer_at_once(asked, on_response) -> int:
+    def answer_at_once(asked: Request, on_response: OnResponse) -> int:
         request_id = 7 + len(executor.requests)
         executor.requests[request_id] = asked
         result = Result([[asked.input_token_ids[0]]], is_final=True, is_sequence_final=True)
@@ -224,7 +230,7 @@ class SlowFront:
         self.may_end = threading.Event()
         self.threads: set[str] = set()
 
-    def parse(self, *arguments):
+    def parse(self, *arguments: Any) -> list[Work]:
         self.threads.add(threading.current_thread().name)
         self.begun.release()
         assert self.may_end.wait(20)
@@ -237,17 +243,19 @@ def front() -> SlowFront:
 
 
 @pytest.fixture
-def make_text_server(make_server, executor, front):
+def make_text_server(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> Iterator[Callable[..., ModelServer]]:
     executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
 
-    def make(config: EngineConfig = QUICK, **options):
+    def make(config: EngineConfig = QUICK, **options: Any) -> ModelServer:
         return make_server(ENSEMBLE, front.parse, config, check_text=check_text_requests, **options)
 
     yield make
     front.may_end.set()
 
 
-def ask(text: str = "a", request_id: str = "", **extra) -> InferenceRequest:
+def ask(text: str = "a", request_id: str = "", **extra: np.ndarray) -> InferenceRequest:
     return InferenceRequest({"text_input": strings(text), "max_tokens": ints(4), **extra}, request_id)
 
 

@@ -6,21 +6,24 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
-from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded
+from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded, RequestId
 from backend.core.step import ModelInfo
 from backend.serving import model_server as server_module
 from backend.serving.assembly import TextFront
 from backend.serving.housekeeper import Housekeeper
-from backend.serving.model_server import is_decoupled
+from backend.serving.model_server import ModelServer, is_decoupled
 from backend.serving.tensors import ENSEMBLE
+from backend.text.tokenizer import Tokenizer
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
 from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, token_request, uint64
-from typing import Never
+from tests.serving.scripted import ScriptedExecutor
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
@@ -175,7 +178,7 @@ def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(se
     request = streamed([[1], [2], [3]])
     submit = executor.submit
 
-    def slow_submit(*args):
+    def slow_submit(*args: Any) -> RequestId:
         request_id = submit(*args)
         if request_id == 1:  # the client leaves after the first row; wait until the poller has seen it
             seen = threading.Event()
@@ -200,7 +203,7 @@ def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(server, executor
 
 
 @pytest.fixture
-def text_server(make_server, executor):
+def text_server(make_server: Callable[..., ModelServer], executor: ScriptedExecutor) -> tuple[ModelServer, Tokenizer]:
     executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
     front = TextFront(executor)
     front.prepare()

@@ -24,7 +24,7 @@ from backend.serving.metrics import MetricsPublisher
 from backend.serving.outputs import RowSettings, TextOutput
 from backend.serving.pump import Stream
 from backend.serving.reading import Batch
-from backend.serving.requests import MAX_NAMESPACE, parse_parameters
+from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, parse_parameters
 from backend.serving.tensors import ENSEMBLE, TOKEN_MODEL
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_serv
     begun, may_end = threading.Event(), threading.Event()
     read: list[str] = []
 
-    def parse(batch, context, parameters) -> list:
+    def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list:
         read.append(parameters.namespace)
         if parameters.namespace == "us":
             begun.set()
@@ -145,7 +145,7 @@ def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(make_server, mo
     running = streamed([[1]])
     server.execute([running])
 
-    def fail(finished) -> None:
+    def fail(finished: object) -> None:
         raise RuntimeError("no shared memory")
 
     monkeypatch.setattr(server._metrics, "publish_lengths", fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ class Asked:
         if not held:
             self.may_end.set()
 
-    def job(self, *keys: str, **options) -> Job:
+    def job(self, *keys: str, **options: Any) -> Job:
         return Job(self._read, self._hand_over, self._refuse, keys=frozenset(keys), **options)
 
     def _read(self) -> str:

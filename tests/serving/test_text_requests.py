@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from backend.core.step import ModelInfo
 from backend.serving.outputs import Arrays
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
-from backend.serving.tensors import BLS, ENSEMBLE
+from backend.serving.tensors import BLS, ENSEMBLE, ModelTensors
 from backend.serving.text_requests import MAX_TOKEN_BYTES, TextTools, parse_text_requests
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
@@ -28,8 +29,10 @@ def tools() -> TextTools:
 
 
 @pytest.fixture
-def works(tools: TextTools):
-    def parse(model=ENSEMBLE, triton=DEFAULTS, max_seq_len=64, **inputs: np.ndarray) -> list[Work]:
+def works(tools: TextTools) -> Callable[..., list[Work]]:
+    def parse(
+        model: ModelTensors = ENSEMBLE, triton: TritonConfig = DEFAULTS, max_seq_len: int = 64, **inputs: np.ndarray
+    ) -> list[Work]:
         inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
         batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
         info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))

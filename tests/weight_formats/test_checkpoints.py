@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.api import ConfigError
-from backend.layers.linear import DenseLinear, QuantizedLinear
+from backend.layers.linear import DenseLinear, Linear, QuantizedLinear
 from backend.models.config import parse_model_config
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
@@ -62,7 +62,7 @@ def test_dynamic_int8_activations_are_quantised_per_token_and_group(tmp_path, we
     int8, floats = write_pair(tmp_path, "llama", section)
     sizes = {48: weights["group_size"] or 48, 80: weights["group_size"] or 80}  # hidden and intermediate columns
 
-    def make(weight, bias):
+    def make(weight: Tensor, bias: Tensor | None) -> Linear:
         if weight.shape[0] == 131:
             return DenseLinear(weight, bias)
         layer = QuantizesActivations(weight, bias)

@@ -15,7 +15,17 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response
 from backend.api.response import Result
-from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Heartbeat, Hello, Message, Responses, Submit
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    ClientGone,
+    Command,
+    Heartbeat,
+    Hello,
+    Message,
+    Responses,
+    Submit,
+)
 from backend.core.step import ModelInfo
 from backend.wire import framing
 from backend.wire.client import wait_until
@@ -158,7 +168,7 @@ def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path) ->
     """Whatever ends it: nobody else cancels the requests of that client."""
     posted = queue.SimpleQueue()
 
-    def post(command) -> None:
+    def post(command: Command) -> None:
         if isinstance(command, Submit):
             raise RuntimeError("a mistake")
         posted.put(command)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import choose_tokens as kernel
 from kernels import sampling
@@ -15,7 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8, 0.01), (3, 0.05, 0.9), (0, 0.0, 0.0)]
 
 
-def asked(rows: int, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8, seed=0) -> kernel.Rows:
+def asked(
+    rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8, seed: int = 0
+) -> kernel.Rows:
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(seed))
     doubles = [torch.full((rows,), value, dtype=torch.float64) for value in (top_p, min_p)]
     return kernel.Rows(torch.full((rows,), temperature), torch.full((rows,), top_k), *doubles, *seeds)
@@ -145,7 +148,9 @@ def test_the_choice_is_that_of_sampling_save_where_rounding_decides() -> None:
     assert differing == explained and differing <= count * len(FILTERS) * 1e-3
 
 
-def near_a_boundary(logits, temperature, u, filtered, top_k, top_p, min_p) -> bool:
+def near_a_boundary(
+    logits: Tensor, temperature: Tensor, u: Tensor, filtered: bool, top_k: int, top_p: float, min_p: float
+) -> bool:
     """Whether in float64 the target, or an end of a filter, lies within SLACK of where one token ends and the next begins."""
     p = torch.softmax((logits.double() - logits.max()) / temperature, 0)
     ranked = p.sort(descending=True).values if filtered else p

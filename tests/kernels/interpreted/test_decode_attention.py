@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import decode_attention as kernel
 from kernels.common.kv_format import (
+    KVPool,
     QuantizedPool,
     floats_of_int4,
     floats_of_int8,
@@ -22,7 +24,16 @@ from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 SPLIT = 128  # so that short rows have several
 
 
-def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float32, window=None):
+def made(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    lengths: tuple[int, ...],
+    bits: int,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+) -> tuple[Tensor, KVPool, Tensor, Tensor, float]:
     """-> q, pool, lengths, tables, scale; what no query may see is NaN."""
     width = -(-max(lengths) // block_size)
     num_blocks = len(lengths) * width + 1
@@ -84,7 +95,7 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused() -> None:
 
 
 @jit
-def _floats_kernel(data, out, like, BITS: tl.constexpr, ASM: tl.constexpr) -> None:
+def _floats_kernel(data: tl.tensor, out: tl.tensor, like: tl.tensor, BITS: tl.constexpr, ASM: tl.constexpr) -> None:
     i = tl.arange(0, 256)
     packed = tl.load(data + i)
     if BITS == 4:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api import EngineConfig, OutputConfig, Request, Result, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.device_runner import ladder_size
@@ -26,7 +28,7 @@ SPECIAL = dict(bad_words=[[3], [9, 4]], end_ids=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = dict(
         num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
     )
@@ -50,7 +52,12 @@ class Replays:
 
 
 def make_core(
-    directory, kernels: str, capture=None, kv: str = "auto", blocks: int = 60, **scheduler: object
+    directory: Path,
+    kernels: str,
+    capture: Callable[[Step], Captured] | None = None,
+    kv: str = "auto",
+    blocks: int = 60,
+    **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels=kernels),
@@ -78,7 +85,7 @@ def finish(core: EngineCore, requests: list[Request]) -> list:
     return [results[number] for number in range(len(requests))]
 
 
-def tokens_of(result) -> list[list[int]]:
+def tokens_of(result: Result) -> list[list[int]]:
     return [[entry.token_id for entry in step] for step in result.top_log_probs]
 
 

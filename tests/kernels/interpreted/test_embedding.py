@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import embedding as kernel
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 
-def random_ids(tokens, vocab):
+def random_ids(tokens: int, vocab: int) -> Tensor:
     return torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(tokens))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import kv_append as kernel
 from kernels.common.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
@@ -18,7 +19,9 @@ STEP = 1.9736328125  # a float16 whose float32 reciprocal is a little low
 class Batch:
     """A batch of random tokens at random positions and cells. Every third pads."""
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, block_size, dtype=torch.float32) -> None:
+    def __init__(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens)
         self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
         self.qkv = random_tensor(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -30,31 +33,31 @@ class Batch:
         self.cells[~self.real] = -1
         self.positions[~self.real] = 2**50  # to be read from nowhere
 
-    def plain_pool(self, dtype=torch.float32):
+    def plain_pool(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return random_tensor(BLOCKS, self.block_size, 2, self.kv_heads, self.head_dim, dtype=dtype, seed=1)
 
-    def quantized_pool(self, bits):
+    def quantized_pool(self, bits: int) -> tuple[QuantizedPool, Tensor]:
         """-> its layout, and a pool of random bytes."""
         layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, bits)
         generator = torch.Generator().manual_seed(bits)
         return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
 
-    def append(self, pool, layout=None, **norms):
+    def append(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
         return kernel.kv_append(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
 
-    def reference(self, pool, layout=None, **norms):
+    def reference(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
         return kernel.reference(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
 
-    def place(self):
+    def place(self) -> tuple[Tensor, Tensor]:
         cells = self.cells[self.real]
         return cells // self.block_size, cells % self.block_size
 
-    def values(self):
+    def values(self) -> Tensor:
         return self.qkv.unflatten(1, (-1, self.head_dim))[:, -self.kv_heads :]
 
-    def written_as(self, pool, layout, plain):
+    def written_as(self, pool: Tensor, layout: QuantizedPool, plain: Tensor) -> Tensor:
         """`pool` with quantize_rows of what `plain` holds in the batch's cells."""
         block, offset = self.place()
         pool = pool.clone()
@@ -66,7 +69,7 @@ class Batch:
         return pool
 
 
-def assert_like_the_reference(batch, pool, **norms) -> None:
+def assert_like_the_reference(batch: Batch, pool: Tensor, **norms: Tensor | float) -> None:
     expected = pool.clone()
     q, expected_q = batch.append(pool, **norms), batch.reference(expected, **norms)
     assert q.dtype == batch.qkv.dtype and q.shape == expected_q.shape
@@ -129,7 +132,7 @@ def test_a_quantised_pool_is_like_the_references(dtype, bits) -> None:
     assert (codes != expected_codes).float().mean() < 0.01
 
 
-def extreme_values(head_dim, bits):
+def extreme_values(head_dim: int, bits: int) -> Tensor:
     rows = random_tensor(10, head_dim)
     rows[0] = 0
     rows[1] = 0.1  # float16 is below it
@@ -179,7 +182,7 @@ def test_a_batch_that_only_pads_writes_nothing(bits) -> None:
     assert torch.equal(pool, before)
 
 
-def views():
+def views() -> dict[str, Tensor]:
     """name -> a pool of the shape of CASES[1], whose strides are not those of a contiguous one."""
     return {
         "one of several layers": random_tensor(BLOCKS, 3, 16, 2, 2, 64)[:, 1],

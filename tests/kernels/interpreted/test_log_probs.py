@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import log_probs as kernel
 from tests.kernels.numbers import assert_near, random_tensor
@@ -11,11 +12,11 @@ from tests.kernels.numbers import assert_near, random_tensor
 INF = torch.inf
 
 
-def random_ids(rows, vocab):
+def random_ids(rows: int, vocab: int) -> Tensor:
     return torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(vocab))
 
 
-def assert_like_the_reference(logits, ids, n) -> None:
+def assert_like_the_reference(logits: Tensor, ids: Tensor, n: int) -> None:
     measured, expected = kernel.log_probs(logits, ids, n), kernel.reference(logits, ids, n)
     assert torch.equal(measured.top_ids, expected.top_ids) and measured.top_ids.dtype == torch.int64
     for values, wanted in ((measured.chosen, expected.chosen), (measured.top, expected.top)):

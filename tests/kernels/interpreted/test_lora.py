@@ -6,13 +6,22 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import lora as kernel
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 
 class Problem:
-    def __init__(self, tokens, ranks, max_rank, k, widths, dtype=torch.float32) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        ranks: tuple[int, ...],
+        max_rank: int,
+        k: int,
+        widths: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.offsets = (0, *accumulate(widths))
         self.x = random_tensor(tokens, k, dtype=dtype)
         self.y = random_tensor(tokens, self.offsets[-1], dtype=dtype)
@@ -27,13 +36,13 @@ class Problem:
         self.adapters = torch.randint(-1, len(ranks), (tokens,), generator=generator).int()
         self.adapters[0] = 0
 
-    def run(self):
+    def run(self) -> Tensor:
         groups = kernel.group_tokens(self.adapters, len(self.ranks))
         y = self.y.clone()
         kernel.lora(y, self.x, self.a, self.b, self.ranks, self.scales, self.offsets, groups)
         return y
 
-    def expected(self):
+    def expected(self) -> Tensor:
         h = kernel.reference_shrink(self.x, self.a, self.ranks, self.adapters)
         return kernel.reference_expand(self.y, h, self.b, self.ranks, self.scales, self.offsets, self.adapters)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import silu_mul as kernel
 from kernels.int8_rows import group_sums
@@ -47,7 +48,7 @@ def test_long_int8_rows_have_one_scale(intermediate) -> None:
     assert_int8_like_the_reference(x)
 
 
-def assert_int8_like_the_reference(x) -> None:
+def assert_int8_like_the_reference(x: Tensor) -> None:
     q, scale, sums = kernel.silu_mul_int8(x)
     expected_q, expected_scale, _ = kernel.reference_int8(x)
     assert q.dtype == torch.int8 and q.shape == expected_q.shape
