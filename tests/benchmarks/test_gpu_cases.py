@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import Check, Random, int8_rows, near, same, within_ties, worst
+from benchmarks.gpu.case import Case, Check, Random, int8_rows, near, same, within_ties, worst
 from benchmarks.gpu.cases import all_cases
 from benchmarks.gpu.machine import NOMINAL, floor_us
 from kernels.int8_rows import Int8Rows, reference
@@ -50,7 +50,7 @@ def leaves(out: Tensor | Sequence[Any]) -> list[tuple[Tensor, Callable[[Tensor],
 
 
 @pytest.mark.parametrize("case", all_cases(True), ids=str)
-def test_no_check_is_blind_to_a_part_of_the_result(case) -> None:
+def test_no_check_is_blind_to_a_part_of_the_result(case: Case) -> None:
     """Every tensor that a row returns, and the pool that it writes, is made wrong in turn."""
     inputs = case.make(Random(torch.device("cpu"), 0))
     out = case.run(inputs)
@@ -71,7 +71,7 @@ GPU_PEERS = {"_scaled_mm fp8", "tinygemm int4"}
 
 
 @pytest.mark.parametrize("case", all_cases(True), ids=str)
-def test_peers_run_and_return_what_the_row_returns(case) -> None:
+def test_peers_run_and_return_what_the_row_returns(case: Case) -> None:
     inputs = case.make(Random(torch.device("cpu"), 0))
     shapes = [tensor.shape for tensor, _ in leaves(case.run(inputs))]
     for peer in case.peers:
@@ -109,7 +109,7 @@ def test_every_row_is_right_in_the_interpreter() -> None:
         ("W4A8 g128 gate_up M=256", 38),
     ],
 )
-def test_floors_are_those_that_the_goals_were_made_with(name, microseconds) -> None:
+def test_floors_are_those_that_the_goals_were_made_with(name: str, microseconds: float) -> None:
     case = FULL[name]
     assert floor_us(NOMINAL, case.bytes, case.flops, case.rate) == pytest.approx(microseconds, rel=0.04)
 

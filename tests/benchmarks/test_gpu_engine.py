@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
         ("w4a16kv8", 256, 8.98),
     ],
 )
-def test_the_roofline_is_that_of_the_projects_notes(format, batch, milliseconds) -> None:
+def test_the_roofline_is_that_of_the_projects_notes(format: str, batch: int, milliseconds: float) -> None:
     assert roofline.step_ms(NOMINAL, LLAMA_3_8B, FORMATS[format], batch, 1024) == pytest.approx(milliseconds, rel=0.015)
 
 
@@ -51,7 +51,7 @@ def test_what_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_tensor_is_the_same_whenever_it_is_asked_for_and_unlike_the_others(name) -> None:
+def test_a_tensor_is_the_same_whenever_it_is_asked_for_and_unlike_the_others(name: str) -> None:
     tensors = RandomTensors(SMALL, FORMATS[name], CPU)
     assert len(tensors) == len(set(tensors))
     for each in tensors:
@@ -72,7 +72,7 @@ def test_qoq_tensors_are_weights_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_engine_reads_and_serves_every_format(name) -> None:
+def test_the_engine_reads_and_serves_every_format(name: str) -> None:
     """With KV as floats: a CPU does not quantise it in every tier."""
     engine = drive.Engine(SMALL, FORMATS[name]._replace(kv_dtype="auto"), drive.SMALL, CPU, kernels="torch")
     try:
@@ -104,7 +104,9 @@ def test_a_request_that_fails_is_no_figure() -> None:
         engine.close()
 
 
-def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_path, monkeypatch) -> None:
+def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU in the place of the GPU."""
     made = rows._drive()
 
@@ -129,7 +131,7 @@ def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_p
     assert rows.mixed_table([rows.Row("bf16", 0)], results).splitlines()[-1].count(".") >= 2
 
 
-def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch) -> None:
+def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(seconds: float) -> None:
         end = time.thread_time() + seconds
         while time.thread_time() < end:

@@ -16,7 +16,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, runner, timing
 from benchmarks.gpu.case import Case, Peer, near
 from benchmarks.gpu.engine import rows as engine_rows
-from benchmarks.gpu.goals import Record, at_most_us, of_floor, than_peer, than_row, times_floor, verdict
+from benchmarks.gpu.goals import Goal, Record, at_most_us, of_floor, than_peer, than_row, times_floor, verdict
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.timing import Timing
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path, *cases: Case, minutes: float = 5.0) -> dict[str, Record]
     return Results(tmp_path).rows
 
 
-def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path) -> None:
+def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path: Path) -> None:
     peers = (Peer("slow", lambda x: x + x), Peer("broken", raises), Peer("unmade", double, raises))
     row = run(tmp_path, make_case(peers=peers))["row"]
     assert (row["status"], row["us"], row["floor_us"], row["copies"]) == ("measured", 3.0, 1.0, 64)
@@ -60,7 +60,7 @@ def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path) -> None:
     assert row["peers"] == {"slow": {"us": 6.0, "how": "graph"}, "broken": reason, "unmade": reason}
 
 
-def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path) -> None:
+def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path: Path) -> None:
     rows = run(tmp_path, make_case("wrong", run=lambda x: 3 * x), make_case("broken", run=raises), make_case("right"))
     assert rows["wrong"]["status"] == "failed" and "us" not in rows["wrong"]
     assert rows["wrong"]["reason"].startswith("wrong: error 5.0e-01, limit 1.0e-02")
@@ -68,21 +68,21 @@ def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path) -> Non
     assert rows["right"]["status"] == "measured"
 
 
-def test_rows_behind_the_budget_are_not_run_and_replace_nothing(tmp_path) -> None:
+def test_rows_behind_the_budget_are_not_run_and_replace_nothing(tmp_path: Path) -> None:
     run(tmp_path, make_case("old"))
     rows = run(tmp_path, make_case("old"), make_case("new"), minutes=0.0)
     assert rows["old"]["status"] == "measured"
     assert rows["new"]["status"] == "not run" and rows["new"]["reason"] == "time"
 
 
-def test_peers_are_left_out_when_the_time_is_up(tmp_path, monkeypatch) -> None:
+def test_peers_are_left_out_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter((60.0, 0.5))
     monkeypatch.setattr(runner.Budget, "left", lambda self: next(left))
     row = run(tmp_path, make_case(peers=(Peer("slow", double),)))["row"]
     assert row["status"] == "measured" and row["peers"] == {"slow": {"reason": "time"}}
 
 
-def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path) -> None:
+def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path: Path) -> None:
     def killed(x: Tensor) -> Never:
         raise KeyboardInterrupt
 
@@ -93,7 +93,7 @@ def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed
     assert rows["second"]["status"] == "failed" and "was ended" in rows["second"]["reason"]
 
 
-def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path) -> None:
+def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
     run(tmp_path, make_case("kept"), make_case("gone"))
     results = Results(tmp_path)
     results.begin(MACHINE, 0.0)
@@ -120,7 +120,7 @@ def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path) -> None:
         (than_row("nothing", 1), 1, "unknown"),
     ],
 )
-def test_goals_are_judged(goal, us, expected) -> None:
+def test_goals_are_judged(goal: Goal, us: float, expected: str) -> None:
     record = {"us": us, "floor_us": 8.0, "peers": {"slow": {"us": 100.0}, "absent": {"reason": "no"}}}
     assert verdict((goal,), record, {"other": {"us": 20.0}}) == expected
 
@@ -152,7 +152,7 @@ def test_a_limit_in_time_ends_what_is_longer() -> None:
 
 
 def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measured(
-    tmp_path, capsys, monkeypatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     results = Results(tmp_path)
@@ -177,7 +177,9 @@ def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measu
     assert set(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == {"greedy B256 bf16", "greedy B64 bf16"}
 
 
-def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_path, capsys, monkeypatch) -> None:
+def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU that passes for a GPU, with two rows of the kernels and an engine that is a fake."""
     cases = [make_case("kernel one", importance=2), make_case("kernel two", importance=1)]
     order = []
@@ -210,7 +212,7 @@ def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_
     assert len(order) == 4 and capsys.readouterr().out.index("kernel two:") > 0
 
 
-def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path, monkeypatch) -> None:
+def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: object) -> Never:
         raise runner.DeviceLost("kernel one: illegal address")
 
@@ -293,7 +295,7 @@ class FakeDevice:
         self.captured.append(copy)
 
 
-def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monkeypatch) -> None:
+def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     device.install(monkeypatch)
     measured = timing.time_calls(device.run, [1, 2, 3, 4])
@@ -301,7 +303,7 @@ def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monke
     assert device.captured == [1, 2, 3, 4] * 50  # 2 ms
 
 
-def test_what_cannot_be_captured_is_launched(monkeypatch) -> None:
+def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(captures=False)
     device.install(monkeypatch)
     measured = timing.time_calls(device.run, [1, 2])

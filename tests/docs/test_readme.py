@@ -22,7 +22,7 @@ PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_somewhere(page) -> None:
+def test_every_relative_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:

@@ -33,7 +33,7 @@ def turn(client: EverbatchClient, session: Session) -> TextChunk:
 
 
 @pytest.mark.parametrize("owner, stranger", [("alice", "bob"), ("alice", ""), ("", "bob"), (QUOTED, QUOTED[:-1])])
-def test_a_session_of_one_namespace_is_unknown_in_another(connect, owner, stranger) -> None:
+def test_a_session_of_one_namespace_is_unknown_in_another(connect: Connect, owner: str, stranger: str) -> None:
     with connect(namespace=owner) as mine, connect(namespace=stranger) as theirs:
         turn(mine, Session(9001, start=True))
         with pytest.raises(ClientError, match="session error 1"):
@@ -41,7 +41,7 @@ def test_a_session_of_one_namespace_is_unknown_in_another(connect, owner, strang
         assert turn(mine, Session(9001, end=True)).num_cached_tokens > 0
 
 
-def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connect) -> None:
+def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connect: Connect) -> None:
     with connect(namespace="alice") as client, connect(namespace="bob") as bob:
         talk = Conversation(client, max_tokens=2, namespace="bob")
         list(talk.say("hello"))
@@ -55,7 +55,7 @@ def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connec
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_command_line_reuses_a_prompt_within_its_namespace_only(server, protocol) -> None:
+def test_the_command_line_reuses_a_prompt_within_its_namespace_only(server: TritonServer, protocol: str) -> None:
     url = server.grpc_url if protocol == "grpc" else server.http_url
 
     def statistics(namespace: str) -> str:

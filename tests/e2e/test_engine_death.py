@@ -50,7 +50,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.feature("002-34")
-def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_server) -> None:
+def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_server: TritonServer) -> None:
     with TokenClient(mortal_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)
         streams = [client.start([i + 1, 5], 1500, streaming=True) for i in range(8)]
@@ -84,7 +84,7 @@ def refusal(client: TokenClient) -> str | None:
     return None
 
 
-def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_server) -> None:
+def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_server: TritonServer) -> None:
     """Those who were in flight learn of it when it is killed: until then it might come back."""
     with TokenClient(watched_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)
@@ -109,7 +109,7 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
         assert engine_pid(watched_server) not in (None, stopped)
 
 
-def test_nothing_is_left_after_stop(mortal_server) -> None:
+def test_nothing_is_left_after_stop(mortal_server: TritonServer) -> None:
     with TokenClient(mortal_server.grpc_url) as client:
         client.start([1, 2], 1500, streaming=True)
         pids = mortal_server.processes()

@@ -106,7 +106,9 @@ def answer(
     return num_data, ""
 
 
-def test_an_error_with_triton_grpc_error_does_not_end_the_server(fire_server, stub) -> None:
+def test_an_error_with_triton_grpc_error_does_not_end_the_server(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     """Two rows, one refused while the other streams: without the mend tritonserver 24.10 dies within five requests."""
     rows = {
         "input_ids": np.int32([[1, 2, 3], [4, 5, 6]]),
@@ -124,13 +126,17 @@ def test_an_error_with_triton_grpc_error_does_not_end_the_server(fire_server, st
     assert num_data >= 1 and "row 0: temperature is 200.0" in error, "the other row was answered first"
 
 
-def test_a_lone_surrogate_in_an_error_text_leaves_no_stream_without_an_end(stub) -> None:
+def test_a_lone_surrogate_in_an_error_text_leaves_no_stream_without_an_end(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+) -> None:
     _, error = answer(stub, chat_request(rb'[{"role": "\ud800", "content": "x"}]'), timeout_s=20)
     assert error == "[INVALID_ARGUMENT] the chat template refuses these messages: the role ? is not known"
     assert answer(stub, text_request())[1] == ""
 
 
-def test_bytes_that_are_no_text_are_refused_without_a_path(fire_server, stub) -> None:
+def test_bytes_that_are_no_text_are_refused_without_a_path(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     url = f"{fire_server.http_url}/v2/models/ensemble/generate"
     bodies = {
         b'{"id": "\xff\xfe", "text_input": "a", "max_tokens": 2}': "the request id is not valid UTF-8",
@@ -145,7 +151,9 @@ def test_bytes_that_are_no_text_are_refused_without_a_path(fire_server, stub) ->
     assert answer(stub, text_request())[1] == ""
 
 
-def test_a_long_request_id_is_refused_and_not_logged(fire_server, stub) -> None:
+def test_a_long_request_id_is_refused_and_not_logged(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     _, error = answer(stub, text_request(request_id="y" * 1_000_000))
     assert error.startswith("[INVALID_ARGUMENT] the request id has 1000000 characters, the limit is 256")
     assert answer(stub, text_request(request_id="y" * 256))[1] == ""
@@ -192,7 +200,9 @@ def empty_words(number: int) -> service_pb2.ModelInferRequest:
 
 
 @pytest.mark.parametrize("what", ["one word of 10 MB", "ten million empty words", "messages of 10 MB"])
-def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(fire_server, stub, tokenising_s, what) -> None:
+def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub, tokenising_s: float, what: str
+) -> None:
     weights = {"embedding_bias_weights": np.ones((1, 1), np.float32)}
     message, limit = {
         "one word of 10 MB": lambda: (text_request(embedding_bias_words=[WORDS], **weights), "limits.max_bias_bytes"),
@@ -205,7 +215,9 @@ def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(fire_server
     assert set(errors) == {""} and wait_s < tokenising_s
 
 
-def test_a_template_that_never_ends_costs_its_own_requests_alone(stub) -> None:
+def test_a_template_that_never_ends_costs_its_own_requests_alone(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+) -> None:
     loops = [chat_request(b'[{"role": "loop", "content": "x"}]') for _ in range(6)]  # three times the threads
     with ThreadPoolExecutor(len(loops)) as pool:
         errors = [error for _, error in pool.map(lambda message: answer(stub, message), loops)]
@@ -215,7 +227,7 @@ def test_a_template_that_never_ends_costs_its_own_requests_alone(stub) -> None:
     assert answer(stub, chat_request(b'[{"role": "user", "content": "def main("}]')) == (1, "")
 
 
-def test_a_stop_request_reaches_one_whose_text_is_being_read(stub) -> None:
+def test_a_stop_request_reaches_one_whose_text_is_being_read(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     loop = request(
         "ensemble", {"messages": [b'[{"role": "loop", "content": "x"}]'], "max_tokens": np.int32([[2]])}, "victim"
     )
@@ -228,7 +240,9 @@ def test_a_stop_request_reaches_one_whose_text_is_being_read(stub) -> None:
     assert error == "[CANCELLED] the request was cancelled before its text had been read"
 
 
-def test_a_salt_larger_than_a_frame_is_its_own_requests_error(fire_server, stub) -> None:
+def test_a_salt_larger_than_a_frame_is_its_own_requests_error(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     with TokenClient(fire_server.grpc_url) as client:
         bystanders = [client.start([n + 1, 2], 1500, streaming=True) for n in range(8)]
         first = [ids_of(next(iter(stream))) for stream in bystanders]
@@ -241,7 +255,7 @@ def test_a_salt_larger_than_a_frame_is_its_own_requests_error(fire_server, stub)
         assert len(client.generate([1, 2, 3], 4)) == 4, "the engine was not lost meanwhile"
 
 
-def test_a_stop_request_stays_in_its_namespace(stub) -> None:
+def test_a_stop_request_stays_in_its_namespace(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     inputs = {"input_ids": [4, 5, 6], "input_lengths": [3], "request_output_len": [1500], "streaming": [True]}
     arrays = {name: np.array([value], TYPES[name]) for name, value in inputs.items()}
     stop = {**arrays, "stop": np.ones((1, 1), bool)}
@@ -260,7 +274,7 @@ def health(server: TritonServer) -> dict[str, dict]:
     return {path.name: json.loads(path.read_text()) for path in (server.run_dir / "health").glob("[a-z]*")}
 
 
-def test_each_model_says_twice_a_second_how_it_is(fire_server) -> None:
+def test_each_model_says_twice_a_second_how_it_is(fire_server: TritonServer) -> None:
     first = health(fire_server)
     assert set(first) == {"tensorrt_llm", "ensemble", "tensorrt_llm_bls"}
     assert {sign["state"] for sign in first.values()} == {"ready"}

@@ -46,7 +46,9 @@ def attacked(tmp_path: Path) -> Iterator[TritonServer]:
 
 
 @pytest.mark.skipif(memory.stack_bytes() < 3 << 30, reason="needs stacks of 3 GB: 6 GB of memory that nobody counts")
-def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_server_lives(attacked) -> None:
+def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_server_lives(
+    attacked: TritonServer,
+) -> None:
     pid, port = attacked.pid, attacked.ports.http
     for size in [NESTED] * 8 + [4 * NESTED]:
         answer = exchange(port, f"Content-Length: {size}", (b"[" * (1 << 20) for _ in range(size >> 20)))
@@ -59,7 +61,9 @@ def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_s
     assert attacked.running() and attacked.pid == pid
 
 
-def test_a_server_that_a_body_makes_too_large_is_ended_and_started_again(attacked, monkeypatch) -> None:
+def test_a_server_that_a_body_makes_too_large_is_ended_and_started_again(
+    attacked: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit is lowered to half a gigabyte above what it has, which a body of 1.2 million chunks passes."""
     limit = memory.resident_bytes(attacked.pid) + (512 << 20)
     monkeypatch.setattr(memory, "limit_bytes", lambda pid: limit)

@@ -63,7 +63,7 @@ def signs(server: TritonServer) -> list[health.Report]:
     return health.read(server._health_directory, time.monotonic_ns())
 
 
-def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server) -> None:
+def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server: TritonServer) -> None:
     server = watched_server
     assert eventually(lambda: len(signs(server)) == 3, 10), "every stub gives signs of life"
     assert eventually(lambda: both_say(server, True), 10)
@@ -79,7 +79,9 @@ def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_se
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(tmp_path, number) -> None:
+def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Triton 24.10 itself kills some stubs that have been stopped for about a second, and then serves on without them;
     the others are silent until the watchdog's time is over.
     """
@@ -93,7 +95,7 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(tm
         assert "died" in server.failure().text or number == signal.SIGSTOP and "silent" in server.failure().text
 
 
-def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path) -> None:
+def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path: Path) -> None:
     with serve(tmp_path, "triton.watchdog_timeout_s=3") as server:
         server.wait_ready(START_TIMEOUT_S)
         assert server.failure() is None
@@ -128,7 +130,7 @@ def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     assert "the engine of model by_hand ended too often and was given up" in said
 
 
-def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server) -> None:
+def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server: TritonServer) -> None:
     server = watched_server
     load = f"{server.http_url}/v2/repository/models/everbatch_not_ready/load"
     assert post(load, {})[0] == 403
@@ -140,7 +142,7 @@ def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients
     assert "tensorrt_llm" in text and "everbatch_not_ready" not in text
 
 
-def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server) -> None:
+def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server: TritonServer) -> None:
     pids = watched_server.processes()
     assert len(pids) >= 5, "server, three stubs, engine"
     for pid in pids:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from backend.api import EngineConfig, EngineStats, ErrorCode, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig
 from backend.core.clock import ManualClock
@@ -103,7 +105,7 @@ def test_two_turns_of_a_session_that_arrive_together_are_a_conflict() -> None:
     assert "conflict" in loop.error_of(2)
 
 
-def test_a_session_is_stopped_under_the_namespace_of_the_command(monkeypatch) -> None:
+def test_a_session_is_stopped_under_the_namespace_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = []
     monkeypatch.setattr(EngineCore, "stop_session", lambda self, *arguments: stopped.append(arguments))
     Loop(lambda response: None).run(StopSession(3, 5, True, "tenant"))

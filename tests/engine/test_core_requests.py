@@ -12,7 +12,7 @@ from tests.engine.driver import Driver, answer
 
 @pytest.mark.feature("000-26")
 @pytest.mark.parametrize("exclude", [False, True])
-def test_without_streaming_there_is_one_final_response_with_or_without_the_prompt(exclude) -> None:
+def test_without_streaming_there_is_one_final_response_with_or_without_the_prompt(exclude: bool) -> None:
     driver = Driver()
     output = OutputConfig(exclude_input_from_output=exclude)
     request = driver.ask([1, 2, 3], 5, streaming=False, output_config=output)
@@ -60,7 +60,7 @@ def test_a_stop_word_must_lie_within_the_output() -> None:
 
 
 @pytest.mark.parametrize("min_tokens, ends_after", [(0, 3), (3, 3), (4, 8)])
-def test_an_end_id_ends_the_output_but_not_before_min_tokens(min_tokens, ends_after) -> None:
+def test_an_end_id_ends_the_output_but_not_before_min_tokens(min_tokens: int, ends_after: int) -> None:
     driver = Driver()
     expected = answer([7, 7], 8)
     config = SamplingConfig(min_tokens=min_tokens)
@@ -95,7 +95,7 @@ def test_a_request_joins_at_the_next_iteration_and_is_done_before_a_longer_one()
 
 @pytest.mark.feature("000-24")
 @pytest.mark.parametrize("seed", range(20))
-def test_there_is_exactly_one_final_response_whatever_happens(seed) -> None:
+def test_there_is_exactly_one_final_response_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     driver = Driver(pool_tokens=48, policy=rng.choice(["guaranteed_no_evict", "max_utilization"]))
     requests = []
@@ -163,7 +163,7 @@ def test_a_deadline_ends_a_waiting_and_a_running_request() -> None:
 
 @pytest.mark.feature("001-58", "000-07", "002-31")
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
-def test_a_cancelled_request_is_free_at_once_in_every_phase(steps) -> None:
+def test_a_cancelled_request_is_free_at_once_in_every_phase(steps: int) -> None:
     driver = Driver(max_num_tokens=8)
     request = driver.ask(list(range(30)), 10)
     driver.step(steps)

@@ -40,19 +40,19 @@ def attack(seed: int, victim: str, attacker: str, **config: object) -> list[int]
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("victim, attacker", [("", ""), ("alice", ""), ("", "mallory"), ("alice", "mallory")])
-def test_a_prober_recovers_nothing_of_a_strangers_prompt(seed, victim, attacker) -> None:
+def test_a_prober_recovers_nothing_of_a_strangers_prompt(seed: int, victim: str, attacker: str) -> None:
     assert attack(seed, victim, attacker) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sharing, namespace", [("all", ""), ("namespace", "team")])
-def test_the_prober_is_not_blind(seed, sharing, namespace) -> None:
+def test_the_prober_is_not_blind(seed: int, sharing: str, namespace: str) -> None:
     """Where per-token sharing is wanted, the same program reads the secret out: that is what such sharing means."""
     assert attack(seed, namespace, namespace, sharing=sharing) == secret_of(seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_prober_that_knows_all_but_a_blocks_last_token_is_told_nothing_either(seed) -> None:
+def test_a_prober_that_knows_all_but_a_blocks_last_token_is_told_nothing_either(seed: int) -> None:
     """Whole blocks are shared with strangers, so a right guess of a whole block does find it; its counters do not say so."""
     driver = Driver(pool_tokens=4096, block_size=BLOCK, slots=2)
     prompt = [random.Random(seed).randrange(10) for _ in range(2 * BLOCK)]
@@ -94,7 +94,7 @@ def test_a_number_names_another_session_in_another_namespace() -> None:
 
 
 @pytest.mark.parametrize("end", [False, True])
-def test_nobody_stops_or_erases_the_session_of_another_namespace(end) -> None:
+def test_nobody_stops_or_erases_the_session_of_another_namespace(end: bool) -> None:
     driver = Driver()
     running = driver.ask([1, 2], 8, session=SessionConfig(7, start=True), cache_salt="alice")
     driver.step(2)

@@ -146,7 +146,7 @@ def test_two_requests_of_a_session_in_one_poll_are_a_conflict() -> None:
 
 @pytest.mark.feature("004-31")
 @pytest.mark.parametrize("session_len, outputs", [(10, 7), (4, 1), (100, 20)])
-def test_session_len_cuts_the_output(session_len, outputs) -> None:
+def test_session_len_cuts_the_output(session_len: int, outputs: int) -> None:
     driver = Driver()
     request = driver.turn(1, [1, 2, 3], 20, start=True, session_len=session_len)
     driver.run()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from backend.executor import engine_process
 
 
-def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path) -> None:
+def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(
         engine_process, "_die_with_parent", lambda: None
     )  # pytest's standard input is not a supervisor's

@@ -72,7 +72,7 @@ def generate(
 
 
 @each("name", tuple(MODELS))
-def test_greedy_tokens_in_float32_are_the_cpus(name) -> None:
+def test_greedy_tokens_in_float32_are_the_cpus(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)
         expected = generate(directory, "cpu", "torch").tokens
@@ -91,7 +91,7 @@ def test_tokens_are_the_same_with_and_without_graphs() -> None:
 
 @each("kv", ("auto", "int8", "int4"))
 @each("name", ("llama3", "mistral"))
-def test_a_small_pool_gives_the_tokens_of_a_large_one(name, kv) -> None:
+def test_a_small_pool_gives_the_tokens_of_a_large_one(name: str, kv: str) -> None:
     small = 256 if IS_GPU else 32
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)

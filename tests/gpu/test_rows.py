@@ -31,7 +31,7 @@ def assert_rows(measured: Int8Rows, expected: Int8Rows) -> None:
 
 @each("dtype", HALVES)
 @each("shape", rms_norm.CASES)
-def test_rms_norm(shape, dtype) -> None:
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = (
         random(*shape, dtype=dtype),
         random(*shape, dtype=dtype, seed=1),
@@ -49,7 +49,7 @@ def test_rms_norm(shape, dtype) -> None:
 
 @each("dtype", HALVES)
 @each("shape", silu_mul.CASES)
-def test_silu_mul(shape, dtype) -> None:
+def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     assert_near(silu_mul.silu_mul(x), silu_mul.reference(x.float()))
     if x.ndim == 2:
@@ -58,7 +58,7 @@ def test_silu_mul(shape, dtype) -> None:
 
 @each("dtype", HALVES)
 @each("case", embedding.CASES)
-def test_embedding(case, dtype) -> None:
+def test_embedding(case: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, vocab, hidden = case
     table = random(vocab, hidden, dtype=dtype)
     ids = ints([(3 * token) % (vocab + 2) for token in range(tokens)], torch.int64)
@@ -68,7 +68,7 @@ def test_embedding(case, dtype) -> None:
 
 @each("dtype", (torch.float32, *HALVES))
 @each("case", log_probs.CASES)
-def test_log_probs(case, dtype) -> None:
+def test_log_probs(case: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, vocab, n = case
     logits, ids = random(rows, vocab, dtype=dtype) * 3, ints([row % vocab for row in range(rows)], torch.int64)
     measured, expected = log_probs.log_probs(logits, ids, n), log_probs.reference(logits, ids, n)
@@ -90,7 +90,9 @@ def asked(
 @each("dtype", LOGITS)
 @each("shape", [*choose_tokens.CASES, (2, 128256)])
 @each("top_k, top_p, min_p", FILTERS)
-def test_the_token_is_the_references(top_k, top_p, min_p, shape, dtype) -> None:
+def test_the_token_is_the_references(
+    top_k: int, top_p: float, min_p: float, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     logits, rows = (3 * random(*shape)).to(dtype), asked(shape[0], top_k, top_p, min_p)
     assert torch.equal(choose_tokens.choose_tokens(logits, rows), choose_tokens.reference(logits, rows))
     greedy = asked(shape[0], temperature=0.0)
@@ -99,7 +101,7 @@ def test_the_token_is_the_references(top_k, top_p, min_p, shape, dtype) -> None:
 
 @each("dtype", LOGITS)
 @each("shape", choose_tokens.CASES)
-def test_the_token_behind_penalties_and_a_mask_is_the_references(shape, dtype) -> None:
+def test_the_token_behind_penalties_and_a_mask_is_the_references(shape: tuple[int, int], dtype: torch.dtype) -> None:
     count, vocab = shape
     generator = torch.Generator().manual_seed(vocab)
     tokens = torch.randint(0, min(vocab, 700), (count + 2, 1100), generator=generator)

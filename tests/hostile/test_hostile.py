@@ -18,7 +18,7 @@ from tests.hostile.target import Death, Target
 CASES = 400
 
 
-def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path) -> None:
+def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path: Path) -> None:
     """Without the metadata triton_grpc_error, whose deaths are tritonserver's own (docs/reliability.md)."""
     target = Target(tmp_path)
     campaign = Campaign(target, Settings(chunk=CASES // 2))
@@ -64,7 +64,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("what", LEAKS)
-def test_a_reply_that_tells_of_the_inside_is_a_leak(what) -> None:
+def test_a_reply_that_tells_of_the_inside_is_a_leak(what: str) -> None:
     assert any(leak.startswith(what) for leak in answers.leaks(CASE, Reply("answered", "http", 400, LEAKS[what])))
 
 
@@ -92,7 +92,7 @@ def test_tritons_page_on_a_configuration_may_name_the_models_file() -> None:
         (Reply("none", "grpc"), answers.NO_END),
     ],
 )
-def test_replies_are_classed_by_what_they_say(reply, found) -> None:
+def test_replies_are_classed_by_what_they_say(reply: Reply, found: str) -> None:
     assert answers.classify(CASE, reply) == found
 
 
@@ -132,5 +132,7 @@ ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x
         ("engine", None, "", [_grpc_case(b"a", string_length=True)], None),
     ],
 )
-def test_only_documented_bugs_explain_a_death(who, status, log, suspects, bug) -> None:
+def test_only_documented_bugs_explain_a_death(
+    who: str, status: int | None, log: str, suspects: list[Case], bug: deaths.Bug | None
+) -> None:
     assert deaths.explanation(Death(who, status, log, Path("log")), suspects) == bug

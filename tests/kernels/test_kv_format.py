@@ -37,7 +37,7 @@ def assert_as_near_as_promised(x: Tensor, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows, head_dim, bits", kv_format.CASES)
-def test_a_row_comes_back_within_half_a_step(rows, head_dim, bits, dtype) -> None:
+def test_a_row_comes_back_within_half_a_step(rows: int, head_dim: int, bits: int, dtype: torch.dtype) -> None:
     x = (random_tensor(rows, head_dim) * torch.logspace(-2, 3, rows)[:, None]).to(dtype)
     q, scale, least = quantize_rows(x, bits)
     assert (q.dtype, scale.dtype, least.dtype) == (torch.uint8, torch.float16, torch.float16)
@@ -54,7 +54,7 @@ def test_the_values_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.1, 0.3, -0.1, -0.3, 1000.1, -7e-8, 65504.0])
-def test_constant_rows_come_back(value, bits) -> None:
+def test_constant_rows_come_back(value: float, bits: int) -> None:
     x = torch.full((2, 64), value)
     q, scale, least = quantize_rows(x, bits)
     assert (scale >= 0).all()
@@ -64,20 +64,20 @@ def test_constant_rows_come_back(value, bits) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_that_hardly_vary_lose_no_more_than_float16_does(bits) -> None:
+def test_rows_that_hardly_vary_lose_no_more_than_float16_does(bits: int) -> None:
     assert_as_near_as_promised(100 + 1e-4 * random_tensor(40, 64), bits)
     assert_as_near_as_promised(-3000 + 0.1 * random_tensor(40, 64), bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-8, 1e-6])
-def test_rows_of_next_to_nothing_come_back_as_next_to_nothing(size, bits) -> None:
+def test_rows_of_next_to_nothing_come_back_as_next_to_nothing(size: float, bits: int) -> None:
     x = size * random_tensor(5, 64).clamp(-3, 3)
     assert (round_trip(x, bits) - x).abs().max() <= min(2**-16, 10 * size)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_whole_range_of_float16_comes_back(bits) -> None:
+def test_the_whole_range_of_float16_comes_back(bits: int) -> None:
     x = random_tensor(3, 64)
     x *= 65504 / x.abs().amax(1, keepdim=True)
     x[0, :2] = torch.tensor([-65504.0, 65504.0])
@@ -86,7 +86,7 @@ def test_the_whole_range_of_float16_comes_back(bits) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [65519.0, 65520.0, 1e6, 1e20, 3e38, torch.inf])
-def test_what_float16_cannot_hold_is_cut_and_stays_finite(size, bits) -> None:
+def test_what_float16_cannot_hold_is_cut_and_stays_finite(size: float, bits: int) -> None:
     x = random_tensor(4, 64)
     x[0, 3], x[1, 5] = size, -size
     x[2, 7], x[2, 8] = size, -size
@@ -99,7 +99,7 @@ def test_what_float16_cannot_hold_is_cut_and_stays_finite(size, bits) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_do_not_share_anything(bits) -> None:
+def test_rows_do_not_share_anything(bits: int) -> None:
     x = random_tensor(9, 64)
     alone = torch.cat([round_trip(x[row : row + 1], bits) for row in range(9)])
     assert torch.equal(round_trip(x, bits), alone)
@@ -112,7 +112,7 @@ def test_an_int4_byte_holds_one_number_of_each_half() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_unpacking_undoes_packing(bits) -> None:
+def test_unpacking_undoes_packing(bits: int) -> None:
     q = torch.randint(1 << bits, (3, 5, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = pack(q, bits)
     assert packed.shape == (3, 5, 96 * bits // 8) and packed.dtype == torch.uint8
@@ -135,7 +135,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_data_and_params_lie_where_the_format_says(layout) -> None:
+def test_data_and_params_lie_where_the_format_says(layout: QuantizedPool) -> None:
     pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
     data, params, *_ = layout.view(pool)
     block, head, side, offset = 2, layout.kv_heads - 1, 1, layout.block_size - 1
@@ -151,7 +151,7 @@ def test_data_and_params_lie_where_the_format_says(layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_data_and_params_are_the_whole_block_without_overlap(layout) -> None:
+def test_data_and_params_are_the_whole_block_without_overlap(layout: QuantizedPool) -> None:
     pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(pool)
     view.data.add_(1)
@@ -160,7 +160,7 @@ def test_data_and_params_are_the_whole_block_without_overlap(layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout) -> None:
+def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout: QuantizedPool) -> None:
     layers = torch.zeros(3, 5, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(layers[:, 2])
     view.data.fill_(7)
@@ -178,7 +178,7 @@ def test_sizes_are_those_of_the_promise() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_written_through_the_views_is_read_through_them(bits) -> None:
+def test_what_is_written_through_the_views_is_read_through_them(bits: int) -> None:
     layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, bits=bits)
     x = random_tensor(3 * 2 * 2 * 4, 64)
     q, scale, least = quantize_rows(x, bits)
@@ -191,7 +191,7 @@ def test_what_is_written_through_the_views_is_read_through_them(bits) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(layout) -> None:
+def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(layout: QuantizedPool) -> None:
     pool = layout.view(torch.arange(3 * layout.block_bytes).to(torch.uint8).view(3, -1))
     assert pool.words.data_ptr() == pool.params.data_ptr()
     halves = pool.params.view(torch.int16).int()
@@ -248,7 +248,7 @@ def run_ptx(text: str, words: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BITS)
-def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits, dtype) -> None:
+def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits: int, dtype: torch.dtype) -> None:
     bytes_ = torch.stack(
         [(torch.arange(256) * odd + odd) % 256 for odd in (1, 3, 77, 251)], dim=1
     )  # each at each place

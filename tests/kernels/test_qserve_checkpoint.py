@@ -71,7 +71,7 @@ def test_a_byte_holds_the_weights_that_its_place_in_the_tile_says() -> None:
         assert qweight[at] == q[row, column] + 16 * q[row + 16, column]
 
 
-def test_a_layer_is_read_as_it_was_written(weight) -> None:
+def test_a_layer_is_read_as_it_was_written(weight: w4a8.Weight4A8) -> None:
     tensors = layout.to_qserve(weight)
     for read, written in zip(layout.from_qserve(**tensors), weight, strict=True):
         assert read is written is None or read.dtype == written.dtype and torch.equal(read, written)
@@ -112,7 +112,7 @@ def test_a_row_of_zeros_is_read() -> None:
 
 
 @pytest.mark.parametrize("n, k", [(40, 128), (32, 160)])
-def test_tiles_that_are_not_whole_are_refused(n, k) -> None:
+def test_tiles_that_are_not_whole_are_refused(n: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"tiles of 32 and columns in groups of 128, this one is {n} x {k}: pad it"):
         layout.from_qserve(torch.zeros(n, k // 2, dtype=torch.int8), torch.ones(n).half(), torch.ones(n).half())
 
@@ -136,7 +136,7 @@ def group_tensors(scale: int, zero: int, q: int) -> dict[str, torch.Tensor]:
         (16, 9, 0, "is -144, not within -128..127"),
     ],
 )
-def test_weights_that_leave_int8_are_refused(scale, zero, q, message) -> None:
+def test_weights_that_leave_int8_are_refused(scale: int, zero: int, q: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout.from_qserve(**group_tensors(scale, zero, q))
 

@@ -18,14 +18,14 @@ def cache_with(num_blocks: int, used: int = 0, **options: object) -> Cache:
 
 @pytest.mark.feature("003-17")
 @pytest.mark.parametrize("tokens, answer", [(1, Admission.NOW), (12, Admission.NOW), (13, Admission.LATER)])
-def test_a_sequence_is_admitted_now_when_its_blocks_are_free(tokens, answer) -> None:
+def test_a_sequence_is_admitted_now_when_its_blocks_are_free(tokens: int, answer: Admission) -> None:
     cache = cache_with(8, used=5)
     assert cache.judge(make_sequence(1, list(range(tokens)))) is answer
 
 
 @pytest.mark.feature("003-17", "003-18")
 @pytest.mark.parametrize("headroom, answer", [(0, Admission.NOW), (1, Admission.NOW), (2, Admission.LATER)])
-def test_blocks_that_must_stay_free_count_as_taken(headroom, answer) -> None:
+def test_blocks_that_must_stay_free_count_as_taken(headroom: int, answer: Admission) -> None:
     cache = cache_with(8, used=5)
     assert cache.judge(make_sequence(1, [1] * 8), headroom) is answer
 
@@ -42,21 +42,21 @@ def test_later_becomes_now_when_blocks_come_back() -> None:
 
 @pytest.mark.feature("003-19")
 @pytest.mark.parametrize("tokens, answer", [(32, Admission.LATER), (33, Admission.NEVER)])
-def test_what_exceeds_the_whole_pool_never_fits(tokens, answer) -> None:
+def test_what_exceeds_the_whole_pool_never_fits(tokens: int, answer: Admission) -> None:
     cache = cache_with(8, used=1)
     assert cache.judge(make_sequence(1, list(range(tokens)))) is answer
 
 
 @pytest.mark.feature("003-19", "003-20")
 @pytest.mark.parametrize("blocks, answer", [(99, Admission.NOW), (100, Admission.NEVER)])
-def test_the_watermark_is_out_of_reach_for_ever(blocks, answer) -> None:
+def test_the_watermark_is_out_of_reach_for_ever(blocks: int, answer: Admission) -> None:
     cache = cache_with(100, watermark=0.01)
     assert cache.judge(make_sequence(1, [7] * 4 * blocks)) is answer
 
 
 @pytest.mark.feature("003-20")
 @pytest.mark.parametrize("num_blocks, kept_back", [(100, 1), (50, 0), (99, 0), (199, 1), (250, 2)])
-def test_the_watermark_is_the_share_of_the_pool_rounded_down(num_blocks, kept_back) -> None:
+def test_the_watermark_is_the_share_of_the_pool_rounded_down(num_blocks: int, kept_back: int) -> None:
     cache = Cache(num_blocks, watermark=0.01)
     assert cache.kv.watermark_blocks == kept_back
     assert cache.kv.usable_blocks == num_blocks - kept_back

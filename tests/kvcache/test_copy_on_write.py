@@ -95,7 +95,7 @@ def test_two_writers_of_one_block_in_one_plan_need_one_copy() -> None:
 
 @pytest.mark.feature("003-28")
 @pytest.mark.parametrize("parent_first", [True, False])
-def test_shared_blocks_come_back_with_the_last_sequence(parent_first) -> None:
+def test_shared_blocks_come_back_with_the_last_sequence(parent_first: bool) -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4, 5, 6])
     first, last = (parent, child) if parent_first else (child, parent)
     cache.release(first)

@@ -131,7 +131,7 @@ def test_shrinking_the_pool_evicts_idle_sequences_and_growing_it_again_makes_roo
 
 @pytest.mark.feature("004-09")
 @pytest.mark.parametrize("chunk, grown, backed", [(-1, 1, 10), (1, 7, 7), (3, 3, 9), (0, 3, 9)])
-def test_workers_are_asked_for_memory_once_for_each_chunk(chunk, grown, backed) -> None:
+def test_workers_are_asked_for_memory_once_for_each_chunk(chunk: int, grown: int, backed: int) -> None:
     """Seven blocks are used, one after the other, of a pool of ten (whose square root is three)."""
     cache = Cache(num_blocks=10, chunk_blocks=chunk)
     seq = cache.start(make_sequence(1, [1] * 4))

@@ -23,7 +23,7 @@ def after_one(prompt: list[int], keep_running: bool = False, **options: object) 
 
 @pytest.mark.feature("001-33", "003-54", "002-51")
 @pytest.mark.parametrize("keep_running", [True, False])
-def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running) -> None:
+def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running: bool) -> None:
     cache, table = after_one([*PREFIX, 1], keep_running)
     seq = cache.start(make_sequence(2, [*PREFIX, 2]))
     assert cache.blocks(seq)[:2] == table[:2] and cache.blocks(seq)[2] not in table[:2]
@@ -35,7 +35,7 @@ def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running) -> 
 
 @pytest.mark.feature("003-54")
 @pytest.mark.parametrize("partial, cached", [(False, 0), (True, 3)])
-def test_under_one_block_nothing_is_shared_and_with_partial_reuse_it_is_copied(partial, cached) -> None:
+def test_under_one_block_nothing_is_shared_and_with_partial_reuse_it_is_copied(partial: bool, cached: int) -> None:
     cache, table = after_one([1, 2, 3, 4], enable_partial_reuse=partial)
     seq = make_sequence(2, [1, 2, 3, 9, 9])
     cache.start(seq)

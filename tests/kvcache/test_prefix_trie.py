@@ -175,7 +175,7 @@ class Counted(int):
 
 
 @pytest.mark.parametrize("fan_out", [1, 100, 10_000])
-def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out) -> None:
+def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out: int) -> None:
     trie = PrefixTrie(4)
     for index in range(fan_out):
         trie.insert("", None, 0, [5, index, 0, 0], [BlockHandle(index, 1)], 1)

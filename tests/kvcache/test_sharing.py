@@ -37,7 +37,9 @@ def second_finds(sharing: str, namespace: str, prompt: list[int]) -> tuple[int, 
         ("none", "team", 0, 0),
     ],
 )
-def test_whole_blocks_are_shared_with_strangers_and_tokens_within_a_namespace(sharing, namespace, found, told) -> None:
+def test_whole_blocks_are_shared_with_strangers_and_tokens_within_a_namespace(
+    sharing: str, namespace: str, found: int, told: int
+) -> None:
     assert second_finds(sharing, namespace, [*PREFIX, *THIRD, 9, 9]) == (found, told)
 
 

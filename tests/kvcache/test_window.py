@@ -10,7 +10,7 @@ from tests.kvcache.harness import Cache, answer, make_sequence
 
 @pytest.mark.feature("003-22")
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9])
-def test_the_blocks_in_use_are_bounded_however_long_the_sequence_grows(window) -> None:
+def test_the_blocks_in_use_are_bounded_however_long_the_sequence_grows(window: int) -> None:
     cache = Cache(num_blocks=16, window=window, max_chunk_tokens=4, enable_block_reuse=False)
     seq = cache.start(make_sequence(1, [1, 2, 3]))
     used = []
@@ -49,7 +49,9 @@ def test_a_prompt_far_longer_than_the_pool_is_admitted_by_chunks() -> None:
 
 
 @pytest.mark.parametrize("num_blocks, expected", [(5, Admission.NOW), (4, Admission.NEVER)])
-def test_the_need_of_an_endless_sequence_is_the_window_a_chunk_and_two_ragged_ends(num_blocks, expected) -> None:
+def test_the_need_of_an_endless_sequence_is_the_window_a_chunk_and_two_ragged_ends(
+    num_blocks: int, expected: Admission
+) -> None:
     cache = Cache(num_blocks=num_blocks, window=4, max_chunk_tokens=8)
     assert cache.kv.blocks_needed(10_000) == 5
     assert cache.kv.plan().admit(make_sequence(1, [1] * 10), 10_000, 0) is expected
@@ -92,7 +94,7 @@ def test_a_prefix_that_is_found_is_taken_without_the_blocks_outside_the_window()
 
 @pytest.mark.feature("003-26")
 @pytest.mark.parametrize("together", [False, True])
-def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_write_to_it(together) -> None:
+def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_write_to_it(together: bool) -> None:
     """The front of the prefix has left both windows and is evicted, which cuts the shared tail off the trie."""
     cache = Cache(num_blocks=12, window=8)
     common = list(range(16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def test_what_is_forgotten_is_captured_anew_into_a_pool_of_its_own() -> None:
     assert (recorder.makers, recorder.captures) == (2, 2)
 
 
-def test_a_capture_that_fails_turns_graphs_off_and_names_the_first_cause(caplog) -> None:
+def test_a_capture_that_fails_turns_graphs_off_and_names_the_first_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="everbatch.worker")
 
     def capture(step: Step) -> Captured:

@@ -29,7 +29,7 @@ def assert_near(measured: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", rms_norm.CASES)
-def test_rms_norm_follows_its_formula(shape, dtype) -> None:
+def test_rms_norm_follows_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = random_tensor(*shape, dtype=dtype), random_tensor(shape[-1], dtype=dtype)
     measured = rms_norm.rms_norm(x, weight, 1e-3)
     expected = torch.empty(shape, dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_rms_norm_follows_its_formula(shape, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, heads, head_dim", rope.CASES)
-def test_rope_rotates_each_pair_by_its_angle(num_tokens, heads, head_dim, dtype) -> None:
+def test_rope_rotates_each_pair_by_its_angle(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     half = head_dim // 2
     x = random_tensor(num_tokens, heads, head_dim, dtype=dtype)
     angles = random_tensor(num_tokens, half, seed=1)
@@ -58,7 +58,7 @@ def test_rope_rotates_each_pair_by_its_angle(num_tokens, heads, head_dim, dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", silu_mul.CASES)
-def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype) -> None:
+def test_silu_mul_gates_the_second_half_by_the_first(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     half = shape[-1] // 2
     gate, up = x[..., :half].double(), x[..., half:].double()
@@ -122,14 +122,14 @@ class Scene:
 
 @pytest.mark.feature("004-19", "004-20", "001-29")
 @pytest.mark.parametrize("case", paged_attention.CASES, ids=str)
-def test_paged_attention_follows_its_formula_and_reads_nothing_else(case) -> None:
+def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_attention.Case) -> None:
     scene = Scene(case)
     assert scene.pool.isnan().any()
     assert_near(scene.attend(), scene.expected())
 
 
 @pytest.mark.parametrize("rows", [[(1, 9), (1, 7)], [(3, 9), (1, 7)]])
-def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows) -> None:
+def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows: list[tuple[int, int]]) -> None:
     scene = Scene(paged_attention.Case(rows))
     scene.rows.tables[0, 1] = -1
     with pytest.raises(IndexError):

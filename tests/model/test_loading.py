@@ -61,7 +61,7 @@ def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], object])
 
 
 @pytest.mark.feature("000-01")
-def test_a_directory_is_loaded_and_described(checkpoint, tier) -> None:
+def test_a_directory_is_loaded_and_described(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     info = load(checkpoint("llama2"), tier, dtype="bfloat16", max_seq_len=100)
     assert (info.vocab_size, info.max_seq_len, info.sliding_window, info.eos_ids) == (131, 100, None, (1,))
     head_dim = 32 if tier is NATIVE else 8  # native blocks are padded to whole panels
@@ -69,24 +69,26 @@ def test_a_directory_is_loaded_and_described(checkpoint, tier) -> None:
     assert (info.dtype, info.device, info.kernels) == ("bfloat16", "cpu", tier.kernels)
 
 
-def test_more_positions_than_the_model_has_are_refused(checkpoint) -> None:
+def test_more_positions_than_the_model_has_are_refused(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="max_seq_len is 100000, the model's own limit is 512"):
         load(checkpoint("llama2"), max_seq_len=100_000)
 
 
 @pytest.mark.parametrize("name, window", [("mistral", 24), ("qwen2_window_from_second_layer", None), ("qwen2", None)])
-def test_a_window_is_reported_only_when_every_layer_has_one(checkpoint, name, window) -> None:
+def test_a_window_is_reported_only_when_every_layer_has_one(
+    checkpoint: Callable[[str], Path], name: str, window: int | None
+) -> None:
     assert load(checkpoint(name)).sliding_window == window
 
 
 @pytest.mark.feature("000-01")
 @pytest.mark.parametrize("path", ["Bla", "/no/such/model", "./bla/blub"])
-def test_a_missing_path_is_told(path) -> None:
+def test_a_missing_path_is_told(path: str) -> None:
     with pytest.raises(ConfigError, match="File does not exist"):
         load(path)
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch) -> None:
+def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -96,7 +98,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch) -> None:
 
 @pytest.mark.feature("000-02")
 @pytest.mark.parametrize("name", ["llama2", "llama3_tied_sharded", "qwen3"])
-def test_buffers_and_directory_give_the_same_tokens(checkpoint, tier, name) -> None:
+def test_buffers_and_directory_give_the_same_tokens(
+    checkpoint: Callable[[str], Path], tier: TierCase, name: str
+) -> None:
     directory = checkpoint(name)
     weights = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
     json_config = (directory / "config.json").read_text()
@@ -106,7 +110,7 @@ def test_buffers_and_directory_give_the_same_tokens(checkpoint, tier, name) -> N
     assert from_buffers.info.eos_ids == from_directory.info.eos_ids == (1,)
 
 
-def test_eos_ids_come_from_the_generation_config_first(directory) -> None:
+def test_eos_ids_come_from_the_generation_config_first(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read_eos_ids(directory) == (7, 8)
     (directory / "generation_config.json").write_text("{}")
@@ -116,7 +120,7 @@ def test_eos_ids_come_from_the_generation_config_first(directory) -> None:
     assert read_eos_ids(directory) == ()
 
 
-def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory) -> None:
+def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory: Path) -> None:
     edit_weights(directory, lambda weights: weights.update({k: v.half() for k, v in weights.items()}))
     edit_config(directory, dtype="DELETE")
     assert load(directory).dtype == "float16"
@@ -164,7 +168,9 @@ def test_the_older_spelling_of_rope_is_read() -> None:
         ("Llama", dict(sliding_window=4), (None, None, None)),
     ],
 )
-def test_windows_of_configs_without_layer_types(architecture, changes, windows) -> None:
+def test_windows_of_configs_without_layer_types(
+    architecture: str, changes: dict[str, object], windows: tuple[int | None, int | None, int | None]
+) -> None:
     raw = dict(
         architectures=[f"{architecture}ForCausalLM"],
         vocab_size=9,
@@ -204,7 +210,9 @@ def test_windows_of_configs_without_layer_types(architecture, changes, windows) 
         ),
     ],
 )
-def test_a_config_that_asks_for_what_is_not_built_is_refused(directory, changes, message) -> None:
+def test_a_config_that_asks_for_what_is_not_built_is_refused(
+    directory: Path, changes: dict[str, object], message: str
+) -> None:
     edit_config(directory, **changes)
     with pytest.raises(ConfigError, match=message):
         load(directory)
@@ -219,7 +227,9 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused(directory, changes,
         dict(architectures=["WhisperForConditionalGeneration"]),
     ],
 )
-def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(directory, changes) -> None:
+def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(
+    directory: Path, changes: dict[str, object]
+) -> None:
     edit_config(directory, **changes)
     served = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
     with pytest.raises(ConfigError, match=f"{changes['architectures'][0]} is not supported; supported are {served}"):
@@ -227,7 +237,7 @@ def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(directory
 
 
 @pytest.mark.parametrize("text, message", [("{", "not JSON at line 1"), ("[]", "JSON object is expected")])
-def test_a_config_that_is_no_json_object_is_refused(directory, text, message) -> None:
+def test_a_config_that_is_no_json_object_is_refused(directory: Path, text: str, message: str) -> None:
     (directory / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load(directory)
@@ -246,18 +256,18 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
         (lambda w: w.update({"model.layers.1.self_attn.q_proj.bias": torch.ones(48)}), "not used"),
     ],
 )
-def test_every_tensor_must_be_there_have_its_shape_and_be_used(directory, change, message) -> None:
+def test_every_tensor_must_be_there_have_its_shape_and_be_used(directory: Path, change, message: str) -> None:
     edit_weights(directory, change)
     with pytest.raises(ConfigError, match=message):
         load(directory)
 
 
-def test_tensors_derived_from_the_config_may_be_there(directory) -> None:
+def test_tensors_derived_from_the_config_may_be_there(directory: Path) -> None:
     edit_weights(directory, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert load(directory).vocab_size == 131
 
 
-def test_a_tied_head_may_be_stored_but_must_not_differ(directory) -> None:
+def test_a_tied_head_may_be_stored_but_must_not_differ(directory: Path) -> None:
     def tie(weights: dict[str, Tensor]) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
@@ -269,26 +279,26 @@ def test_a_tied_head_may_be_stored_but_must_not_differ(directory) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pt"])
-def test_pickle_weights_are_refused(directory, name) -> None:
+def test_pickle_weights_are_refused(directory: Path, name: str) -> None:
     (directory / "model.safetensors").rename(directory / name)
     with pytest.raises(ConfigError, match="pickle weights .* convert to safetensors"):
         load(directory)
 
 
-def test_a_directory_without_weights_is_told(directory) -> None:
+def test_a_directory_without_weights_is_told(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="model.safetensors: File does not exist"):
         load(directory)
 
 
-def test_a_file_that_is_cut_short_is_told(directory) -> None:
+def test_a_file_that_is_cut_short_is_told(directory: Path) -> None:
     content = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(ConfigError, match="model.safetensors is cut short or too long"):
         load(directory)
 
 
-def test_a_missing_shard_is_told(checkpoint, tmp_path) -> None:
+def test_a_missing_shard_is_told(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     directory = Path(shutil.copytree(checkpoint("llama3_tied_sharded"), tmp_path / "model"))
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ConfigError, match="model-00002-of-00003.safetensors: File does not exist"):
@@ -298,7 +308,7 @@ def test_a_missing_shard_is_told(checkpoint, tmp_path) -> None:
         load(directory)
 
 
-def test_the_same_seed_writes_the_same_model(tmp_path) -> None:
+def test_the_same_seed_writes_the_same_model(tmp_path: Path) -> None:
     paths = [make_random_model(tmp_path / str(i), seed=seed) / "model.safetensors" for i, seed in enumerate((3, 3, 4))]
     contents = [path.read_bytes() for path in paths]
     assert contents[0] == contents[1] != contents[2]
@@ -306,7 +316,7 @@ def test_the_same_seed_writes_the_same_model(tmp_path) -> None:
 
 @pytest.mark.feature("004-27")
 @pytest.mark.parametrize("shape", [(24,), (24, 5), (24, 2, 3)])
-def test_the_rotary_permutation_and_its_inverse_are_the_identity(shape) -> None:
+def test_the_rotary_permutation_and_its_inverse_are_the_identity(shape: tuple[int, ...]) -> None:
     weight = torch.arange(torch.Size(shape).numel()).view(shape)
     for num_heads in (1, 2, 3, 4):
         assert torch.equal(meta_to_hf(hf_to_meta(weight, num_heads), num_heads), weight)
@@ -336,7 +346,9 @@ def test_meta_rotates_neighbours_where_hugging_face_rotates_halves() -> None:
 
 @pytest.mark.feature("004-27")
 @pytest.mark.parametrize("name", ["llama2", "llama3_tied_sharded"])
-def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(checkpoint, name) -> None:
+def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(
+    checkpoint: Callable[[str], Path], name: str
+) -> None:
     directory = checkpoint(name)
     weights = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
     config = json.loads((directory / "config.json").read_text())

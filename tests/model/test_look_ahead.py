@@ -41,7 +41,9 @@ def finish(core: EngineCore) -> dict[int, object]:
 
 
 @pytest.mark.parametrize("place", ["launch", "wait"])
-def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monkeypatch, caplog, place) -> None:
+def test_after_a_failed_step_nobody_gets_the_answer_of_another(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
     caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
     expected = make_core(checkpoint("llama2"), look_ahead=False)
     ask(expected, 2, [5, 6, 7])
@@ -72,7 +74,9 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
     assert finish(core)[2].result.output_token_ids == finish(expected)[2].result.output_token_ids
 
 
-def test_workers_that_are_lost_end_the_engine(checkpoint, monkeypatch) -> None:
+def test_workers_that_are_lost_end_the_engine(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_core(checkpoint("llama2"))
 
     def launch(step: StepInput) -> Never:
@@ -84,7 +88,7 @@ def test_workers_that_are_lost_end_the_engine(checkpoint, monkeypatch) -> None:
         core.step()
 
 
-def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch) -> None:
+def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = KVStorage(3, (2,), torch.float32, torch.device("cpu"))
     storage.grow(4)
     for pool in storage.pools:

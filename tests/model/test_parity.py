@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.conftest import Oracle
 from tests.model.driver import GroupDriver
 from tests.model.tiers import NATIVE, TORCH, TierCase
 
@@ -48,7 +49,7 @@ def make_driver(directory: Path, tier: TierCase, **options: Any) -> GroupDriver:
 
 
 @pytest.mark.feature("004-26", "001-29")
-def test_every_logit_of_a_whole_prompt_equals_transformers(family, tier) -> None:
+def test_every_logit_of_a_whole_prompt_equals_transformers(family: tuple[Path, Oracle], tier: TierCase) -> None:
     directory, oracle = family
     tokens = prompt(15 * tier.block + 1)
     driver = make_driver(directory, tier)
@@ -59,7 +60,7 @@ def test_every_logit_of_a_whole_prompt_equals_transformers(family, tier) -> None
 
 @pytest.mark.feature("004-19", "004-26", "001-29")
 @pytest.mark.parametrize("cut", CHUNKINGS.values(), ids=CHUNKINGS)
-def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family, tier, cut) -> None:
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family: tuple[Path, Oracle], tier: TierCase, cut) -> None:
     directory, oracle = family
     block = 8 if tier is TORCH else tier.block
     tokens = prompt(5 * block + 1, seed=1)
@@ -70,7 +71,9 @@ def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family, tier, cut) -> No
 
 @pytest.mark.feature("004-19")
 @pytest.mark.parametrize("num_new", range(1, 10))
-def test_new_tokens_over_a_history_see_the_right_part_of_it(family, tier, num_new) -> None:
+def test_new_tokens_over_a_history_see_the_right_part_of_it(
+    family: tuple[Path, Oracle], tier: TierCase, num_new: int
+) -> None:
     directory, oracle = family
     history = 8 * tier.block - 4
     tokens = prompt(history + num_new, seed=num_new)
@@ -81,7 +84,9 @@ def test_new_tokens_over_a_history_see_the_right_part_of_it(family, tier, num_ne
 
 @pytest.mark.feature("003-53", "004-26")
 @pytest.mark.parametrize("blocks", [1, 3, 3.75, 5.5])
-def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(family, tier, blocks) -> None:
+def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(
+    family: tuple[Path, Oracle], tier: TierCase, blocks: float
+) -> None:
     """Whole blocks are shared; a block of which only the head is right is copied first, and the copy is written to."""
     directory, oracle = family
     driver = GroupDriver.of(directory, tier)
@@ -101,7 +106,9 @@ def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(family, 
 
 @pytest.mark.feature("004-20")
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(family, tier, seed) -> None:
+def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(
+    family: tuple[Path, Oracle], tier: TierCase, seed: int
+) -> None:
     directory, oracle = family
     block = (tier.block // 4, tier.block // 2, tier.block * 4)[seed - 1] if tier is TORCH else tier.block << (seed % 2)
     tokens = prompt(11 * tier.block + 1, seed=seed)
@@ -114,7 +121,7 @@ def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(family, tier
 
 
 @pytest.mark.feature("004-06", "004-20", "003-57")
-def test_seven_mixed_rows_equal_each_alone(family, tier) -> None:
+def test_seven_mixed_rows_equal_each_alone(family: tuple[Path, Oracle], tier: TierCase) -> None:
     """Generation rows of many lengths, chunks over histories and fresh prompts in one flat batch, in any order."""
     directory, oracle = family
     driver = make_driver(directory, tier)
@@ -137,7 +144,7 @@ def test_seven_mixed_rows_equal_each_alone(family, tier) -> None:
 
 
 @pytest.mark.feature("004-26")
-def test_sixty_four_greedy_tokens_equal_transformers(family, tier) -> None:
+def test_sixty_four_greedy_tokens_equal_transformers(family: tuple[Path, Oracle], tier: TierCase) -> None:
     directory, oracle = family
     driver = make_driver(directory, tier)
     lengths = [(2 * tier.block + 1) + slot * (tier.block + tier.block // 2 + 1) for slot in range(3)]
@@ -163,7 +170,9 @@ def test_sixty_four_greedy_tokens_equal_transformers(family, tier) -> None:
     ids=["torch-bfloat16", "torch-float16", "native-bfloat16"],
     indirect=["tier"],
 )
-def test_half_precision_stays_near_float32(family, tier, dtype, limit) -> None:
+def test_half_precision_stays_near_float32(
+    family: tuple[Path, Oracle], tier: TierCase, dtype: str, limit: float
+) -> None:
     """The mean error over all logits, relative to their spread. The native kernels have no float16."""
     directory, oracle = family
     tokens = prompt(10 * tier.block)

@@ -87,7 +87,9 @@ def test_each_row_says_how_many_of_its_last_tokens_yield_logits() -> None:
 
 
 @pytest.mark.feature("004-06")
-def test_the_forward_grows_and_shrinks_with_the_live_rows(checkpoint, monkeypatch) -> None:
+def test_the_forward_grows_and_shrinks_with_the_live_rows(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
     seen: list[int] = []
     forward = Llama.forward
@@ -101,7 +103,9 @@ def test_the_forward_grows_and_shrinks_with_the_live_rows(checkpoint, monkeypatc
     assert seen == [16, 8, 3, 1, 5]
 
 
-def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(checkpoint, tier) -> None:
+def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(
+    checkpoint: Callable[[str], Path], tier: TierCase
+) -> None:
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.begin(5, [1, 2, 3])
     driver.run(5, [3])
@@ -128,7 +132,7 @@ def test_rows_are_padded_behind_their_ends() -> None:
         (Row(2, 0, 2, False), "has 0 blocks"),
     ],
 )
-def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row, message) -> None:
+def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row: Row, message: str | None) -> None:
     batch = make_batch(new_row(1, [1, 2, 3, 4], [0]), new_row(2, [1, 2], []))
     if message is None:
         assert len(batch.flatten([row], [0]).token_ids) == 4
@@ -168,7 +172,7 @@ def bytes_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.feature("003-53")
-def test_copies_are_made_before_the_forward_writes(checkpoint, tier) -> None:
+def test_copies_are_made_before_the_forward_writes(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     """The step writes to the source of the copy; the copy has to hold what was there before."""
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.begin(0, list(range(1, tier.block + 2)))
@@ -208,7 +212,7 @@ def test_copies_move_whole_blocks_of_every_layer() -> None:
         assert pool.flatten(1).float().unique(dim=1).T.tolist() == [[0, 1, 2, 0, 1, 1]]
 
 
-def test_the_pool_grows_while_sequences_run(checkpoint, tier) -> None:
+def test_the_pool_grows_while_sequences_run(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     """Steps say how many blocks must be backed; the KV of running sequences survives the move."""
     directory, length = checkpoint("llama2"), 7 * tier.block + 2
     whole, growing = (GroupDriver.of(directory, tier, num_blocks=num_blocks) for num_blocks in (40, 10))
@@ -226,7 +230,7 @@ def test_the_pool_grows_while_sequences_run(checkpoint, tier) -> None:
 
 
 @pytest.mark.feature("003-55", "003-61")
-def test_a_step_prepares_runs_and_samples(checkpoint, tier) -> None:
+def test_a_step_prepares_runs_and_samples(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     driver, twin = (GroupDriver.of(checkpoint("llama2"), tier) for _ in range(2))
     for each in (driver, twin):
         each.begin(3, [5, 6, 7])
@@ -242,7 +246,11 @@ def test_a_step_prepares_runs_and_samples(checkpoint, tier) -> None:
 @pytest.mark.feature("003-59")
 @pytest.mark.parametrize("num_slots, max_num_tokens", [(4, 64), (3, 2000), (2, 2)])
 def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(
-    checkpoint, tier, monkeypatch, num_slots, max_num_tokens
+    checkpoint: Callable[[str], Path],
+    tier: TierCase,
+    monkeypatch: pytest.MonkeyPatch,
+    num_slots: int,
+    max_num_tokens: int,
 ) -> None:
     group = make_group(checkpoint("llama2"), tier, max_batch_size=num_slots, max_num_tokens=max_num_tokens)
     group.load()
@@ -279,14 +287,18 @@ def make_core(
 
 
 @pytest.mark.feature("003-65")
-def test_a_probe_that_finds_no_memory_ends_in_a_clear_error(checkpoint, tier, monkeypatch) -> None:
+def test_a_probe_that_finds_no_memory_ends_in_a_clear_error(
+    checkpoint: Callable[[str], Path], tier: TierCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(group_module, "free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match="room for 0 KV blocks"):
         make_core(checkpoint, tier)
 
 
 @pytest.mark.feature("003-65")
-def test_the_probe_decides_the_number_of_blocks(checkpoint, tier, monkeypatch) -> None:
+def test_the_probe_decides_the_number_of_blocks(
+    checkpoint: Callable[[str], Path], tier: TierCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head_dim = 32 if tier is NATIVE else 8  # native blocks are padded to whole panels
     block_bytes = 3 * 2 * 2 * head_dim * 4 * tier.block  # layers, key and value, kv heads, head_dim, float32
     monkeypatch.setattr(group_module, "free_bytes", lambda device: 2 * 37 * block_bytes)
@@ -321,7 +333,9 @@ def write_host(root: Path, available_kb: int, groups: dict[str, tuple[str, int, 
         ({"other": ("1", 1, 0)}, 1000 * 1024),
     ],
 )
-def test_free_memory_respects_the_tightest_control_group(tmp_path, groups, expected) -> None:
+def test_free_memory_respects_the_tightest_control_group(
+    tmp_path: Path, groups: dict[str, tuple[str, int, int]], expected: int
+) -> None:
     assert host_free_bytes(*write_host(tmp_path, 1000, groups, own="/a/b")) == expected
 
 
@@ -333,7 +347,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         InProcessWorkerGroup(ModelConfigSection(device="meta"), scheduler)
 
 
-def test_shutting_down_twice_is_harmless(checkpoint, tier) -> None:
+def test_shutting_down_twice_is_harmless(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.group.shutdown()
     driver.group.shutdown()

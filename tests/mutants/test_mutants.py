@@ -18,7 +18,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_planted_bug_is_noticed(name) -> None:
+def test_a_planted_bug_is_noticed(name: str) -> None:
     status, output = run_tests(find(name).tests, name)
     assert status == TESTS_FAILED, f"{name} with pytest status {status}:\n{output[-2000:]}"
 

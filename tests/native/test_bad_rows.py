@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import CDLL
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -58,7 +59,7 @@ class Attempt:
             assert torch.equal(pool.view(torch.uint8), old)
 
 
-def test_the_rows_that_tests_spoil_are_good(driver) -> None:
+def test_the_rows_that_tests_spoil_are_good(driver: Driver) -> None:
     greedy, logits = Attempt(driver).run()
     assert greedy.shape == (3,) and logits.shape == (3, VOCAB)
     assert not logits.isnan().any()
@@ -68,7 +69,7 @@ def test_the_rows_that_tests_spoil_are_good(driver) -> None:
     "column, value",
     [(1, -1), (1, -(2**31)), (1, LONGEST), (2, 0), (2, -1), (2, LONGEST), (2, 2**31 - 1), (3, -1), (3, 31)],
 )
-def test_numbers_that_no_sequence_can_have_are_refused(driver, column, value) -> None:
+def test_numbers_that_no_sequence_can_have_are_refused(driver: Driver, column: int, value: int) -> None:
     attempt = Attempt(driver)
     attempt.rows[1, column] = value
     attempt.assert_refused(1)
@@ -76,14 +77,14 @@ def test_numbers_that_no_sequence_can_have_are_refused(driver, column, value) ->
 
 @pytest.mark.parametrize("block", [-1, BLOCKS, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("slot, row, index", [(0, 1, 0), (0, 1, 3), (1, 0, 1)])
-def test_blocks_that_do_not_exist_are_refused(driver, slot, row, index, block) -> None:
+def test_blocks_that_do_not_exist_are_refused(driver: Driver, slot: int, row: int, index: int, block: int) -> None:
     attempt = Attempt(driver)
     attempt.tables[slot, index] = block
     attempt.assert_refused(row)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
-def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver, token) -> None:
+def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver: Driver, token: int) -> None:
     attempt = Attempt(driver)
     attempt.token_ids[0, 99] = token
     attempt.assert_refused(1)
@@ -92,13 +93,13 @@ def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver, token) -> Non
     attempt.run()
 
 
-def test_a_table_that_is_too_narrow_is_refused(driver) -> None:
+def test_a_table_that_is_too_narrow_is_refused(driver: Driver) -> None:
     attempt = Attempt(driver)
     attempt.tables = np.ascontiguousarray(attempt.tables[:, :3])  # 96 tokens, row 1 runs up to 100
     attempt.assert_refused(1)
 
 
-def test_the_first_of_several_bad_rows_is_named(driver) -> None:
+def test_the_first_of_several_bad_rows_is_named(driver: Driver) -> None:
     attempt = Attempt(driver)
     attempt.tables[:, 0] = -1
     attempt.assert_refused(0)
@@ -112,7 +113,7 @@ def test_the_first_of_several_bad_rows_is_named(driver) -> None:
         lambda driver: driver.runner.batch.block_tables.__setitem__((1, 1), BLOCKS),
     ],
 )
-def test_the_tier_names_the_slot(best_kernels, tmp_path, spoil: Callable[[Driver], None]) -> None:
+def test_the_tier_names_the_slot(best_kernels: CDLL, tmp_path: Path, spoil: Callable[[Driver], None]) -> None:
     directory = make_random_model(tmp_path, max_position_embeddings=LONGEST)
     driver = prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))
     spoil(driver)
@@ -122,7 +123,7 @@ def test_the_tier_names_the_slot(best_kernels, tmp_path, spoil: Callable[[Driver
 
 
 @pytest.mark.parametrize("windows", [(13,) * 4, (13, 13, 40, 13), (13, 13, None, 13)], ids=str)
-def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels, tmp_path, windows) -> None:
+def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels: CDLL, tmp_path: Path, windows) -> None:
     model = load(
         make_random_model(tmp_path, num_hidden_layers=4, max_position_embeddings=LONGEST),
         Format(),
@@ -148,7 +149,9 @@ def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels,
         (dict(head_dim=1026), "head_dim is 1026, the native kernels take up to 1024"),
     ],
 )
-def test_a_shape_that_the_kernels_cannot_take_is_refused(best_kernels, changes, message) -> None:
+def test_a_shape_that_the_kernels_cannot_take_is_refused(
+    best_kernels: CDLL, changes: dict[str, int], message: str
+) -> None:
     sizes = (
         dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, int8_kv=False) | changes
     )

@@ -142,7 +142,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(sources: Path, monkeypatch:
 
 
 def test_a_compiler_that_does_not_know_an_instruction_set_gets_the_next_one(
-    sources: Path, tmp_path: Path, monkeypatch
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tmp_path / "old-g++"
     refused = "|".join(f"-m{flag}" for flag in ("avx512bf16", "amx-tile", "avx2"))

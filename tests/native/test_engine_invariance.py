@@ -90,7 +90,13 @@ def arranged(
 @pytest.mark.feature("004-14", "001-33")
 @pytest.mark.parametrize("max_num_tokens, is_cached, is_evicted, num_requests, num_threads", ARRANGEMENTS[1:])
 def test_logits_and_tokens_are_the_same_bits(
-    model, plain, max_num_tokens, is_cached, is_evicted, num_requests, num_threads
+    model: tuple[Path, Format],
+    plain: tuple[list[int], Tensor],
+    max_num_tokens: int,
+    is_cached: bool,
+    is_evicted: bool,
+    num_requests: int,
+    num_threads: int,
 ) -> None:
     tokens, logits = arranged(model, max_num_tokens, is_cached, is_evicted, num_requests, num_threads)
     assert len(tokens) == NUM_TOKENS and len(set(tokens)) > 10, "tokens that hardly change would prove nothing"
@@ -98,6 +104,6 @@ def test_logits_and_tokens_are_the_same_bits(
     assert torch.equal(logits, plain[1])
 
 
-def test_looking_ahead_changes_no_bit(model, plain) -> None:
+def test_looking_ahead_changes_no_bit(model: tuple[Path, Format], plain: tuple[list[int], Tensor]) -> None:
     tokens, logits = arranged(model, 16, True, False, 7, 1, look_ahead=True)
     assert tokens == plain[0] and torch.equal(logits, plain[1])

@@ -82,7 +82,7 @@ def scene(
     return Scene(variant(isa), family, form, 70 if is_slow else 301)
 
 
-def test_a_prompt_in_chunks_yields_the_logits_of_the_whole(scene) -> None:
+def test_a_prompt_in_chunks_yields_the_logits_of_the_whole(scene: Scene) -> None:
     for sizes in ([16], [1, 31, 2, 30, 100], [33], [255, 1, 1]):
         scene.check(scene.driver(seed=3), cut(len(scene.tokens), sizes), slot=2)
 
@@ -98,28 +98,28 @@ def cut(length: int, sizes: list[int]) -> list[int]:
     raise AssertionError("a cycle has no end")
 
 
-def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene) -> None:
+def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene: Scene) -> None:
     scene.check(scene.driver(seed=4), [1] * len(scene.tokens))
 
 
-def test_what_is_computed_again_is_what_it_was(scene) -> None:
+def test_what_is_computed_again_is_what_it_was(scene: Scene) -> None:
     """As after an eviction: prompt and output run as one prompt."""
     driver = scene.driver(seed=5)
     driver.begin(1, scene.all_tokens[:-1])
     assert_same(driver.run(1, [len(scene.all_tokens) - 1]), torch.cat((scene.of_prompt, scene.of_output)))
 
 
-def test_the_block_size_changes_nothing(scene) -> None:
+def test_the_block_size_changes_nothing(scene: Scene) -> None:
     scene.check(scene.driver(seed=6, block_size=128), [len(scene.tokens) - 40, 40])
 
 
-def test_the_number_of_threads_changes_nothing(scene) -> None:
+def test_the_number_of_threads_changes_nothing(scene: Scene) -> None:
     for count in (2, 3):
         with threads(count):
             scene.check(scene.driver(seed=7), [len(scene.tokens) - 33, 33])
 
 
-def test_six_others_in_the_batch_change_nothing(scene) -> None:
+def test_six_others_in_the_batch_change_nothing(scene: Scene) -> None:
     """Six prompts of other lengths; they and the sequence itself run in random chunks and in random order."""
     driver, rng = scene.driver(seed=8), random.Random(8)
     slots = list(range(7))
@@ -134,7 +134,7 @@ def test_six_others_in_the_batch_change_nothing(scene) -> None:
     scene.check_output(driver, slots, 3)
 
 
-def test_a_head_that_was_found_in_the_cache_changes_nothing(scene) -> None:
+def test_a_head_that_was_found_in_the_cache_changes_nothing(scene: Scene) -> None:
     """Two whole blocks of another sequence, and a copy of the head of its third, which holds other tokens behind it."""
     driver, found = scene.driver(seed=9), 2 * 32 + 5
     driver.window = None  # so that the other sequence keeps its blocks
@@ -147,7 +147,9 @@ def test_a_head_that_was_found_in_the_cache_changes_nothing(scene) -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.dtype == "bfloat16"], ids=str)
-def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(best_kernels, families, form) -> None:
+def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(
+    best_kernels: CDLL, families: list[tuple[Path, int | None]], form: Format
+) -> None:
     def kv(chunks: list[int], others: int, seed: int) -> list[Tensor]:
         driver = native_driver(families[0][0], best_kernels, form, num_blocks=100, seed=seed)
         for slot in range(others + 1):

@@ -30,7 +30,7 @@ def assert_near(measured: Tensor, expected: Tensor, case: object) -> None:
     assert error <= ROUNDING, f"{case}: {error:.1e}"
 
 
-def test_rms_norm_is_that_of_torch(kernels) -> None:
+def test_rms_norm_is_that_of_torch(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(1)
     for rows, n in widths(1):
         x, weight, out = random_tensor(rng, rows, n) * 3, random_tensor(rng, n), torch.empty(rows, n)
@@ -38,7 +38,7 @@ def test_rms_norm_is_that_of_torch(kernels) -> None:
         assert_near(out, rms_norm.reference(x.double(), weight.double(), 1e-3), (rows, n))
 
 
-def test_rms_norm_may_write_to_its_input(kernels) -> None:
+def test_rms_norm_may_write_to_its_input(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(2)
     x, weight = random_tensor(rng, 3, 77), random_tensor(rng, 77)
     expected = rms_norm.reference(x.double(), weight.double(), 1e-3)
@@ -46,7 +46,7 @@ def test_rms_norm_may_write_to_its_input(kernels) -> None:
     assert_near(x, expected, "in place")
 
 
-def test_silu_mul_is_that_of_torch(kernels) -> None:
+def test_silu_mul_is_that_of_torch(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(3)
     for rows, n in widths(3):
         x, out = random_tensor(rng, rows, 2 * n) * 5, torch.empty(rows, n)
@@ -54,7 +54,7 @@ def test_silu_mul_is_that_of_torch(kernels) -> None:
         assert_near(out, silu_mul.reference(x.double()), (rows, n))
 
 
-def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels) -> None:
+def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels: CDLL) -> None:
     gate = torch.tensor([-3e38, -1e4, -100.0, -88.0, -87.0, -0.0, 0.0, 1e-30, 87.0, 100.0, 1e4, 3e38])
     for n in (len(gate), 2 * len(gate)):  # the tail of a row goes another way than its whole vectors
         gates, out = gate.repeat(n // len(gate)), torch.empty(n)
@@ -71,7 +71,7 @@ def quantised(kernels: CDLL, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 192, 704])
-def test_activations_are_quantised_as_the_reference_does(kernels, group) -> None:
+def test_activations_are_quantised_as_the_reference_does(kernels: CDLL, group: int) -> None:
     """Up to the direction of halves: the kernel multiplies by the scale's inverse, the reference divides."""
     rng = torch.Generator().manual_seed(4)
     for rows in range(1, 20):
@@ -85,7 +85,7 @@ def test_activations_are_quantised_as_the_reference_does(kernels, group) -> None
         assert ((q.int() - expected_q.int()).abs() <= 1).all()
 
 
-def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels) -> None:
+def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels: CDLL) -> None:
     x = torch.zeros(2, 64)
     x[1, :32] = 1e-38 * torch.arange(-16, 16)
     q, scale = quantised(kernels, x, 32)

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from backend.api import SessionConfig
+from tests.model.tiers import TierCase
 from tests.parity.scenario import BLOCK, RecordingEngine, excused_ties, load_default
 
 TINY = dict(
@@ -78,7 +79,9 @@ COMBINATIONS = [
 
 @pytest.mark.feature("004-14", "004-26", "001-29", "001-33")
 @pytest.mark.parametrize("blocks_a_step, prefix_hit, evict_every, batch", COMBINATIONS)
-def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evict_every, batch) -> None:
+def test_the_engine_equals_transformers(
+    hf: PreTrainedModel, tier: TierCase, blocks_a_step: int, prefix_hit: bool, evict_every: int | None, batch: int
+) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=blocks_a_step * block)
     rng = random.Random(blocks_a_step + batch)
@@ -99,7 +102,9 @@ def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evi
 
 @pytest.mark.feature("004-05", "004-13", "004-14")
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, evicted) -> None:
+def test_a_second_turn_equals_transformers_on_the_whole_conversation(
+    hf: PreTrainedModel, tier: TierCase, evicted: bool
+) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=8 * block)
     prompt = random_tokens(random.Random(0), hf, 3 * block + 6)

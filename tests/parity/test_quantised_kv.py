@@ -49,7 +49,9 @@ def rms(x: Tensor) -> float:
 
 @pytest.mark.feature("004-14", "004-22")
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(hf, kv) -> None:
+def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(
+    hf: PreTrainedModel, kv: str
+) -> None:
     whole, evicted = run(hf, TORCH, kv, 64, None), run(hf, TORCH, kv, 2, 11)
     assert [recording.tokens for recording in evicted] == [recording.tokens for recording in whole]
     # Of the first token only: from then on the float model may go another way.
@@ -58,6 +60,6 @@ def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_
 
 
 @pytest.mark.feature("004-14", "004-22")
-def test_on_the_native_tier_eviction_changes_no_bit(hf, native_kernels) -> None:
+def test_on_the_native_tier_eviction_changes_no_bit(hf: PreTrainedModel, native_kernels: None) -> None:
     whole, evicted = run(hf, NATIVE, "int8", 64, None), run(hf, NATIVE, "int8", 2, 11)
     assert torch.equal(logits(evicted), logits(whole))

@@ -78,7 +78,7 @@ def folded(source: Path, target: Path, fold: Callable[[Layer, ModelConfig], None
 
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path) -> None:
+def test_a_fold_changes_the_weights_and_not_the_logits(family: str, name: str, tmp_path: Path) -> None:
     fold, least_changed = FOLDS[name]
     source = make_random_model(tmp_path / "float", family, **FAMILIES[family])
     changed = folded(source, tmp_path / "folded", fold)
@@ -88,7 +88,7 @@ def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path) -
     assert (logits_of(tmp_path / "folded", rows) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_biases_of_keys_and_values_go_with_their_rows(tmp_path) -> None:
+def test_biases_of_keys_and_values_go_with_their_rows(tmp_path: Path) -> None:
     source = make_random_model(tmp_path / "float", "qwen2")
     assert K + ".bias" in folded(source, tmp_path / "keys", fold_keys)
     assert {V + ".bias", V + ".weight", OUT + ".weight"} == folded(source, tmp_path / "values", fold_values)
@@ -108,6 +108,6 @@ def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in() -> None:
     torch.testing.assert_close(layer[Q + ".weight"] * stored, weight * norm, rtol=1e-6, atol=1e-6)
 
 
-def test_up_changes_no_other_tensor(tmp_path) -> None:
+def test_up_changes_no_other_tensor(tmp_path: Path) -> None:
     source = make_random_model(tmp_path / "float", "llama", mlp_bias=True)
     assert folded(source, tmp_path / "ups", fold_ups) == {UP + ".weight", UP + ".bias", DOWN + ".weight"}

@@ -18,7 +18,7 @@ def test_the_bounds_are_those_of_the_project() -> None:
 
 
 @pytest.mark.parametrize("name", ["W8A8, KV8", "W4A8 g128, KV4"])
-def test_checkpoints_of_the_default_model_stay_within_their_bounds(name, monkeypatch) -> None:
+def test_checkpoints_of_the_default_model_stay_within_their_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality_quantized, "CHECKPOINTS", {name: CHECKPOINTS[name]})
     text = held_out_rows(1024)
     results, perplexities = measure_checkpoints(text, text[:1], Console(quiet=True))

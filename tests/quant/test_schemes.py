@@ -45,7 +45,7 @@ def test_w8a8_is_a_scale_a_row_that_two_bytes_hold() -> None:
 
 @pytest.mark.parametrize("group", [128, 64, 32])
 @pytest.mark.parametrize("has_zeros", [True, False])
-def test_w4a16_is_packed_as_compressed_tensors_packs(group, has_zeros) -> None:
+def test_w4a16_is_packed_as_compressed_tensors_packs(group: int, has_zeros: bool) -> None:
     weight = random_weight(16, 256) + (0.4 if has_zeros else 0)
     tensors, expected = stored(W4A16(group, has_zeros, torch.bfloat16), weight)
     assert tensors["x.weight_shape"].tolist() == [16, 256]
@@ -62,7 +62,7 @@ def test_w4a16_is_packed_as_compressed_tensors_packs(group, has_zeros) -> None:
 
 
 @pytest.mark.parametrize("per_group", [True, False])
-def test_w4a8_is_read_back_from_qserves_tensors(per_group) -> None:
+def test_w4a8_is_read_back_from_qserves_tensors(per_group: bool) -> None:
     weight = random_weight(64, 256)
     weight[3:9] *= torch.tensor([1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9])[:, None]  # float16 scales lose digits, then all
     tensors, expected = stored(W4A8(per_group), weight)
@@ -102,6 +102,8 @@ def test_rows_that_are_no_multiple_of_eight_have_no_zero_points() -> None:
         ("w8a8", 128, {(8, 128)}, "w8a8 has one scale a row; leave it out"),
     ],
 )
-def test_widths_and_groups_that_a_scheme_cannot_have_are_refused(name, group, widths, message) -> None:
+def test_widths_and_groups_that_a_scheme_cannot_have_are_refused(
+    name: str, group: int | None, widths: set[tuple[int, int]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make_scheme(name, group, widths, torch.bfloat16)

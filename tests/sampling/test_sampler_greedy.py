@@ -37,7 +37,9 @@ def new_row(slot: int, **fields: object) -> NewRow:
 
 
 @pytest.mark.parametrize(("fields", "lengths"), ASKED)
-def test_logits_are_needed_for_everything_but_the_greatest(make_sampler: MakeSampler, fields: dict, lengths) -> None:
+def test_logits_are_needed_for_everything_but_the_greatest(
+    make_sampler: MakeSampler, fields: dict, lengths: range | tuple[()]
+) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(0))
     sampler.set_row(new_row(2, **fields))

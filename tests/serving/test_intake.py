@@ -53,7 +53,9 @@ class Hostile(InferenceRequest):
         return otherwise
 
 
-def test_a_request_id_that_is_no_text_is_refused_and_execute_never_raises(server, executor) -> None:
+def test_a_request_id_that_is_no_text_is_refused_and_execute_never_raises(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     bad, good = Hostile(request_id=NOT_UTF8), streamed([[1]])
     server.execute([bad, good])
     executor.end(1, 5)
@@ -61,20 +63,24 @@ def test_a_request_id_that_is_no_text_is_refused_and_execute_never_raises(server
     assert good.sender.column("output_ids") == [5]
 
 
-def test_a_request_without_a_sender_does_not_keep_the_next_from_being_served(server, executor) -> None:
+def test_a_request_without_a_sender_does_not_keep_the_next_from_being_served(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     good = streamed([[1]])
     server.execute([Hostile(get_response_sender=RuntimeError("closed")), good])
     executor.end(1, 5)
     assert good.sender.column("output_ids") == [5]
 
 
-def test_parameters_that_are_no_text_are_refused(server) -> None:
+def test_parameters_that_are_no_text_are_refused(server: ModelServer) -> None:
     bad = Hostile(parameters=NOT_UTF8)
     server.execute([bad])
     assert bad.sender.error().startswith("[INVALID_ARGUMENT] the request's parameters are not valid UTF-8")
 
 
-def test_a_request_id_may_have_as_many_characters_as_the_limit_says(server, executor) -> None:
+def test_a_request_id_may_have_as_many_characters_as_the_limit_says(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     longest, longer = (streamed([[1]], request_id="é" * n) for n in (MAX_REQUEST_ID, MAX_REQUEST_ID + 1))
     server.execute([longest, longer])
     executor.end(1, 5)
@@ -85,7 +91,7 @@ def test_a_request_id_may_have_as_many_characters_as_the_limit_says(server, exec
     )
 
 
-def test_a_request_id_that_is_too_long_is_not_logged(server, caplog) -> None:
+def test_a_request_id_that_is_too_long_is_not_logged(server: ModelServer, caplog: pytest.LogCaptureFixture) -> None:
     request = streamed([[1]], request_id="y" * 1_000_000)
     request.sender.failures = [RuntimeError("full")]  # which logs the id
     server.execute([request])
@@ -97,7 +103,9 @@ def with_parameters(**parameters: object) -> InferenceRequest:
     return InferenceRequest(token_inputs([[1]]), "job", parameters=parameters)
 
 
-def test_a_namespace_comes_under_either_name_and_reaches_the_engine(server, executor) -> None:
+def test_a_namespace_comes_under_either_name_and_reaches_the_engine(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     requests = [with_parameters(cache_salt="x"), with_parameters(namespace="x"), with_parameters()]
     requests.append(with_parameters(cache_salt="x", namespace="x"))
     server.execute(requests)
@@ -117,14 +125,18 @@ def test_a_namespace_comes_under_either_name_and_reaches_the_engine(server, exec
         ({"anything": "x" * MAX_PARAMETERS}, f"the limit is {MAX_PARAMETERS}; send less"),
     ],
 )
-def test_parameters_beyond_their_limits_are_refused(server, executor, parameters, message: str) -> None:
+def test_parameters_beyond_their_limits_are_refused(
+    server: ModelServer, executor: ScriptedExecutor, parameters: dict[str, int | str], message: str
+) -> None:
     request = with_parameters(**parameters)
     server.execute([request])
     assert message in request.sender.error() and request.sender.error().startswith("[INVALID_ARGUMENT]")
     assert executor.requests == {}
 
 
-def test_parameters_that_are_no_json_are_refused_rather_than_passed_over(server, executor, monkeypatch) -> None:
+def test_parameters_that_are_no_json_are_refused_rather_than_passed_over(
+    server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text in ("{", "[]", '{"a": ' + "9" * 5000 + "}", "[" * 60_000):
         request = streamed([[1]])
         monkeypatch.setattr(request, "parameters", lambda text=text: text)
@@ -137,7 +149,9 @@ def stop(namespace: str, request_id: str = "job") -> InferenceRequest:
     return InferenceRequest({"stop": bools(True)}, request_id, parameters={"namespace": namespace} if namespace else {})
 
 
-def test_a_stop_request_finds_requests_of_its_own_namespace_only(server, executor) -> None:
+def test_a_stop_request_finds_requests_of_its_own_namespace_only(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     ours, theirs = with_parameters(namespace="us"), with_parameters(namespace="them")
     server.execute([ours, theirs])
     for other in ("", "nobody"):
@@ -152,7 +166,7 @@ def test_a_stop_request_finds_requests_of_its_own_namespace_only(server, executo
     assert theirs.sender.column("output_ids") == [1, 5]
 
 
-def test_a_stop_of_a_session_carries_the_namespace(server, executor) -> None:
+def test_a_stop_of_a_session_carries_the_namespace(server: ModelServer, executor: ScriptedExecutor) -> None:
     inputs = token_inputs([[1]], 0, CORRID=uint64(9), STOP=ints(1))
     request = InferenceRequest(inputs, parameters={"namespace": "us"})
     server.execute([request])
@@ -163,21 +177,27 @@ def test_a_stop_of_a_session_carries_the_namespace(server, executor) -> None:
 # ---- an engine that cannot serve, or is full -------------------------------------------------------------------------
 
 
-def test_while_the_engine_is_not_ready_newcomers_are_refused_at_once(server, executor, monkeypatch) -> None:
+def test_while_the_engine_is_not_ready_newcomers_are_refused_at_once(
+    server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(executor, "is_ready", lambda: False)
     request = streamed([[1]])
     server.execute([request])
     assert request.sender.error() == "[UNAVAILABLE] no sign of life" and executor.requests == {}
 
 
-def test_of_an_engine_that_was_given_up_clients_hear_what_the_executor_says(server, executor) -> None:
+def test_of_an_engine_that_was_given_up_clients_hear_what_the_executor_says(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     executor.has_given_up = True
     request = streamed([[1]])
     server.execute([request])
     assert request.sender.error() == "[UNAVAILABLE] the engine was given up" and not server.is_ready()
 
 
-def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, executor) -> None:
+def test_what_the_engine_must_refuse_is_refused_without_asking_it(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     config = EngineConfig(
         scheduler=SchedulerConfig(max_batch_size=2), limits=LimitsConfig(max_queue_size=1), triton=QUICK.triton
     )
@@ -202,7 +222,9 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(make_server, e
         request.sender.wait()
 
 
-def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(server, executor, monkeypatch) -> None:
+def test_a_submit_that_answers_before_it_returns_is_a_whole_answer(
+    server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answer_at_once(asked: Request, on_response: OnResponse) -> int:
         request_id = 7 + len(executor.requests)
         executor.requests[request_id] = asked
@@ -259,7 +281,9 @@ def ask(text: str = "a", request_id: str = "", **extra: np.ndarray) -> Inference
     return InferenceRequest({"text_input": strings(text), "max_tokens": ints(4), **extra}, request_id)
 
 
-def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(make_text_server, executor, front) -> None:
+def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server()
     request = ask("abc", seed=uint64(7))
     server.execute([request])  # returns while the text is being read
@@ -275,7 +299,12 @@ def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(make_text_serve
     request.sender.wait()
 
 
-def test_no_text_is_read_for_an_engine_that_is_not_ready(make_text_server, executor, front, monkeypatch) -> None:
+def test_no_text_is_read_for_an_engine_that_is_not_ready(
+    make_text_server: Callable[..., ModelServer],
+    executor: ScriptedExecutor,
+    front: SlowFront,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = make_text_server()
     monkeypatch.setattr(executor, "is_ready", lambda: False)
     request = ask()
@@ -284,7 +313,9 @@ def test_no_text_is_read_for_an_engine_that_is_not_ready(make_text_server, execu
     assert front.threads == set()
 
 
-def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(make_text_server, executor, front) -> None:
+def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server()
     turns = [ask(f"turn {n}", CORRID=uint64(5), START=ints(int(n == 0)), END=ints(0)) for n in range(6)]
     server.execute(turns)
@@ -301,7 +332,9 @@ def test_turns_of_one_session_reach_the_engine_in_the_order_they_came(make_text_
         turn.sender.wait()
 
 
-def test_a_stop_request_ends_one_whose_text_is_still_being_read(make_text_server, executor, front) -> None:
+def test_a_stop_request_ends_one_whose_text_is_still_being_read(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server()
     request = ask(request_id="job")
     server.execute([request])
@@ -315,7 +348,9 @@ def test_a_stop_request_ends_one_whose_text_is_still_being_read(make_text_server
     assert executor.requests == {}, "it never reaches the engine"
 
 
-def test_a_client_that_leaves_while_its_text_is_read_reaches_no_engine(make_text_server, executor, front) -> None:
+def test_a_client_that_leaves_while_its_text_is_read_reaches_no_engine(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server()
     request = ask()
     server.execute([request])
@@ -327,7 +362,9 @@ def test_a_client_that_leaves_while_its_text_is_read_reaches_no_engine(make_text
     assert executor.requests == {}
 
 
-def test_the_end_of_a_drain_ends_requests_whose_text_is_being_read(make_text_server, executor, front) -> None:
+def test_the_end_of_a_drain_ends_requests_whose_text_is_being_read(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server(drain_grace_s=0.0)
     request = ask()
     server.execute([request])
@@ -339,7 +376,9 @@ def test_the_end_of_a_drain_ends_requests_whose_text_is_being_read(make_text_ser
     assert executor.requests == {}
 
 
-def test_a_request_whose_text_takes_too_long_is_refused_by_the_housekeeper(make_text_server, executor, front) -> None:
+def test_a_request_whose_text_takes_too_long_is_refused_by_the_housekeeper(
+    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+) -> None:
     server = make_text_server(EngineConfig(triton=TritonConfig(text_threads=1, text_timeout_s=0.05)))
     stuck = ask()
     server.execute([stuck])
@@ -352,7 +391,9 @@ def test_a_request_whose_text_takes_too_long_is_refused_by_the_housekeeper(make_
     assert len(served.sender.wait()) == 1 and len(executor.requests) == 1
 
 
-def test_text_beyond_its_limit_is_refused_without_a_text_thread(make_text_server, front) -> None:
+def test_text_beyond_its_limit_is_refused_without_a_text_thread(
+    make_text_server: Callable[..., ModelServer], front: SlowFront
+) -> None:
     server = make_text_server()
     requests = {
         "embedding_bias_words has 65537 bytes, the limit is 65536 (limits.max_bias_bytes)": ask(

@@ -33,7 +33,9 @@ def wait_for(semaphore: threading.Semaphore) -> None:
 
 
 @pytest.mark.feature("001-57")
-def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(server, executor) -> None:
+def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     stream, unary = streamed([[1, 2]]), token_request([[1, 2]])
     assert server.execute([stream, unary]) is None
     for request_id in (1, 2):
@@ -43,7 +45,9 @@ def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(s
     assert len(unary.sender.wait()) == 1 and unary.sender.column("output_ids") == [1, 2, 10, 11]
 
 
-def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(server, executor) -> None:
+def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1], [2], [3]])
     server.execute([request])
     executor.tokens(2, 20)
@@ -61,7 +65,7 @@ def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(server, execu
     assert [executor.requests[n].input_token_ids for n in (1, 2, 3)] == [[1], [2], [3]]
 
 
-def test_a_row_the_executor_refuses_is_its_own_error(server, executor) -> None:
+def test_a_row_the_executor_refuses_is_its_own_error(server: ModelServer, executor: ScriptedExecutor) -> None:
     executor.refuse = [
         None,
         Overloaded("Exceeds maximum queue size: Maximum queue size of 1 is reached; send it later"),
@@ -79,7 +83,7 @@ def test_a_row_the_executor_refuses_is_its_own_error(server, executor) -> None:
 
 
 @pytest.mark.feature("001-04")
-def test_one_bad_row_keeps_the_whole_request_from_running(server, executor) -> None:
+def test_one_bad_row_keeps_the_whole_request_from_running(server: ModelServer, executor: ScriptedExecutor) -> None:
     request = streamed([[1], [100]])
     server.execute([request])
     assert request.sender.error() == "[INVALID_ARGUMENT] input_ids holds 100, allowed is 0 to 99 (the vocabulary)"
@@ -87,7 +91,7 @@ def test_one_bad_row_keeps_the_whole_request_from_running(server, executor) -> N
 
 
 @pytest.mark.feature("000-23")
-def test_after_a_bad_request_the_next_one_is_served(server, executor) -> None:
+def test_after_a_bad_request_the_next_one_is_served(server: ModelServer, executor: ScriptedExecutor) -> None:
     bad = token_request([[1]], embedding_bias=np.ones((1, 7), np.float32))
     good = token_request([[1]])
     server.execute([bad, good])
@@ -101,26 +105,30 @@ class Hostile(InferenceRequest):
         raise RuntimeError("secret in /private/path")
 
 
-def test_an_unforeseen_exception_is_answered_without_its_text(server) -> None:
+def test_an_unforeseen_exception_is_answered_without_its_text(server: ModelServer) -> None:
     request = Hostile({})
     assert server.execute([request]) is None
     assert request.sender.error() == "[INTERNAL] the request could not be taken in; see the server's log"
 
 
-def test_no_inputs_at_all_are_answered(server) -> None:
+def test_no_inputs_at_all_are_answered(server: ModelServer) -> None:
     request = InferenceRequest({})
     server.execute([request])
     assert request.sender.error().startswith("[INVALID_ARGUMENT]")
 
 
-def test_before_the_engine_is_there_requests_are_refused_as_unavailable(server, executor) -> None:
+def test_before_the_engine_is_there_requests_are_refused_as_unavailable(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     executor.hello = None
     request = streamed([[1]])
     server.execute([request])
     assert request.sender.error().startswith("[UNAVAILABLE] the engine is not ready yet")
 
 
-def test_an_error_of_the_engine_reaches_the_client_with_its_code(server, executor) -> None:
+def test_an_error_of_the_engine_reaches_the_client_with_its_code(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1]])
     server.execute([request])
     executor.tokens(1, 10)
@@ -131,7 +139,9 @@ def test_an_error_of_the_engine_reaches_the_client_with_its_code(server, executo
 # ---- cancellation ----------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(server, executor) -> None:
+def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1], [2]])
     server.execute([request])
     executor.tokens(1, 10)
@@ -142,7 +152,9 @@ def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(server, 
 
 
 @pytest.mark.feature("002-31")
-def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, executor) -> None:
+def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     running, other = streamed([[1]], 50, request_id="job"), streamed([[2]], 50, request_id="other")
     server.execute([running, other])
     executor.tokens(1, 10)
@@ -157,7 +169,9 @@ def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, exec
 
 
 @pytest.mark.feature("002-31")
-def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_id_refused(server, executor) -> None:
+def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_id_refused(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     unknown = InferenceRequest({"stop": bools(True)}, request_id="nobody")
     nameless = InferenceRequest({"stop": bools(True)})
     server.execute([unknown, nameless])
@@ -167,14 +181,18 @@ def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_i
 
 
 @pytest.mark.feature("004-29")
-def test_stop_of_a_session_is_answered_by_an_empty_final_response(server, executor) -> None:
+def test_stop_of_a_session_is_answered_by_an_empty_final_response(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1), END=ints(1))
     server.execute([request])
     (answer,) = request.sender.wait()
     assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True, "")]
 
 
-def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(server, executor, monkeypatch) -> None:
+def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(
+    server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = streamed([[1], [2], [3]])
     submit = executor.submit
 
@@ -193,7 +211,9 @@ def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(se
     assert {n for n, _ in executor.cancelled} == {1, 2, 3}
 
 
-def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(server, executor) -> None:
+def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     server.execute([InferenceRequest(token_inputs([[1]]), timeout=1_500_000)])
     assert executor.requests[1].timeout_s == 1.5
     executor.end(1, reason=FinishReason.TIMED_OUT)
@@ -210,7 +230,9 @@ def text_server(make_server: Callable[..., ModelServer], executor: ScriptedExecu
     return make_server(ENSEMBLE, front.parse), front._tools.tokenizer
 
 
-def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(text_server, executor) -> None:
+def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(
+    text_server: tuple[ModelServer, Tokenizer], executor: ScriptedExecutor
+) -> None:
     server, tokenizer = text_server
     request = InferenceRequest(
         {"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True), "stop_words": strings([";\n"])}
@@ -225,7 +247,9 @@ def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(text_serv
     assert request_id == 1 and tokenizer.decode(ids[:kept]).startswith("x = 1;\n") and kept < len(ids)
 
 
-def test_text_of_a_cancelled_request_says_so(text_server, executor) -> None:
+def test_text_of_a_cancelled_request_says_so(
+    text_server: tuple[ModelServer, Tokenizer], executor: ScriptedExecutor
+) -> None:
     server, tokenizer = text_server
     request = InferenceRequest(
         {"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True)}, request_id="t"
@@ -237,7 +261,9 @@ def test_text_of_a_cancelled_request_says_so(text_server, executor) -> None:
     assert request.sender.column("finish_reason") == [b"cancelled"]
 
 
-def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(make_server, executor) -> None:
+def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     hello, executor.hello = executor.hello, None
     front = TextFront(executor)
     prepared = threading.Event()
@@ -263,7 +289,9 @@ def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(make_serv
 
 
 @pytest.mark.feature("001-65")
-def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(server, executor) -> None:
+def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     requests = []
     for n in range(500):
         kind = n % 5
@@ -288,7 +316,9 @@ def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(serve
     assert server.num_live_streams == 0 and executor.live == {}
 
 
-def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(make_server, executor) -> None:
+def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(drain_grace_s=0.05)
     running = streamed([[1]])
     server.execute([running])
@@ -300,7 +330,9 @@ def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(
     assert not server.is_ready() and [n for n, _ in executor.cancelled] == [1]
 
 
-def test_a_request_that_ends_within_the_grace_ends_as_usual(make_server, executor) -> None:
+def test_a_request_that_ends_within_the_grace_ends_as_usual(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(drain_grace_s=60)
     running = streamed([[1]])
     server.execute([running])
@@ -309,7 +341,9 @@ def test_a_request_that_ends_within_the_grace_ends_as_usual(make_server, executo
     assert running.sender.column("output_ids") == [10]
 
 
-def test_the_engine_stays_until_other_models_requests_are_over(make_server, executor, monkeypatch) -> None:
+def test_the_engine_stays_until_other_models_requests_are_over(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(owner=True, drain_grace_s=60)
     executor.stats = EngineStats(IterationStats(num_active_requests=1), EngineCounters())
     asked, latest_stats = threading.Semaphore(0), executor.latest_stats
@@ -323,7 +357,9 @@ def test_the_engine_stays_until_other_models_requests_are_over(make_server, exec
     assert done.wait(10)
 
 
-def test_when_the_server_process_is_gone_the_stub_ends_itself(monkeypatch, server, executor) -> None:
+def test_when_the_server_process_is_gone_the_stub_ends_itself(
+    monkeypatch: pytest.MonkeyPatch, server: ModelServer, executor: ScriptedExecutor
+) -> None:
     left: list[int] = []
     monkeypatch.setattr(server_module.os, "_exit", left.append)
     server._orphaned()
@@ -353,7 +389,9 @@ def test_a_tick_that_fails_does_not_end_the_housekeeper() -> None:
     keeper.stop()
 
 
-def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor) -> None:
+def test_metrics_count_the_lengths_of_requests_that_ended(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     MetricFamily.created.clear()
     server = make_server(labels={"model": "m", "version": "1"}, owner=True)
     request = streamed([[1, 2, 3]])
@@ -372,7 +410,9 @@ def test_the_transaction_policy_is_read_from_the_model_config(policy: bool) -> N
     assert is_decoupled(json.dumps({"model_transaction_policy": {"decoupled": policy}})) is policy
 
 
-def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server, executor) -> None:
+def test_a_unary_model_refuses_streaming_and_serves_single_responses(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(decoupled=False)
     refused, served = streamed([[1]]), token_request([[1]])
     server.execute([refused, served])

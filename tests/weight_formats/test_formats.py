@@ -44,7 +44,7 @@ def naive(x: Tensor, group: int, is_weight: bool) -> tuple[list[list[int]], list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantize", [quantize_weight, quantize_activations])
 @pytest.mark.parametrize("rows, columns, group", CASES)
-def test_quantising_follows_its_formula(rows, columns, group, quantize, dtype) -> None:
+def test_quantising_follows_its_formula(rows: int, columns: int, group: int, quantize, dtype: torch.dtype) -> None:
     x = random_values(rows, columns, dtype)
     q, scale = quantize(x, group)
     assert (q.dtype, scale.dtype) == (torch.int8, torch.float32)
@@ -54,7 +54,7 @@ def test_quantising_follows_its_formula(rows, columns, group, quantize, dtype) -
 
 
 @pytest.mark.parametrize("rows, columns, group", CASES)
-def test_dequantising_multiplies_each_value_by_the_scale_of_its_group(rows, columns, group) -> None:
+def test_dequantising_multiplies_each_value_by_the_scale_of_its_group(rows: int, columns: int, group: int) -> None:
     x = random_values(rows, columns)
     q, scale = quantize_weight(x, group)
     restored = dequantize(q, scale, group)
@@ -98,7 +98,7 @@ def test_a_large_weight_is_quantised_in_slices_as_if_at_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (ELEMENTS_AT_ONCE, 1), (2, 3 * ELEMENTS_AT_ONCE), (1025, 4096)])
-def test_slices_of_rows_cover_every_row_once(shape) -> None:
+def test_slices_of_rows_cover_every_row_once(shape: tuple[int, int]) -> None:
     assert [row for rows in row_slices(*shape) for row in range(shape[0])[rows]] == list(range(shape[0]))
 
 

@@ -57,7 +57,7 @@ def exact(weight: QuantizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_a_float_layer_multiplies_and_adds_its_bias(n, k, has_bias, dtype) -> None:
+def test_a_float_layer_multiplies_and_adds_its_bias(n: int, k: int, has_bias: bool, dtype: torch.dtype) -> None:
     weight, bias = random_weight(n, k).to(dtype), random_tensor(n, dtype=dtype) if has_bias else None
     layer = make_torch_linear(weight, bias)
     assert layer.shape == (n, k)
@@ -74,7 +74,9 @@ def test_a_float_layer_multiplies_and_adds_its_bias(n, k, has_bias, dtype) -> No
 @pytest.mark.parametrize("format", ["int8", "w8a8"])
 @pytest.mark.parametrize("group", [32, 64, 128, None])
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_a_quantised_layer_equals_integer_sums_times_scales(n, k, group, format, dtype) -> None:
+def test_a_quantised_layer_equals_integer_sums_times_scales(
+    n: int, k: int, group: int | None, format: str, dtype: torch.dtype
+) -> None:
     weight = quantized(random_weight(n, k), group or k, format)
     bias = random_tensor(n, dtype=dtype) if n % 2 else None
     layer = make_torch_linear(weight, bias)
@@ -136,7 +138,9 @@ class Wrong(DenseLinear):
 
 
 @pytest.mark.parametrize("operator", [Missing, Changed, Wrong])
-def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(monkeypatch, operator) -> None:
+def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(
+    monkeypatch: pytest.MonkeyPatch, operator
+) -> None:
     monkeypatch.setattr(linear, "PackedLinear", operator)
     onednn_packs.cache_clear()
     try:

@@ -39,7 +39,7 @@ def naive_q8_0(block: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 32), (5, 96), (3, 320)])
-def test_q8_0_follows_its_published_format(rows, columns) -> None:
+def test_q8_0_follows_its_published_format(rows: int, columns: int) -> None:
     x = random_values(rows, columns)
     x[0, :32] = 0
     expected = [[v for part in row.split(32) for v in naive_q8_0(part.tolist())] for row in x]

@@ -47,7 +47,9 @@ def penalties(rows: int, vocab: int, length: int = 1100) -> kernel.Penalties:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
 @pytest.mark.parametrize("filters", FILTERS)
-def test_every_filter_leaves_the_references_token(filters, shape, dtype) -> None:
+def test_every_filter_leaves_the_references_token(
+    filters: tuple[int, float, float], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     logits, rows = (3 * random_tensor(*shape)).to(dtype), asked(shape[0], *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
@@ -59,7 +61,7 @@ def test_rows_of_all_kinds_stand_in_one_batch() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
-def test_penalties_and_a_mask_come_first(shape, dtype) -> None:
+def test_penalties_and_a_mask_come_first(shape: tuple[int, int], dtype: torch.dtype) -> None:
     count, vocab = shape
     logits, rows, of = (3 * random_tensor(*shape)).to(dtype), mixed(count), penalties(*shape)
     mask = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), generator=torch.Generator().manual_seed(1)).int()
@@ -73,7 +75,7 @@ def test_penalties_and_a_mask_come_first(shape, dtype) -> None:
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_equal_logits_fall_in_the_order_of_their_ids(filters) -> None:
+def test_equal_logits_fall_in_the_order_of_their_ids(filters: tuple[int, float, float]) -> None:
     logits, rows = random_tensor(2, 1500).mul(2).round(), asked(2, *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
     flat = torch.zeros(2, 1500)  # with a filter every token is listed: more than a tile
@@ -83,7 +85,7 @@ def test_equal_logits_fall_in_the_order_of_their_ids(filters) -> None:
 @pytest.mark.parametrize(
     "filters", [(90, 1.0, 0.0), (90, 0.6, 1e-3), (4000, 0.9, 0.0), (0, 0.999, 1e-9), (0, 0.5, 0.9)]
 )
-def test_k_beyond_the_groups_and_floors_of_two_filters(filters) -> None:
+def test_k_beyond_the_groups_and_floors_of_two_filters(filters: tuple[int, float, float]) -> None:
     logits, rows = 4 * random_tensor(2, 5000), asked(2, *filters, temperature=1.0)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
@@ -110,7 +112,7 @@ def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none() -> Non
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.01, 50.0])
-def test_any_temperature(temperature) -> None:
+def test_any_temperature(temperature: float) -> None:
     logits, rows = random_tensor(4, 1100), asked(4, temperature=temperature)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 

@@ -68,7 +68,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_tokens_attend_what_they_may_see(case) -> None:
+def test_tokens_attend_what_they_may_see(case: Case) -> None:
     inputs = made(case)
     tokens = int(inputs.starts[-1])
     out, expected = kernel.context_attention(*inputs)[:tokens], kernel.reference(*inputs)[:tokens]
@@ -77,7 +77,7 @@ def test_tokens_attend_what_they_may_see(case) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("window", [None, 5, 16, 37])
-def test_rows_have_as_many_tiles_as_they_need(window, bits, monkeypatch) -> None:
+def test_rows_have_as_many_tiles_as_they_need(window: int | None, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, SMALL)
     case = Case(
         [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)], 1, 3, block_size=32, bits=bits, window=window, sinks=True
@@ -89,7 +89,9 @@ def test_rows_have_as_many_tiles_as_they_need(window, bits, monkeypatch) -> None
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("tiles", [None, Tiles(64, 32, 4, 2)], ids=["own tiles", "small tiles"])
-def test_a_token_gets_the_same_in_every_chunk(tiles, window, monkeypatch) -> None:
+def test_a_token_gets_the_same_in_every_chunk(
+    tiles: Tiles | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tiles:
         use_tiles(monkeypatch, tiles)
     length = 150

@@ -60,7 +60,9 @@ def made(
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("case", kernel.CASES)
 @pytest.mark.parametrize("split_tokens", [SPLIT, kernel.SPLIT_TOKENS])
-def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bits, split_tokens) -> None:
+def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(
+    case: tuple[int, int, int, int, tuple[int, ...], int | None], bits: int, split_tokens: int
+) -> None:
     *shape, window = case
     given = made(*shape, bits, window=window)
     sinks = random_tensor(shape[0], seed=2)
@@ -71,14 +73,14 @@ def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bit
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_16_bit_queries_without_sinks(dtype, bits) -> None:
+def test_16_bit_queries_without_sinks(dtype: torch.dtype, bits: int) -> None:
     q, *rest = made(4, 2, 32, 16, (150, 0), bits, dtype)
     rest[1] = rest[1].long()
     assert_near(kernel.decode_attention(q, *rest, split_tokens=SPLIT), kernel.reference(q.float(), *rest))
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits) -> None:
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits: int) -> None:
     q, pool, lengths, tables, scale = made(4, 2, 32, 16, (300, 100, 0, 130), bits)
     together = kernel.decode_attention(q, pool, lengths, tables, scale, split_tokens=SPLIT)
     for row, length in enumerate(lengths.tolist()):
@@ -108,7 +110,7 @@ def _floats_kernel(data: tl.tensor, out: tl.tensor, like: tl.tensor, BITS: tl.co
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits, dtype) -> None:
+def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits: int, dtype: torch.dtype) -> None:
     data = torch.arange(256).to(torch.uint8)
     expected = unpack(data, bits).float() + unpacking(dtype, bits, compiled=True).bias
     out = torch.empty(len(expected))
@@ -118,7 +120,7 @@ def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits, dtyp
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("group", [1, 16, 32])
-def test_few_and_many_heads_of_a_kv_head(group, bits) -> None:
+def test_few_and_many_heads_of_a_kv_head(group: int, bits: int) -> None:
     given = made(group, 1, 64, 64, (45, 96), bits)
     assert_near(kernel.decode_attention(*given), kernel.reference(*given))
 
@@ -130,7 +132,7 @@ def test_tiles_that_are_seen_as_a_whole_begin_and_end_where_the_window_says() ->
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_blocks_beyond_the_first_2_gib(bits) -> None:
+def test_blocks_beyond_the_first_2_gib(bits: int) -> None:
     q, pool, *rest = made(2, 1, 32, 16, (30, 17), bits)
     layout = QuantizedPool(16, 1, 32, bits)
     stride = 2**29 + 64

@@ -96,7 +96,7 @@ def request(length: int, num_tokens: int, variety: int = 0, top: int | None = No
     return Request(prompt, num_tokens, sampling_config=SamplingConfig(**fields), output_config=output, **more)
 
 
-def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked(directory) -> None:
+def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked(directory: Path) -> None:
     requests = [request(9 + 8 * n, 5, n, **asked) for n, asked in enumerate(ASKED)]
     requests.append(request(6, 6, 9, top=3, temperature=0.8, min_tokens=3, seed=1, **SPECIAL))
     capture = Replays()
@@ -114,7 +114,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
 
 
 @pytest.mark.parametrize("kv", ["auto", "int4"])
-def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory, kv) -> None:
+def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
     requests = [request(16, 18, n) for n in (1, 2)]
     roomy = finish(make_core(directory, "triton", Replays(), kv, look_ahead=True), requests)
     core = make_core(directory, "triton", Replays(), kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
@@ -123,7 +123,9 @@ def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(director
     assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
 
 
-def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(directory, caplog) -> None:
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(step: Step) -> Captured:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -17,14 +17,14 @@ def random_ids(tokens: int, vocab: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, vocab, hidden", kernel.CASES)
-def test_rows_are_copied_bit_for_bit(tokens, vocab, hidden, dtype) -> None:
+def test_rows_are_copied_bit_for_bit(tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
     table, ids = random_tensor(vocab, hidden, dtype=dtype), random_ids(tokens, vocab)
     assert torch.equal(kernel.embedding(table, ids), F.embedding(ids, table))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, vocab, hidden", [case for case in kernel.CASES if case[0]])
-def test_rows_are_scaled(tokens, vocab, hidden, dtype) -> None:
+def test_rows_are_scaled(tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
     table, ids = random_tensor(vocab, hidden, dtype=dtype), random_ids(tokens, vocab)
     y = kernel.embedding(table, ids, scale=hidden**0.5)
     assert y.dtype == dtype
@@ -32,7 +32,7 @@ def test_rows_are_scaled(tokens, vocab, hidden, dtype) -> None:
 
 
 @pytest.mark.parametrize("scale", [None, 1.5])
-def test_ids_outside_the_table_give_zeros(scale) -> None:
+def test_ids_outside_the_table_give_zeros(scale: float | None) -> None:
     table = random_tensor(10, 48) + torch.inf  # 0 times a wrong row would be seen
     table[[0, 9]] = random_tensor(2, 48)
     ids = torch.tensor([-1, 0, 9, 10, 2**31, 2**32, -(2**63), 2**63 - 1])

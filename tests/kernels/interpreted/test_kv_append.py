@@ -82,14 +82,14 @@ def assert_like_the_reference(batch: Batch, pool: Tensor, **norms: Tensor | floa
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_heads_are_rotated_and_cells_written_and_no_others(case, dtype) -> None:
+def test_heads_are_rotated_and_cells_written_and_no_others(case: tuple[int, ...], dtype: torch.dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     assert_like_the_reference(batch, batch.plain_pool(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES[:3])
-def test_heads_are_normalised_before_they_are_rotated(case, dtype) -> None:
+def test_heads_are_normalised_before_they_are_rotated(case: tuple[int, ...], dtype: torch.dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     q_norm, k_norm = (random_tensor(batch.head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
     assert_like_the_reference(batch, batch.plain_pool(dtype), q_norm=q_norm, k_norm=k_norm, eps=0.1)
@@ -103,7 +103,9 @@ def test_one_of_the_norms_may_be_absent() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(case, bits) -> None:
+def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(
+    case: tuple[int, ...], bits: int
+) -> None:
     batch = Batch(*case)
     plain = batch.plain_pool()
     q_of_plain = batch.append(plain)
@@ -117,7 +119,7 @@ def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_a
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quantised_pool_is_like_the_references(dtype, bits) -> None:
+def test_a_quantised_pool_is_like_the_references(dtype: torch.dtype, bits: int) -> None:
     batch = Batch(*kernel.CASES[4], dtype=dtype)
     norms = {"q_norm": random_tensor(128, seed=5), "k_norm": random_tensor(128, seed=6)}
     layout, pool = batch.quantized_pool(bits)
@@ -150,7 +152,7 @@ def extreme_values(head_dim: int, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_extreme_values_are_quantised_as_quantize_rows_does(bits) -> None:
+def test_extreme_values_are_quantised_as_quantize_rows_does(bits: int) -> None:
     batch = Batch(15, 1, 1, 96, 16)  # 96: a program's columns beyond the head are no values of it
     assert batch.real.sum() == 10
     batch.qkv[batch.real, -96:] = extreme_values(96, bits)
@@ -172,7 +174,7 @@ def test_extreme_values_are_quantised_as_quantize_rows_does(bits) -> None:
 
 
 @pytest.mark.parametrize("bits", [None, *BITS])
-def test_a_batch_that_only_pads_writes_nothing(bits) -> None:
+def test_a_batch_that_only_pads_writes_nothing(bits: int | None) -> None:
     batch = Batch(*kernel.CASES[1])
     batch.cells.fill_(-1)
     batch.positions.fill_(-(2**50))
@@ -193,7 +195,7 @@ def views() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", views())
-def test_a_pool_may_have_any_strides(name) -> None:
+def test_a_pool_may_have_any_strides(name: str) -> None:
     batch, pool = Batch(*kernel.CASES[1]), views()[name]
     contiguous = pool.clone(memory_format=torch.contiguous_format)
     batch.append(pool)
@@ -202,7 +204,7 @@ def test_a_pool_may_have_any_strides(name) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_quantised_pool_may_be_one_of_several_layers(bits) -> None:
+def test_a_quantised_pool_may_be_one_of_several_layers(bits: int) -> None:
     batch = Batch(*kernel.CASES[1])
     layout, pool = batch.quantized_pool(bits)
     layers = torch.stack((pool, pool, pool), dim=1)
@@ -233,7 +235,7 @@ def test_cells_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_blocks_beyond_the_first_2_gib(bits) -> None:
+def test_blocks_beyond_the_first_2_gib(bits: int) -> None:
     batch = Batch(2, 4, 2, 64, 16)
     layout, expected = batch.quantized_pool(bits)
     stride = 2**30 + 64  # fits 32 bits; twice as much does not
@@ -247,7 +249,7 @@ def test_blocks_beyond_the_first_2_gib(bits) -> None:
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case) -> None:
+def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case: tuple[int, ...]) -> None:
     batch = Batch(*case)
     pool = batch.plain_pool()
     expected = pool.clone()

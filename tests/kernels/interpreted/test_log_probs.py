@@ -29,12 +29,12 @@ def assert_like_the_reference(logits: Tensor, ids: Tensor, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])  # of 16 bits: many equal logits
 @pytest.mark.parametrize("rows, vocab, n", kernel.CASES)
-def test_log_probs(rows, vocab, n, dtype) -> None:
+def test_log_probs(rows: int, vocab: int, n: int, dtype: torch.dtype) -> None:
     assert_like_the_reference((5 * random_tensor(rows, vocab)).to(dtype), random_ids(rows, vocab), n)
 
 
 @pytest.mark.parametrize("offset", [-1e6, -300.0, 300.0, 1e6])
-def test_large_logits_neither_overflow_nor_lose_the_differences(offset) -> None:
+def test_large_logits_neither_overflow_nor_lose_the_differences(offset: float) -> None:
     assert_like_the_reference(random_tensor(2, 5000) + offset, random_ids(2, 5000), 20)
 
 
@@ -78,7 +78,7 @@ def test_an_id_that_is_no_token_has_no_probability() -> None:
 @pytest.mark.parametrize(
     "shape, view", [((5, 130), lambda x: x[:, :70]), ((9, 70), lambda x: x[::2]), ((70, 4), torch.t)]
 )
-def test_logits_may_be_a_view(shape, view) -> None:
+def test_logits_may_be_a_view(shape: tuple[int, int], view) -> None:
     logits = view(random_tensor(*shape))
     assert_like_the_reference(logits, random_ids(*logits.shape), 7)
 
@@ -100,7 +100,7 @@ def test_more_than_there_are_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows, vocab, n", kernel.CASES)
-def test_the_reference_is_log_softmax(rows, vocab, n) -> None:
+def test_the_reference_is_log_softmax(rows: int, vocab: int, n: int) -> None:
     logits, ids = random_tensor(rows, vocab), random_ids(rows, vocab)
     expected = torch.log_softmax(logits.double(), dim=1)
     chosen, top_ids, top = kernel.reference(logits, ids, n)

@@ -49,7 +49,7 @@ class Problem:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_each_token_has_its_adapter(case, dtype) -> None:
+def test_each_token_has_its_adapter(case, dtype: torch.dtype) -> None:
     problem = Problem(*case, dtype=dtype)
     assert_near(problem.run(), problem.expected())
 

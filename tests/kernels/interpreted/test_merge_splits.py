@@ -29,7 +29,9 @@ def made(
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_sinks) -> None:
+def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(
+    case: tuple[int, int, int, tuple[int, ...], int], with_sinks: bool
+) -> None:
     heads, head_dim, split, lengths, window = case
     *given, out = made(*case)
     expected = out.clone()

@@ -13,7 +13,7 @@ from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
-def test_the_second_half_is_gated_by_the_first(shape, dtype) -> None:
+def test_the_second_half_is_gated_by_the_first(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     y = kernel.silu_mul(x)
     assert y.dtype == dtype
@@ -33,7 +33,7 @@ def test_rows_that_are_not_contiguous_are_read_as_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [case for case in kernel.CASES if len(case) == 2])
-def test_int8_rows_have_their_scales_and_sums(shape, dtype) -> None:
+def test_int8_rows_have_their_scales_and_sums(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     x[-1] = 0
     assert_int8_like_the_reference(x)
@@ -41,7 +41,7 @@ def test_int8_rows_have_their_scales_and_sums(shape, dtype) -> None:
 
 
 @pytest.mark.parametrize("intermediate", [kernel.MAX_ROW_BLOCK, kernel.MAX_ROW_BLOCK + 1, 5 * kernel.LOOP_BLOCK])
-def test_long_int8_rows_have_one_scale(intermediate) -> None:
+def test_long_int8_rows_have_one_scale(intermediate: int) -> None:
     x = random_tensor(3, 2 * intermediate)
     x[0, intermediate - 1], x[0, -1] = 30, 40  # the largest of its row, in the last block
     x[1, 0], x[1, intermediate] = 30, 40  # and in the first

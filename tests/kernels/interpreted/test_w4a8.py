@@ -45,7 +45,7 @@ def bounds(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch
 
 @pytest.mark.feature("003-67", "003-68")
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case) -> None:
+def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case: tuple[int, int, int, bool]) -> None:
     m, n, k, per_group = case
     x, weight = random_rows(m, k), random_weight(n, k, per_group)
     for bias in (None, random_tensor(n)):
@@ -54,7 +54,7 @@ def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_output_type(dtype) -> None:
+def test_each_output_type(dtype: torch.dtype) -> None:
     x, weight = random_rows(5, 256), random_weight(72, 256, True)
     y = kernel.w4a8(x, weight, None, dtype)
     assert y.dtype == dtype
@@ -62,7 +62,7 @@ def test_each_output_type(dtype) -> None:
 
 
 @pytest.mark.parametrize("per_group", [True, False])
-def test_the_number_of_rows_does_not_change_a_bit(per_group) -> None:
+def test_the_number_of_rows_does_not_change_a_bit(per_group: bool) -> None:
     """Of a row's result: other tiles, and k split or not."""
     n, k = 72, 2048
     x, weight = random_rows(100, k), random_weight(n, k, per_group)
@@ -79,7 +79,7 @@ def test_the_number_of_rows_does_not_change_a_bit(per_group) -> None:
     "m, n, k, splits",
     [(16, 6144, 4096, 4), (16, 28672, 4096, 1), (64, 4096, 14336, 8), (1, 64, 44 * GROUP, 4), (65, 64, 4096, 1)],
 )
-def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m, n, k, splits) -> None:
+def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m: int, n: int, k: int, splits: int) -> None:
     assert kernel._splits(kernel._tiles(90, m), m, n, k // GROUP) == splits
 
 
@@ -144,7 +144,7 @@ def test_a_words_halves_are_those_of_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("per_group, limit", [(True, 0.101), (False, 0.13)])
-def test_rounding_is_to_nearest(per_group, limit) -> None:
+def test_rounding_is_to_nearest(per_group: bool, limit: float) -> None:
     w = random_tensor(24, 3 * GROUP)
     w[3, :GROUP], w[4] = 0, 0
     w[5], w[6] = w[5].abs() + 1, -w[6].abs()  # all of one sign

@@ -24,7 +24,7 @@ def rows(q: torch.Tensor, scale: torch.Tensor) -> Int8Rows:
 
 
 @pytest.mark.parametrize("shape", kernel.CASES)
-def test_float32_results_are_the_references_to_the_bit(shape) -> None:
+def test_float32_results_are_the_references_to_the_bit(shape: tuple[int, int, int]) -> None:
     x, q_w, scale_w, bias = operands(*shape)
     for b in (None, bias):
         y = kernel.w8a8(x, q_w, scale_w, b, torch.float32)
@@ -32,7 +32,7 @@ def test_float32_results_are_the_references_to_the_bit(shape) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_output_type(dtype) -> None:
+def test_each_output_type(dtype: torch.dtype) -> None:
     given = operands(5, 72, 256)
     assert_near(kernel.w8a8(*given, dtype), kernel.reference(*given, torch.float32))
 
@@ -65,13 +65,13 @@ def test_the_number_of_rows_does_not_change_a_bit() -> None:
 @pytest.mark.parametrize(
     "m, n, k, splits", [(16, 6144, 4096, 2), (16, 28672, 4096, 1), (64, 4096, 14336, 4), (256, 64, 4096, 1)]
 )
-def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m, n, k, splits) -> None:
+def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m: int, n: int, k: int, splits: int) -> None:
     assert kernel._splits(kernel._tiles(90, m), m, n, k) == splits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.ROWS_CASES)
-def test_activations_are_quantized_row_by_row(shape, dtype) -> None:
+def test_activations_are_quantized_row_by_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     for measured, expected in zip(kernel.quantize(x), int8_rows.reference(x), strict=True):
         assert measured.dtype == expected.dtype and torch.equal(measured, expected)
