@@ -138,7 +138,7 @@ class Stopwatch:
 
     def __init__(self, owner: object, name: str) -> None:
         self._total_ns = 0
-        self._call: Callable = getattr(owner, name)
+        self._call: Callable[..., object] = getattr(owner, name)
         setattr(owner, name, self._timed)
 
     def _timed(self, *arguments: object) -> object:

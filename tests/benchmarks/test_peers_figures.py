@@ -16,7 +16,7 @@ from benchmarks.peers.engines import GIB, PEERS, EngineSpec, ours
 from benchmarks.peers.measure import MEMORY_SHARE, Contestant, Outcome, Sample, Work, bytes_together, fit_together
 from benchmarks.peers.models import Model
 from benchmarks.peers.plot import plot
-from benchmarks.peers.rows import add_ratios, make_rows
+from benchmarks.peers.rows import Row, add_ratios, make_rows
 from benchmarks.peers.table import make_table, reasons
 
 M = Model(
@@ -58,7 +58,7 @@ def outcome() -> Outcome:
     return Outcome(contestants, alternated=True)
 
 
-def rows_by_engine(outcome: Outcome, concurrency: int) -> dict:
+def rows_by_engine(outcome: Outcome, concurrency: int) -> dict[str, Row]:
     return {row["engine"]: row for row in make_rows(WORK, outcome) if row["concurrency"] == concurrency}
 
 

@@ -185,7 +185,7 @@ class Triton(BaseHTTPRequestHandler):
         broken = "config" in body["parameters"] and "backend" in json.loads(body["parameters"]["config"])
         self._answer(503 if self.failing else 400 if broken else 200, {})
 
-    def _answer(self, status: int, body: dict) -> None:
+    def _answer(self, status: int, body: dict[str, object]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -270,7 +271,7 @@ def test_a_stop_request_stays_in_its_namespace(stub: service_pb2_grpc.GRPCInfere
     assert 6 < 6 + sum(1 for _ in running) < 1500
 
 
-def health(server: TritonServer) -> dict[str, dict]:
+def health(server: TritonServer) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in (server.run_dir / "health").glob("[a-z]*")}
 
 

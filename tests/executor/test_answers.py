@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backend.api import EngineUnavailable, ErrorCode, InvalidRequest, Request, Response
+from backend.api import EngineUnavailable, ErrorCode, EverbatchError, InvalidRequest, Request, Response
 from backend.api.response import Result
 from backend.core.messages import Cancel, Command, StopSession
 from backend.executor import Executor, mailbox
@@ -50,7 +50,7 @@ def test_a_request_that_is_answered_while_it_is_sent_raises_nothing_besides(
 
 @pytest.mark.parametrize("error", [EngineUnavailable, InvalidRequest])
 def test_a_request_that_could_not_be_sent_raises_and_is_never_answered(
-    executor: Executor, transport: ScriptedTransport, error
+    executor: Executor, transport: ScriptedTransport, error: type[EverbatchError]
 ) -> None:
     def refuse(command: Command) -> None:
         raise error("it cannot be sent")

@@ -26,15 +26,16 @@ stand_in.install_where_missing()  # of msgspec, before anything imports the engi
 DEVICE = torch.device(os.environ.get("EVERBATCH_GPU_TESTS", "cuda"))
 IS_GPU = DEVICE.type == "cuda"
 REASON = "there is no CUDA device" if IS_GPU and not torch.cuda.is_available() else ""
+Function = Callable[..., None]
 HALVES = (torch.float16, torch.bfloat16)
 
 pytestmark = [] if pytest is None else [pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-def each(names: str, values: Sequence[Any]) -> Callable[[Callable], Callable]:
+def each(names: str, values: Sequence[Any]) -> Callable[[Function], Function]:
     """pytest.mark.parametrize, known to `python -m tests.gpu` as well."""
 
-    def marked(function: Callable) -> Callable:
+    def marked(function: Function) -> Function:
         function.__dict__.setdefault("given", []).append((names, list(values)))
         return function if pytest is None else pytest.mark.parametrize(names, values, ids=str)(function)
 

@@ -73,7 +73,7 @@ def test_w4a8(case: tuple[int, int, int], per_group: bool, dtype: torch.dtype) -
 
 @each("dtype", HALVES)
 @each("case", lora.CASES)
-def test_lora(case, dtype: torch.dtype) -> None:
+def test_lora(case: tuple[int, tuple[int, ...], int, int, tuple[int, ...]], dtype: torch.dtype) -> None:
     tokens, ranks, max_rank, k, widths = case
     offsets = (0, *accumulate(widths))
     x, y = random(tokens, k, dtype=dtype), random(tokens, offsets[-1], dtype=dtype)

@@ -128,7 +128,9 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), max_size
 
 
 @given(prompts=PROMPTS, forgotten=st.lists(st.integers(0, 40)), wanted=st.lists(st.integers(0, 2), max_size=9))
-def test_what_is_found_is_the_longest_known_prefix(prompts, forgotten, wanted) -> None:
+def test_what_is_found_is_the_longest_known_prefix(
+    prompts: list[list[int]], forgotten: list[int], wanted: list[int]
+) -> None:
     """Against a plain dictionary from prefixes to blocks."""
     size, trie, known = 2, PrefixTrie(2), {}
     for number, prompt in enumerate(prompts):
@@ -191,7 +193,9 @@ def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
     st.data(),
 )
-def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(keys, tail, data) -> None:
+def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(
+    keys: list[list[int]], tail: list[int], data: st.DataObject
+) -> None:
     trie = PrefixTrie(4)
     for index, key in enumerate(keys):
         trie.insert("", None, 0, key, [BlockHandle(index, 1)], 1)

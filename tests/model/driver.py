@@ -10,7 +10,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
@@ -88,7 +90,7 @@ class Driver:
         steps = [self.step([(slot, 1) for slot in slots]) for _ in range(num_tokens)]
         return {slot: torch.cat([step[slot] for step in steps]) for slot in slots}
 
-    def _run(self, step: StepInput, num_logits: list[int]) -> tuple:
+    def _run(self, step: StepInput, num_logits: list[int]) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         runner = self.runner
         return runner.tier.run(runner.batch, step.rows, num_logits, runner.storage.pools, wants_logits=True)
 

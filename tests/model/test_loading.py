@@ -256,7 +256,9 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
         (lambda w: w.update({"model.layers.1.self_attn.q_proj.bias": torch.ones(48)}), "not used"),
     ],
 )
-def test_every_tensor_must_be_there_have_its_shape_and_be_used(directory: Path, change, message: str) -> None:
+def test_every_tensor_must_be_there_have_its_shape_and_be_used(
+    directory: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
     edit_weights(directory, change)
     with pytest.raises(ConfigError, match=message):
         load(directory)

@@ -6,6 +6,7 @@ Lengths are told in blocks of the tier, so that borders, partial blocks, copies 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def test_every_logit_of_a_whole_prompt_equals_transformers(family: tuple[Path, O
 
 @pytest.mark.feature("004-19", "004-26", "001-29")
 @pytest.mark.parametrize("cut", CHUNKINGS.values(), ids=CHUNKINGS)
-def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family: tuple[Path, Oracle], tier: TierCase, cut) -> None:
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole(
+    family: tuple[Path, Oracle], tier: TierCase, cut: Callable[[int], list[int]]
+) -> None:
     directory, oracle = family
     block = 8 if tier is TORCH else tier.block
     tokens = prompt(5 * block + 1, seed=1)

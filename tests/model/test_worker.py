@@ -308,7 +308,7 @@ def test_the_probe_decides_the_number_of_blocks(
     assert core.workers.runner.storage.bytes_per_block == block_bytes
 
 
-def write_host(root: Path, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple:
+def write_host(root: Path, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple[Path, Path]:
     proc, cgroup = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_kb} kB\n")

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
@@ -45,7 +47,7 @@ class Attempt:
         self.token_ids = driver.runner.batch.token_ids.clone()
         self.tables = driver.runner.batch.block_tables.copy()
 
-    def run(self) -> tuple:
+    def run(self) -> tuple[NDArray[np.int64], Tensor | None]:
         decoder: NativeDecoder = self._runner.tier._decoder
         return decoder.step(self.rows, self.token_ids, self.tables, self._runner.storage.pools, True)
 
@@ -123,7 +125,9 @@ def test_the_tier_names_the_slot(best_kernels: CDLL, tmp_path: Path, spoil: Call
 
 
 @pytest.mark.parametrize("windows", [(13,) * 4, (13, 13, 40, 13), (13, 13, None, 13)], ids=str)
-def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels: CDLL, tmp_path: Path, windows) -> None:
+def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(
+    best_kernels: CDLL, tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
     model = load(
         make_random_model(tmp_path, num_hidden_layers=4, max_position_embeddings=LONGEST),
         Format(),

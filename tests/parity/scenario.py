@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -45,7 +47,7 @@ class RecordingTier:
 
     def run(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
-    ) -> tuple:
+    ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         greedy, logits = self._tier.run(batch, rows, num_logits, pools, wants_logits=True)
         slots = [row.slot for row, count in zip(rows, num_logits) if count]
         for slot, of_slot in zip(slots, logits, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def new_row(slot: int, **fields: object) -> NewRow:
 
 @pytest.mark.parametrize(("fields", "lengths"), ASKED)
 def test_logits_are_needed_for_everything_but_the_greatest(
-    make_sampler: MakeSampler, fields: dict, lengths: range | tuple[()]
+    make_sampler: MakeSampler, fields: dict[str, object], lengths: range | tuple[()]
 ) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(0))
@@ -49,7 +51,9 @@ def test_logits_are_needed_for_everything_but_the_greatest(
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_rows_that_need_none_take_the_given_token_without_logits(make_sampler: MakeSampler, kind) -> None:
+def test_rows_that_need_none_take_the_given_token_without_logits(
+    make_sampler: MakeSampler, kind: Callable[[list[int]], object]
+) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(3))
     sampler.set_row(new_row(1))

@@ -282,14 +282,14 @@ def test_a_plan_that_is_dropped_changes_nothing() -> None:
     runner.assert_answers()
 
 
-def _describe(plan: StepPlan) -> tuple:
+def _describe(plan: StepPlan) -> tuple[object, ...]:
     grants = [
         (key, grant.num_new, grant.computed, grant.kept, grant.copy_from) for key, grant in plan.kv.grants.items()
     ]
     return [(seq.seq_id, tokens) for seq, tokens in plan.rows], [seq.seq_id for seq in plan.paused], grants
 
 
-def _snapshot(runner: Runner) -> tuple:
+def _snapshot(runner: Runner) -> tuple[object, ...]:
     kv, scheduler = runner.core.kv, runner.core.scheduler
     blocks = [(block.ref_count, block.unique_id, block.is_shareable) for block in kv.state.blocks.blocks]
     records = {key: (list(record.handles), record.is_locked, record.depth) for key, record in kv.state.tables.items()}

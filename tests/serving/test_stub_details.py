@@ -26,7 +26,7 @@ from backend.serving.model_server import ModelServer
 from backend.serving.outputs import RowSettings, TextOutput
 from backend.serving.pump import Stream
 from backend.serving.reading import Batch
-from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, parse_parameters
+from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
 from backend.serving.tensors import ENSEMBLE, TOKEN_MODEL
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_serv
     begun, may_end = threading.Event(), threading.Event()
     read: list[str] = []
 
-    def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list:
+    def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
         read.append(parameters.namespace)
         if parameters.namespace == "us":
             begun.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,9 @@ def test_layers_that_are_quantised_only_in_part_are_refused(tmp_path: Path) -> N
         ("pack-quantized", lambda w: w.pop(Q_PROJ + "_packed"), "lacks the tensor .*q_proj.weight_packed"),
     ],
 )
-def test_tensors_that_do_not_fit_the_format_are_refused(tmp_path: Path, format: str, change, message: str) -> None:
+def test_tensors_that_do_not_fit_the_format_are_refused(
+    tmp_path: Path, format: str, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
     int8, _ = write_pair(tmp_path, "llama", quantization_config(format))
     weights = load_file(int8 / "model.safetensors")
     change(weights)

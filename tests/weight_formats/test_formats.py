@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,7 +46,9 @@ def naive(x: Tensor, group: int, is_weight: bool) -> tuple[list[list[int]], list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantize", [quantize_weight, quantize_activations])
 @pytest.mark.parametrize("rows, columns, group", CASES)
-def test_quantising_follows_its_formula(rows: int, columns: int, group: int, quantize, dtype: torch.dtype) -> None:
+def test_quantising_follows_its_formula(
+    rows: int, columns: int, group: int, quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> None:
     x = random_values(rows, columns, dtype)
     q, scale = quantize(x, group)
     assert (q.dtype, scale.dtype) == (torch.int8, torch.float32)

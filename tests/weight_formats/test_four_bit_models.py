@@ -64,7 +64,7 @@ def test_the_torch_tier_has_the_logits_of_the_dequantised_weights(tmp_path: Path
 
 
 @pytest.mark.parametrize("family, overrides", [("qwen2", {}), ("qwen3", {}), ("llama3", {})])
-def test_every_family_is_read(tmp_path: Path, family: str, overrides) -> None:
+def test_every_family_is_read(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
     pair = write_pair(tmp_path, LAYOUTS["gptq"], family, **overrides)
     torch.testing.assert_close(logits(pair.quantised), logits(pair.floats), rtol=0, atol=LIMIT)
 

@@ -145,7 +145,9 @@ def change(key: str, of: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tens
         ("qoq-channel", lambda stored: stored.pop(DOWN + ".s1_szeros"), "lacks .*s1_szeros"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, layout: str, damage, message: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(
+    tmp_path: Path, layout: str, damage: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout])
     stored = load_file(pair.quantised / "model.safetensors")
     damage(stored)

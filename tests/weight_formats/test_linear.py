@@ -139,7 +139,7 @@ class Wrong(DenseLinear):
 
 @pytest.mark.parametrize("operator", [Missing, Changed, Wrong])
 def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(
-    monkeypatch: pytest.MonkeyPatch, operator
+    monkeypatch: pytest.MonkeyPatch, operator: type[Linear]
 ) -> None:
     monkeypatch.setattr(linear, "PackedLinear", operator)
     onednn_packs.cache_clear()

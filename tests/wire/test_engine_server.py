@@ -63,12 +63,12 @@ class Peer:
 
 
 @pytest.fixture
-def posted() -> queue.SimpleQueue:
+def posted() -> queue.SimpleQueue[Command | ClientGone]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def server(tmp_path: Path, posted: queue.SimpleQueue) -> Iterator[EngineServer]:
+def server(tmp_path: Path, posted: queue.SimpleQueue[Command | ClientGone]) -> Iterator[EngineServer]:
     hello = lambda index: Hello(index, ModelInfo("m", 9, 9), "", EngineConfig())
     server = EngineServer(str(tmp_path / "s"), posted.put, hello)
     yield server
@@ -106,7 +106,7 @@ def long_response(number: int, num_tokens: int, is_final: bool = False) -> Respo
 
 @pytest.mark.parametrize("body", [b"hello", b"\x81\xa2\xff\xff\x01", b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"])
 def test_a_frame_of_garbage_is_dropped_and_the_next_command_arrives(
-    peer: Peer, posted: queue.SimpleQueue, body: bytes
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], body: bytes
 ) -> None:
     peer.send(body)
     peer.submit(1)
@@ -133,7 +133,7 @@ def test_a_command_that_cannot_be_read_does_not_answer_for_another_client(
 
 
 def test_a_frame_that_is_too_large_is_dropped_and_the_next_command_arrives(
-    peer: Peer, posted: queue.SimpleQueue, small_frames: None
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], small_frames: None
 ) -> None:
     peer.send(bytes(LIMIT + 1))
     peer.submit(1)
@@ -149,7 +149,7 @@ def test_a_frame_of_just_the_limit_is_read(peer: Peer, small_frames: None) -> No
 
 @pytest.mark.parametrize("body, announced", [(b"", 10 * LIMIT + 1), (b"x", 100), (b"x", LIMIT + 1), (b"", None)])
 def test_every_end_of_a_connection_is_told_exactly_once(
-    peer: Peer, posted: queue.SimpleQueue, small_frames: None, body: bytes, announced: int | None
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], small_frames: None, body: bytes, announced: int | None
 ) -> None:
     """Announced beyond all bounds, ended within a frame, within one that is dropped, or between two."""
     if announced is not None:
@@ -159,7 +159,9 @@ def test_every_end_of_a_connection_is_told_exactly_once(
     assert peer.receive() is None and posted.empty()
 
 
-def test_a_command_under_the_id_of_another_client_is_dropped(peer: Peer, posted: queue.SimpleQueue) -> None:
+def test_a_command_under_the_id_of_another_client_is_dropped(
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone]
+) -> None:
     peer.sock.sendall(encode_frame(Cancel(2 << CLIENT_SHIFT | 7)))
     peer.submit(8)
     assert posted.get(timeout=5).request_id == MINE | 8
@@ -178,7 +180,7 @@ def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path: Pa
     """Whatever ends it: nobody else cancels the requests of that client."""
     posted = queue.SimpleQueue()
 
-    def post(command: Command) -> None:
+    def post(command: Command | ClientGone) -> None:
         if isinstance(command, Submit):
             raise RuntimeError("a mistake")
         posted.put(command)
@@ -210,7 +212,11 @@ def test_responses_that_are_too_large_together_are_sent_apart_and_in_order(
 
 @pytest.mark.parametrize("is_final", [True, False])
 def test_a_response_that_is_too_large_fails_its_request_only(
-    server: EngineServer, peer: Peer, posted: queue.SimpleQueue, small_frames: None, is_final: bool
+    server: EngineServer,
+    peer: Peer,
+    posted: queue.SimpleQueue[Command | ClientGone],
+    small_frames: None,
+    is_final: bool,
 ) -> None:
     sent = [long_response(1, 1), long_response(2, LIMIT, is_final), long_response(3, 1)]
     server.deliver(sent)

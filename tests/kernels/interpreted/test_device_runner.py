@@ -69,7 +69,7 @@ def make_core(
     return EngineCore(config, workers)
 
 
-def finish(core: EngineCore, requests: list[Request]) -> list:
+def finish(core: EngineCore, requests: list[Request]) -> list[Result]:
     """The final result of each."""
     for number, request in enumerate(requests):
         core.enqueue(number, request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,7 +80,7 @@ def test_an_id_that_is_no_token_has_no_probability() -> None:
 @pytest.mark.parametrize(
     "shape, view", [((5, 130), lambda x: x[:, :70]), ((9, 70), lambda x: x[::2]), ((70, 4), torch.t)]
 )
-def test_logits_may_be_a_view(shape: tuple[int, int], view) -> None:
+def test_logits_may_be_a_view(shape: tuple[int, int], view: Callable[[Tensor], Tensor]) -> None:
     logits = view(random_tensor(*shape))
     assert_like_the_reference(logits, random_ids(*logits.shape), 7)
 

@@ -49,13 +49,15 @@ class Problem:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_each_token_has_its_adapter(case, dtype: torch.dtype) -> None:
+def test_each_token_has_its_adapter(
+    case: tuple[int, tuple[int, ...], int, int, tuple[int, ...]], dtype: torch.dtype
+) -> None:
     problem = Problem(*case, dtype=dtype)
     assert_near(problem.run(), problem.expected())
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_shrink_in_parts(case) -> None:
+def test_shrink_in_parts(case: tuple[int, tuple[int, ...], int, int, tuple[int, ...]]) -> None:
     problem = Problem(*case)
     h = kernel.shrink(problem.x, problem.a, problem.ranks, kernel.group_tokens(problem.adapters, len(problem.ranks)))
     expected = kernel.reference_shrink(problem.x, problem.a, problem.ranks, problem.adapters)
