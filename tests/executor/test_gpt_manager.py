@@ -35,7 +35,7 @@ class Client:
         taken, self.todo = self.todo[:max_count], self.todo[max_count:]
         return taken
 
-    def send(self, request_id: int, response: Response, is_final: bool, error: str) -> None:
+    def send(self, request_id: int, response: Response | None, is_final: bool, error: str) -> None:
         self.threads.add(threading.current_thread().name)
         if error:
             self.errors[request_id] = error
@@ -126,7 +126,7 @@ def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response(
     client = Client([(1, streaming([1], 5)), (2, Request([1], 5))])
     send = client.send
 
-    def record(request_id: int, response: Response, is_final: bool, error: str) -> None:
+    def record(request_id: int, response: Response | None, is_final: bool, error: str) -> None:
         sizes[request_id].append(len(response.result.output_token_ids[0]))
         send(request_id, response, is_final, error)
 

@@ -72,7 +72,7 @@ class Manager(RuleBasedStateMachine):
 
     @precondition(lambda self: self._those(Status.RUNNING))
     @rule(chunks=st.lists(st.tuples(INDEX, st.integers(1, 6)), min_size=1, max_size=12))
-    def run(self, chunks: list[int]) -> None:
+    def run(self, chunks: list[tuple[int, int]]) -> None:
         for index, num_tokens in chunks:
             running = self._those(Status.RUNNING)
             if not running:

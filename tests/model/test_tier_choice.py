@@ -76,8 +76,8 @@ def test_the_torch_tier_is_had_for_the_asking(
 def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(
     checkpoint: Callable[[str], Path],
     lines: Callable[[], list[str]],
-    fields: dict[str, str],
-    kv_cache: dict[str, int],
+    fields: dict[str, object],
+    kv_cache: dict[str, object],
     reason: str,
 ) -> None:
     assert load(checkpoint("llama2"), kv_cache, **fields).kernels == "torch"
@@ -88,8 +88,8 @@ def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(
 def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(
     checkpoint: Callable[[str], Path],
     lines: Callable[[], list[str]],
-    fields: dict[str, str],
-    kv_cache: dict[str, int],
+    fields: dict[str, object],
+    kv_cache: dict[str, object],
     reason: str,
 ) -> None:
     with pytest.raises(ConfigError) as error:

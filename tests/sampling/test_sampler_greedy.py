@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, SampledToken, SlotId
@@ -52,7 +53,7 @@ def test_logits_are_needed_for_everything_but_the_greatest(
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_rows_that_need_none_take_the_given_token_without_logits(
-    make_sampler: MakeSampler, kind: Callable[[list[int]], object]
+    make_sampler: MakeSampler, kind: Callable[[list[int]], list[int] | np.ndarray | Tensor]
 ) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(3))

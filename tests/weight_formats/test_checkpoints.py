@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class QuantizesActivations(DenseLinear):
     ids=["odd", "qwen2", "qwen3", "tied"],
 )
 def test_a_weight_only_checkpoint_has_the_logits_of_its_dequantised_weights(
-    tmp_path: Path, family: str, overrides: dict[str, bool | int], weights: dict[str, object], format: str
+    tmp_path: Path, family: str, overrides: dict[str, bool | int], weights: dict[str, Any], format: str
 ) -> None:
     int8, floats = write_pair(tmp_path, family, quantization_config(format, weights=weights), **overrides)
     model = load(int8)
@@ -58,7 +59,7 @@ def test_a_weight_only_checkpoint_has_the_logits_of_its_dequantised_weights(
 
 
 @pytest.mark.parametrize("weights", [CHANNEL, GROUP], ids=["channel", "group"])
-def test_dynamic_int8_activations_are_quantised_per_token_and_group(tmp_path: Path, weights: dict[str, object]) -> None:
+def test_dynamic_int8_activations_are_quantised_per_token_and_group(tmp_path: Path, weights: dict[str, Any]) -> None:
     section = quantization_config(weights=weights, input_activations=ACTIVATIONS)
     int8, floats = write_pair(tmp_path, "llama", section)
     sizes = {48: weights["group_size"] or 48, 80: weights["group_size"] or 80}  # hidden and intermediate columns
@@ -119,7 +120,7 @@ def test_int8_weights_without_a_scale_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("activations, own, other", [(None, "int8", "w8a8"), (ACTIVATIONS, "w8a8", "int8")])
 def test_a_setting_may_repeat_the_checkpoint_s_format_but_not_contradict_it(
-    tmp_path: Path, activations: dict[str, object] | None, own: str, other: str
+    tmp_path: Path, activations: dict[str, Any] | None, own: str, other: str
 ) -> None:
     int8, _ = write_pair(tmp_path, "llama", quantization_config(input_activations=activations))
     assert type(load(int8, quantization=own).lm_head) is DenseLinear
