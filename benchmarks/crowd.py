@@ -21,7 +21,7 @@ from backend.executor import Executor
 HELD = 4
 FACTORS = (1, 4, 16)
 HISTORY_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 192, 32, 32
-TURNS = 2  # of each user, after the history
+TURNS = 2  # turns of each user, after the history
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Result(NamedTuple):
     num_bytes: int
     held_out: Measured
     random: Measured
-    rise: float  # of perplexity on the held-out text, relative
+    rise: float  # relative rise of perplexity on the held-out text
     random_rise: float
     bound: float | None
 
@@ -60,7 +60,7 @@ class Texts:
         self.perplexity = self._compare(self._expected).perplexity
 
     def measure(self, model: Llama, kv_bits: int | None) -> tuple[Measured, float]:
-        """And the rise of perplexity."""
+        """Returns the results and the rise of perplexity."""
         found = self._compare(row_logits(model, part, kv_bits) for part in self.rows.split(ROWS_AT_ONCE))
         return found, found.perplexity / self.perplexity - 1
 

@@ -49,7 +49,7 @@ from benchmarks.admission import admission_table, measure_admission
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS = 128
-BLOCK_STEPS = 32  # of one measurement; also tokens of a KV block
+BLOCK_STEPS = 32  # steps of one measurement, and tokens of a KV block
 VOCAB = 32_000
 COLD_BLOCKS = 4  # a cold step takes some 15 ms
 SWEEP_BYTES = 64 << 20
@@ -148,7 +148,7 @@ class Stopwatch:
         return result
 
     def read(self) -> int:
-        """Nanoseconds so far."""
+        """Returns the nanoseconds so far."""
         return self._total_ns
 
 

@@ -113,7 +113,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def num_bytes(inputs: Any) -> int:
-    """Of all tensors within tuples and lists, each memory once."""
+    """Bytes of all tensors within tuples and lists; memory that several share counts once."""
     return sum(
         {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(inputs)}.values()
     )

@@ -21,7 +21,7 @@ REPEATS = 3
 
 
 def tokens_per_s(concurrency: int, step_bytes: float, bandwidth: float) -> float:
-    """Of decode steps that do nothing but read `step_bytes` at `bandwidth` bytes a second."""
+    """Tokens a second of decode steps that do nothing but read `step_bytes` at `bandwidth` bytes a second."""
     return concurrency * bandwidth / step_bytes
 
 

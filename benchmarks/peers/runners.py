@@ -48,7 +48,7 @@ class Runner:
         return self._process.pid
 
     def load(self, load: Load) -> dict[str, Any]:
-        """Versions and note. Raises Skipped."""
+        """Returns the versions and the note. Raises Skipped."""
         return self._ask({"load": asdict(load)}, LOAD_TIMEOUT_S)
 
     def measure(self, measure: Measure) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def mortal_server(tmp_path: Path) -> Iterator[TritonServer]:
 
 
 WATCHDOG_S = 5.0
-STALE_AFTER_S = 2.0  # without a sign of life
+STALE_AFTER_S = 2.0  # a stub is stale after this time without a sign of life
 
 
 @pytest.fixture

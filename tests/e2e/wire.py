@@ -113,7 +113,7 @@ class TokenClient:
         return stream
 
     def generate(self, prompt: list[int], max_tokens: int, **inputs: Any) -> list[int]:
-        """Only the generated tokens, in one response."""
+        """Returns only the generated tokens, from one response."""
         stream = self.start(prompt, max_tokens, exclude_input_in_output=True, **inputs)
         ids = stream.token_ids()
         stream.close()

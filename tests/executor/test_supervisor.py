@@ -16,7 +16,7 @@ from backend.executor.engine_supervisor import MAX_RESTARTS, QUIET_S, WINDOW_S, 
 from backend.wire.client import wait_until
 
 READY = """echo '{"ready": true}'"""
-STAY = "read nothing"  # until its standard input ends
+STAY = "read nothing"  # stays until its standard input ends
 
 
 def test_pauses_double_from_half_a_second_to_half_a_minute() -> None:
@@ -141,7 +141,7 @@ def test_a_restart_that_cannot_even_begin_is_tried_again(
 
 
 def test_nothing_is_started_after_a_stop(live: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the stop comes just before a restart."""
+    """This holds also when the stop comes just before a restart."""
     process = live(f"{READY}; {STAY}")
     process.stop()
     before = process.num_signs

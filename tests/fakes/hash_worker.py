@@ -92,7 +92,7 @@ class HashWorkerGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps submitted and not collected."""
+        """The number of steps that were submitted and not collected."""
         return len(self._in_flight)
 
     def load(self) -> ModelInfo:

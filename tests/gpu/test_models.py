@@ -35,7 +35,7 @@ def directory_of(name: str, scratch: str) -> Path:
 
 
 class Generated(NamedTuple):
-    tokens: list[list[int]]  # of each prompt
+    tokens: list[list[int]]  # the generated tokens of each prompt
     num_recomputed: int
     num_graphs: int
 
@@ -43,7 +43,7 @@ class Generated(NamedTuple):
 def generate(
     directory: Path, device: str, kernels: str, pool_tokens: int = 4096, kv: str = "auto", graphs: bool = True
 ) -> Generated:
-    """Greedy, in float32."""
+    """Generates greedily, in float32."""
     from backend.api.config import load_config
     from backend.api.request import Request
     from backend.engine.core import EngineCore

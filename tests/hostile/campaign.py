@@ -15,7 +15,7 @@ from tests.hostile.send import Sender
 from tests.hostile.tally import Tally
 from tests.hostile.target import Target
 
-WATCH_S = 0.02  # how often it is looked who has died first
+WATCH_S = 0.02  # time between two looks at which process has died first
 GONE_S = 0.5  # a cut connection of a dying server: how long until the process is seen to have ended
 
 

@@ -223,7 +223,7 @@ def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
 
 
 def run_ptx(text: str, words: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """What the text makes of each word, which are torch.int64 and below 2^32: its outputs $0, $1, ..."""
+    """Runs the text on each word (torch.int64, below 2^32) and returns its outputs $0, $1, ..."""
     instructions = [line.strip().rstrip(";") for line in text.splitlines()[1:-1] if ".reg" not in line]
     outputs = text.count("prmt") if "fma" not in text else text.count("fma")
     registers = {f"${outputs}": words}

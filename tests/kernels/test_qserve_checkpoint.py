@@ -42,7 +42,7 @@ PACKED = {
 
 
 def half_scales(weight: w4a8.Weight4A8) -> w4a8.Weight4A8:
-    """With scales that float16 holds."""
+    """The weight with scales that float16 holds."""
     return weight._replace(scale=weight.scale.half().float())
 
 
@@ -118,7 +118,7 @@ def test_tiles_that_are_not_whole_are_refused(n: int, k: int) -> None:
 
 
 def group_tensors(scale: int, zero: int, q: int) -> dict[str, torch.Tensor]:
-    """Of a layer in which all are the same."""
+    """The tensors of a layer in which all numbers are the same."""
     return {
         "qweight": torch.full((32, 64), q * 17, dtype=torch.uint8).view(torch.int8),
         "s1_scales": torch.ones(32).half(),

@@ -47,7 +47,7 @@ class Cache:
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.num_backed_blocks)
-        self.copies: list[tuple[int, int]] = []  # of the last step
+        self.copies: list[tuple[int, int]] = []  # the copies of the last step
         self._step_id = 0
 
     def judge(self, seq: Sequence, headroom: int = 0) -> Admission:

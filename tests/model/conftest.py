@@ -51,7 +51,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
-        """[len(tokens), vocab]."""
+        """Returns logits [len(tokens), vocab]."""
         return self.model(torch.tensor([tokens])).logits[0]
 
 

@@ -57,7 +57,7 @@ class Driver:
         return self.free.pop()
 
     def make_step(self, chunks: Sequence[tuple[int, int]]) -> StepInput:
-        """(slot, tokens) chunks as one step; a row that reaches its end samples. Blocks are handed out for it."""
+        """Makes one step of (slot, tokens) chunks; a row that reaches its end samples. Blocks are handed out for it."""
         rows = [self._row(slot, num_tokens) for slot, num_tokens in chunks]
         step = StepInput(0, rows, self._new_rows, self._copies, self.num_blocks)
         self._new_rows, self._copies = [], []
@@ -156,7 +156,7 @@ def make_group(
     max_attention_window: int | None = None,
     **fields: object,
 ) -> InProcessWorkerGroup:
-    """On one thread of the CPU. `fields`: of the model's section."""
+    """A worker group on one thread of the CPU. `fields`: those of the model's section."""
     section = ModelConfigSection(path=str(directory), kernels=tier.kernels, num_threads=1, device="cpu", **fields)
     scheduler = SchedulerConfig(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
     kv_cache = KvCacheConfig(block_size=block_size or tier.block, max_attention_window=max_attention_window)

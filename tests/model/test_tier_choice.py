@@ -21,7 +21,7 @@ from kernels.cpu.isa import ISA_VARIABLE, best_isa, supported_isas
 from kernels.cpu.library import load_kernels
 
 CUDA = "the device is cuda, and they are for CPUs"
-HEAD_DIM = 8  # of the checkpoint
+HEAD_DIM = 8  # head dimension of the checkpoint
 # What the native kernels cannot do -> why, in the words of the log and of errors.
 OBSTACLES = {
     "float16": (dict(dtype="float16"), {}, "the dtype is float16; use --set model.dtype=bfloat16 or float32"),

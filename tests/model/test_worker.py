@@ -90,7 +90,7 @@ def test_each_row_says_how_many_of_its_last_tokens_yield_logits() -> None:
 def test_the_forward_grows_and_shrinks_with_the_live_rows(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
+    """This is about torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
     seen: list[int] = []
     forward = Llama.forward
     monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: seen.append(len(ids)) or forward(self, ids, *more))

@@ -136,7 +136,7 @@ def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(
     model.config = msgspec.structs.replace(model.config, windows=windows)
     tier = NativeTier(model, best_kernels, 32, int8_kv=False)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
-    first_seen = 0 if None in windows else 70 - max(windows) + 1  # by position 70, the first that runs
+    first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
     for index in range(3):
         attempt = Attempt(driver)
         attempt.tables[0, index] = -1

@@ -38,7 +38,7 @@ class Scenes:
         self._known: dict[tuple, Tensor] = {}
 
     def of(self, isa: str, is_narrow: bool) -> list[tuple[int, Play]]:
-        """(family, play). The first four have every head size and ratio. Narrow formats cost the torch tier most."""
+        """Returns (family, play) pairs. The first four have every head size and ratio. Narrow formats cost torch most."""
         if isa == AMX_EMULATED:
             return [(family, Play(family, 5, 70)) for family in (1, 2)]
         if isa == supported_isas()[0] and SANITIZE not in os.environ:
@@ -48,7 +48,7 @@ class Scenes:
         return [(family, Play(family, 7)) for family in families]
 
     def native(self, kernels: CDLL, family: int, form: Format, play: Play) -> Tensor:
-        """Logits of all tokens."""
+        """Returns the logits of all tokens."""
         return torch.cat(play.run(self.driver(kernels, family, form)))
 
     def driver(self, kernels: CDLL, family: int, form: Format) -> Driver:

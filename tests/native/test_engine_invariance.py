@@ -50,7 +50,7 @@ def arranged(
     num_threads: int,
     look_ahead: bool = False,
 ) -> tuple[list[int], Tensor]:
-    """(tokens, logits [tokens, vocab]) of the watched request."""
+    """Returns (tokens, logits [tokens, vocab]) of the watched request."""
     directory, form = model
     config = EngineConfig(
         ModelConfigSection(

@@ -103,7 +103,7 @@ def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene: Scene) ->
 
 
 def test_what_is_computed_again_is_what_it_was(scene: Scene) -> None:
-    """As after an eviction: prompt and output run as one prompt."""
+    """This is what follows an eviction: prompt and output run as one prompt."""
     driver = scene.driver(seed=5)
     driver.begin(1, scene.all_tokens[:-1])
     assert_same(driver.run(1, [len(scene.all_tokens) - 1]), torch.cat((scene.of_prompt, scene.of_output)))

@@ -19,12 +19,12 @@ from tests.native.harness import threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPS = [32, 64, 128, 96, None]  # columns that share a scale; None = one scale a row
-SUM_ERROR = 1e-6  # of a sum in float32, relative to the sum of its magnitudes
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # of the result
+SUM_ERROR = 1e-6  # error of a sum in float32, relative to the sum of its magnitudes
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # relative error of rounding the result
 
 
 def shapes(seed: int, isa: str, count: int) -> list[tuple[int, int, int]]:
-    """(rows, n, k); few and small ones for the slow emulation."""
+    """Returns (rows, n, k); few and small ones for the slow emulation."""
     rng = random.Random(seed)
     most = 100 if isa == AMX_EMULATED else 400
     edges = [(1, 1, 1), (33, 33, 65), (40, 32, 64), (12, 31, 257)]

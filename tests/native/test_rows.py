@@ -16,7 +16,7 @@ ROUNDING = 1e-6  # relative to 1 + |expected|
 
 
 def widths(seed: int, count: int = 30) -> list[tuple[int, int]]:
-    """(rows, columns)."""
+    """Returns (rows, columns)."""
     rng = random.Random(seed)
     return [(1, 1), (2, 16), (3, 15), (1, 17)] + [(rng.randint(1, 9), rng.randint(1, 700)) for _ in range(count)]
 
@@ -72,7 +72,7 @@ def quantised(kernels: CDLL, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("group", [32, 64, 128, 192, 704])
 def test_activations_are_quantised_as_the_reference_does(kernels: CDLL, group: int) -> None:
-    """Up to the direction of halves: the kernel multiplies by the scale's inverse, the reference divides."""
+    """Halves may be rounded in either direction: the kernel multiplies by the scale's inverse, the reference divides."""
     rng = torch.Generator().manual_seed(4)
     for rows in range(1, 20):
         x = random_tensor(rng, rows, group * (1 + rows % 3)) * 10.0 ** (rows % 7 - 3)

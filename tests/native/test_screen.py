@@ -25,7 +25,7 @@ class Model:
     """One layer and a given lm_head. The tokens' embeddings are random; each row of a step is a sequence of one token."""
 
     def __init__(self, library: CDLL, lm_head: Tensor, scale: float = 1.0) -> None:
-        rng = torch.Generator().manual_seed(0)  # not that of random_head: no token must win by far
+        rng = torch.Generator().manual_seed(0)  # a seed other than random_head's, so that no token wins by far
         vocab, hidden = lm_head.shape
         dtype, arena = lm_head.dtype, Arena()
         self.library = library
@@ -98,7 +98,7 @@ def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(
 def test_the_token_is_that_of_the_whole_product(
     kernels: CDLL, isa: str, dtype: torch.dtype, vocab: int, hidden: int, num_rows: int
 ) -> None:
-    vocab = min(vocab, 1000) if isa == AMX_EMULATED else vocab  # which is slow
+    vocab = min(vocab, 1000) if isa == AMX_EMULATED else vocab  # the emulation is slow
     w = random_head(vocab, hidden, dtype)
     half = -(-vocab // 2)
     w[half:] = w[: vocab - half].clone()  # every logit twice, the greatest too: the lower id wins
@@ -141,7 +141,7 @@ def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels: C
 
 
 def lying_screen(model: Model, panel: int) -> Screen:
-    """Of another lm_head, without any error: for every row, only a column of this panel has a logit above 0."""
+    """The screen of another lm_head, which claims no error: for every row, only a column of this panel has a logit above 0."""
     w = torch.zeros(model.lm_head.shape, dtype=model.embedding.dtype)
     w[32 * panel], w[32 * panel + 1] = 1, -1
     screen = Screen(model.library, PackedLinear.of_floats(model.library, Arena(), w))
@@ -165,7 +165,7 @@ def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(
 ) -> None:
     model = Model(kernels, random_head(320, 64, torch.bfloat16))
     expected, _ = model.greedy(None, num_rows)
-    panel = 9 - int(expected[0]) // 32  # not the first row's
+    panel = 9 - int(expected[0]) // 32  # a panel other than the first row's
     greedy, _ = model.greedy(lying_screen(model, panel), num_rows, wants_logits)
     assert greedy.tolist() == expected.tolist()
 

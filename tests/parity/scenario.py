@@ -68,7 +68,7 @@ class RecordingEngine:
     def of_transformers(
         cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int, kv_dtype: str = "auto"
     ) -> RecordingEngine:
-        """In float32, on one thread, over a model of transformers."""
+        """An engine in float32, on one thread, over a model of transformers."""
         config = EngineConfig(
             ModelConfigSection(dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"),
             KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400, dtype=kv_dtype),

@@ -32,7 +32,7 @@ from tools.make_random_model import make_random_model
 
 
 def scales(*shape: int) -> Tensor:
-    """From a tenth to ten."""
+    """Random scales from a tenth to ten."""
     return 10 ** (2 * torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 1)
 
 

@@ -21,7 +21,7 @@ def random_weight(n: int, k: int) -> Tensor:
 
 
 def stored(scheme: Scheme, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(the checkpoint's tensors of a layer `x`, the values that the grid says they stand for)."""
+    """Returns (the checkpoint's tensors of a layer `x`, the values that the grid says they stand for)."""
     grid = scheme.grid(weight, torch.ones(len(weight), scheme.groups(weight.shape[1])))
     q = nearest(weight, grid)
     return scheme.tensors("x", q, grid), values(q, grid)

@@ -28,7 +28,7 @@ def with_outliers(tokens: int, k: int) -> Tensor:
 
 
 def error_with(x: Tensor, weight: Tensor, scheme: Scheme, scale: Tensor) -> float:
-    """As written with this scale."""
+    """The output's relative error when the weight is written with this scale."""
     kept = values(*round_to(scheme, weight * scale, inputs_of(x / scale)))
     expected = x @ weight.T
     return float((rounded(x / scale, scheme) @ kept.T - expected).norm() / expected.norm())
@@ -42,7 +42,7 @@ def test_outliers_are_smoothed_away() -> None:
 
 
 def test_no_scale_is_taken_where_none_is_better() -> None:
-    x = torch.eye(64) * 2  # of such inputs and weights, each is rounded exactly
+    x = torch.eye(64) * 2  # inputs and weights like these are rounded exactly
     weight = torch.full((8, 64), 3.0)
     assert best_scale(inputs_of(x), weight, W8A8()) is None
 

@@ -16,7 +16,7 @@ from tests.sampling.conftest import MakeSampler
 VOCAB = 50
 BUFFER = torch.arange(40).reshape(4, 10)
 
-# what is asked besides, and the tokens (0 to 10, the first 2 of them prompt) at which logits are needed
+# What is asked besides, and the tokens (0 to 10, the first 2 of them prompt) at which logits are needed
 ASKED = [
     ({}, ()),
     ({"sampling": SamplingConfig(temperature=0.0)}, ()),

@@ -22,7 +22,7 @@ class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
-        message.encode("utf-8")  # as the binding does, which raises for a lone surrogate
+        message.encode("utf-8")  # raises for a lone surrogate, as the binding does
         self._message, self._code = message, code
 
     def message(self) -> str:

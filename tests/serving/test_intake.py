@@ -93,7 +93,7 @@ def test_a_request_id_may_have_as_many_characters_as_the_limit_says(
 
 def test_a_request_id_that_is_too_long_is_not_logged(server: ModelServer, caplog: pytest.LogCaptureFixture) -> None:
     request = streamed([[1]], request_id="y" * 1_000_000)
-    request.sender.failures = [RuntimeError("full")]  # which logs the id
+    request.sender.failures = [RuntimeError("full")]  # a failure logs the id
     server.execute([request])
     request.sender.wait()
     assert caplog.records and max(len(record.getMessage()) for record in caplog.records) < 1000
@@ -213,7 +213,7 @@ def test_what_the_engine_must_refuse_is_refused_without_asking_it(
     requests[0].sender.wait()
     executor.refuse = [Overloaded("Exceeds maximum queue size: 4 prompt tokens wait; try again later")]
     refused, accepted, beyond = streamed([[5]]), streamed([[6]]), streamed([[7]])
-    server.execute([refused])  # by the executor: it does not count
+    server.execute([refused])  # the executor refuses it, so it does not count
     refused.sender.wait()
     server.execute([accepted, beyond])
     assert len(executor.requests) == 4 and "Maximum queue size of 1" in beyond.sender.error()
@@ -289,7 +289,7 @@ def test_text_is_read_on_its_own_threads_and_its_inputs_are_kept(
     server.execute([request])  # returns while the text is being read
     acquire(front.begun)
     for tensor in request.inputs():
-        tensor.as_numpy()[:] = 0  # as when Triton takes its memory back
+        tensor.as_numpy()[:] = 0  # Triton may take its memory back like this
     front.may_end.set()
     acquire(executor.submitted)
     sent = executor.requests[1]

@@ -89,7 +89,7 @@ def test_what_is_being_refused_is_not_ended_by_a_sender_as_well(pump: ResponsePu
     thread = refusing(pump, stream)
     until(lambda: gate.num_came == 1)
     pump.fail(stream, ErrorCode.CANCELLED, "gone")
-    behind = ResponseSender()  # of the same lane: once it is answered, the sender has seen all that came before
+    behind = ResponseSender()  # it is of the same lane: once it is answered, the sender has seen all that came before
     other = pump.open(behind, "other", [row()])
     pump.deliver(other, other.rows[0], the_end())
     until(lambda: gate.num_came == 2 or bool(behind.finals))

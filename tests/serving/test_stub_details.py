@@ -78,7 +78,7 @@ def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_serv
     assert begun.wait(20)
     server.execute([theirs, InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)}), anonymous])
     last = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
-    server.execute([last])  # of no session: the second thread reads it after all that need not wait
+    server.execute([last])  # it has no session: the second thread reads it after all that need not wait
     last.sender.wait()
     may_end.set()
     for request in (ours, theirs, anonymous):

@@ -236,7 +236,7 @@ def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(
     clock.now = TIMEOUT_S
     pool.expire()  # ends the reading of the first and the wait of the second
     assert held.refused is not None and late.refused is not None
-    pool.submit(last.job())  # of no session: the only thread reads it after all that need not wait
+    pool.submit(last.job())  # it has no session: the only thread reads it after all that need not wait
     wait(last.over)
     held.may_end.set()
     assert log == ["next", "last"] and following.refused is None

@@ -50,7 +50,7 @@ class Simulation:
 
     @property
     def trace_hash(self) -> str:
-        """Of every response and every step so far."""
+        """A hash of every response and every step so far."""
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
 
     def run(self, num_events: int | None = None) -> None:

@@ -26,7 +26,7 @@ class CheckedWorkers(HashWorkerGroup):
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False, looks_ahead=setup.looks_ahead)
         self._setup = setup
         self.digest = hashlib.blake2b()
-        self.steps: list[StepInput] = []  # of the current event; the simulator clears it
+        self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
         self.has_failed = False
         self.num_copies = 0
         self.on_submit: Callable[[], None] = lambda: None

@@ -51,7 +51,7 @@ class QuantizesActivations(DenseLinear):
 
 
 def round_scales(pair: Pair, dtype: torch.dtype) -> None:
-    """In the float checkpoint."""
+    """Rounds the scales in the float checkpoint."""
     path = pair.floats / "model.safetensors"
     weights = {name + ".weight": numbers.weight(dtype) for name, numbers in pair.numbers.items()}
     save_file(load_file(path) | weights, path, {"format": "pt"})

@@ -97,7 +97,7 @@ def responses_of(peer: Peer) -> list[Response]:
 
 
 def long_response(number: int, num_tokens: int, is_final: bool = False) -> Response:
-    """Of about five bytes a token."""
+    """A response of about five bytes a token."""
     return Response(MINE | number, result_or_none=Result([[1 << 20] * num_tokens], is_final=is_final))
 
 
@@ -245,7 +245,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(fields: dict[str
 
 
 def test_the_largest_legal_request_fits_into_a_frame() -> None:
-    """By the default limits, with a prompt of a million tokens."""
+    """The request is the largest by the default limits, with a prompt of a million tokens."""
     caps = EngineConfig().limits
     word = [1 << 20] * caps.max_word_tokens
     request = Request(

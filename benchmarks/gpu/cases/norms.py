@@ -16,7 +16,7 @@ from kernels import rms_norm, silu_mul
 from kernels.int8_rows import Int8Rows
 
 EPS = 1e-5
-NORM_ROWS = {64: 3, 256: 5, 8192: 9}  # and in the interpreter
+NORM_ROWS = {64: 3, 256: 5, 8192: 9}  # rows on a GPU: rows in the interpreter
 NORM_GOALS = {64: (at_most_us(2.5),), 256: (), 8192: (of_floor(0.85),)}
 GATE_ROWS = {256: 3, 8192: 7}
 

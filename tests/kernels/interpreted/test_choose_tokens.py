@@ -119,7 +119,7 @@ def test_any_temperature(temperature: float) -> None:
 
 def test_weights_are_near_the_true_exponentials_and_never_fall() -> None:
     x = torch.cat([-torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 30, torch.zeros(1)])
-    near = torch.arange(1, 40).double()[:, None] * -math.log(2) + torch.arange(-9, 10) * 2.0**-21  # where n changes
+    near = torch.arange(1, 40).double()[:, None] * -math.log(2) + torch.arange(-9, 10) * 2.0**-21  # n changes here
     x = torch.cat([x, near.flatten().float()]).sort().values
     weights = kernel.weights_of(x[None], torch.ones(1))[0]
     exact = torch.exp(x.double()) * 2.0**40

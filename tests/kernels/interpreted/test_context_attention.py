@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 
 def made(case: Case) -> Inputs:
-    """Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
+    """Makes inputs. Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.rows))
     starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
     starts[1:] = queries.cumsum(0)

@@ -21,7 +21,7 @@ from kernels.common.kv_format import (
 from kernels.common.triton_runtime import jit, tl
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
-SPLIT = 128  # so that short rows have several
+SPLIT = 128  # few tokens, so that short rows have several splits
 
 
 def made(
@@ -34,7 +34,7 @@ def made(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
 ) -> tuple[Tensor, KVPool, Tensor, Tensor, float]:
-    """-> q, pool, lengths, tables, scale; what no query may see is NaN."""
+    """Returns q, pool, lengths, tables, scale; what no query may see is NaN."""
     width = -(-max(lengths) // block_size)
     num_blocks = len(lengths) * width + 1
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(width))[: len(lengths) * width]

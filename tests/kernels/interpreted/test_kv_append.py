@@ -31,13 +31,13 @@ class Batch:
         self.cells = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
         self.real = torch.arange(tokens) % 3 != 2
         self.cells[~self.real] = -1
-        self.positions[~self.real] = 2**50  # to be read from nowhere
+        self.positions[~self.real] = 2**50  # must not be used as an index
 
     def plain_pool(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return random_tensor(BLOCKS, self.block_size, 2, self.kv_heads, self.head_dim, dtype=dtype, seed=1)
 
     def quantized_pool(self, bits: int) -> tuple[QuantizedPool, Tensor]:
-        """-> its layout, and a pool of random bytes."""
+        """Returns its layout, and a pool of random bytes."""
         layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, bits)
         generator = torch.Generator().manual_seed(bits)
         return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
@@ -58,7 +58,7 @@ class Batch:
         return self.qkv.unflatten(1, (-1, self.head_dim))[:, -self.kv_heads :]
 
     def written_as(self, pool: Tensor, layout: QuantizedPool, plain: Tensor) -> Tensor:
-        """`pool` with quantize_rows of what `plain` holds in the batch's cells."""
+        """Returns `pool` with quantize_rows of what `plain` holds in the batch's cells."""
         block, offset = self.place()
         pool = pool.clone()
         q, scale, least = quantize_rows(plain[block, offset].flatten(0, 2), layout.bits)

@@ -59,7 +59,7 @@ def test_a_layer_is_that_of_torch_in_every_form(form: str, dtype: torch.dtype) -
         seen = x.float()
         if form in TAKING_INT8:
             rows = int8_rows.reference(x)
-            seen = rows.q * rows.scale[:, None]  # which the layer of torch quantises to the same integers
+            seen = rows.q * rows.scale[:, None]  # torch's layer quantises these to the same integers
         held = weight.float() if form == "floats" else weight
         assert_near(y, make_torch_linear(held, None if bias is None else bias.float())(seen))
 

@@ -29,7 +29,7 @@ def assert_like_the_reference(logits: Tensor, ids: Tensor, n: int) -> None:
             assert_near(values[finite], wanted[finite])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])  # of 16 bits: many equal logits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])  # 16 bits: many equal logits
 @pytest.mark.parametrize("rows, vocab, n", kernel.CASES)
 def test_log_probs(rows: int, vocab: int, n: int, dtype: torch.dtype) -> None:
     assert_like_the_reference((5 * random_tensor(rows, vocab)).to(dtype), random_ids(rows, vocab), n)

@@ -13,7 +13,7 @@ from tests.kernels.numbers import assert_near, random_tensor
 def made(
     heads: int, head_dim: int, split: int, lengths: tuple[int, ...], window: int | None, room: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> parts, stats, lengths, out; what belongs to no split of a row is NaN. room: splits beyond the longest row's."""
+    """Returns parts, stats, lengths, out; what belongs to no split of a row is NaN. room: splits beyond the longest row's."""
     splits = -(-max(lengths) // split) + room
     parts = random_tensor(len(lengths), heads, splits, head_dim)
     stats = torch.stack(

@@ -44,7 +44,7 @@ def test_int8_rows_have_their_scales_and_sums(shape: tuple[int, int], dtype: tor
 def test_long_int8_rows_have_one_scale(intermediate: int) -> None:
     x = random_tensor(3, 2 * intermediate)
     x[0, intermediate - 1], x[0, -1] = 30, 40  # the largest of its row, in the last block
-    x[1, 0], x[1, intermediate] = 30, 40  # and in the first
+    x[1, 0], x[1, intermediate] = 30, 40  # the largest of its row, in the first block
     assert_int8_like_the_reference(x)
 
 

@@ -39,7 +39,7 @@ def random_weight(n: int, k: int, per_group: bool) -> kernel.Weight4A8:
 
 
 def bounds(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of q, for which (q - zero) * scale lies within int8."""
+    """The bounds of q between which (q - zero) * scale lies within int8."""
     return (zero - 128 // scale).clamp(min=0), (zero + 127 // scale).clamp(max=15)
 
 
@@ -63,7 +63,7 @@ def test_each_output_type(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("per_group", [True, False])
 def test_the_number_of_rows_does_not_change_a_bit(per_group: bool) -> None:
-    """Of a row's result: other tiles, and k split or not."""
+    """A row's result stays the same: with other tiles, and with k split or not."""
     n, k = 72, 2048
     x, weight = random_rows(100, k), random_weight(n, k, per_group)
     several = kernel.w4a8(x, weight)

@@ -12,7 +12,7 @@ from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
 
 def operands(m: int, n: int, k: int) -> tuple[Int8Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, q_w, scale_w, bias."""
+    """Returns x, q_w, scale_w, bias."""
     generator = torch.Generator().manual_seed(m + n + k)
     q_x, q_w = (torch.randint(-128, 128, (rows, k), generator=generator, dtype=torch.int8) for rows in (m, n))
     scale_x, scale_w = (torch.rand(rows, generator=generator) / (75 * k**0.5) + 1e-5 for rows in (m, n))
@@ -51,7 +51,7 @@ def test_k_beyond_what_int32_holds_is_refused() -> None:
 
 
 def test_the_number_of_rows_does_not_change_a_bit() -> None:
-    """Of a row's result: four buckets, other tiles, and k split or not."""
+    """A row's result stays the same: in four buckets, with other tiles, and with k split or not."""
     n, k = 72, 2048
     x, q_w, scale_w, bias = operands(260, n, k)
     several = kernel.w8a8(x, q_w, scale_w, bias)
