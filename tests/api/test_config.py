@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_without_a_file_everything_has_its_default() -> None:
     assert load_config() == EngineConfig()
 
 
-def test_a_file_and_overrides_are_applied_in_order(tmp_path) -> None:
+def test_a_file_and_overrides_are_applied_in_order(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     file.write_text(json.dumps({"kv_cache": {"max_tokens": 64, "block_size": 16}, "model": {"path": "m"}}))
     config = load_config(file, ["kv_cache.max_tokens=128", "model.dtype=bfloat16", "kv_cache.max_tokens=256"])
@@ -29,7 +30,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3", '{"kv_cache": 3}'])
-def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path, text: str) -> None:
+def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engine.json"
     file.write_text(text)
     with pytest.raises(ConfigError):
@@ -84,7 +85,7 @@ def test_a_section_cannot_be_changed() -> None:
         EngineConfig().kv_cache.max_tokens = 3
 
 
-def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path) -> None:
+def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     file.write_text('{"kv_cache": 3}')
     with pytest.raises(ConfigError, match="kv_cache is no section"):

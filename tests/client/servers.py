@@ -33,7 +33,7 @@ def grpc_answer(text: str = "", *, final: bool = False, error: str = "") -> Any:
 class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers each stream with `answers(self)`. `left` is set when a client has gone, or has the whole stream."""
 
-    def __init__(self, answers: Answers):
+    def __init__(self, answers: Answers) -> None:
         self.requests: list[Any] = []
         self.left = threading.Event()
         self.url = ""
@@ -63,7 +63,7 @@ class HttpServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answers: tuple[dict[str, Any], ...], status: int):
+    def __init__(self, answers: tuple[dict[str, Any], ...], status: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.answers, self.status = answers, status

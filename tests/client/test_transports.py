@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,7 @@ def salt_over_http(of_client: str, **options: Any) -> str | None:
 
 
 @pytest.mark.parametrize("salt", [salt_over_grpc, salt_over_http])
-def test_the_clients_namespace_goes_with_every_request_that_names_none(salt) -> None:
+def test_the_clients_namespace_goes_with_every_request_that_names_none(salt: Callable[..., str | None]) -> None:
     assert salt("alice") == "alice"
     assert salt("alice", namespace="böb") == "böb"
     assert salt("alice", namespace="") is None  # this request is anonymous

@@ -37,7 +37,7 @@ class Told:
 class Watched:
     """A monitor without a server: its clock goes fast, and `live` says whether tritonserver answers."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0):
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0) -> None:
         monkeypatch.setattr(monitor_module, "POLL_S", 0.005)
         monkeypatch.setattr(monitor_module, "LIVE_EVERY_S", 0.005)
         monkeypatch.setattr(monitor_module.probe, "is_live", lambda url, timeout_s: self.live)
@@ -185,7 +185,7 @@ class Triton(BaseHTTPRequestHandler):
         broken = "config" in body["parameters"] and "backend" in json.loads(body["parameters"]["config"])
         self._answer(503 if self.failing else 400 if broken else 200, {})
 
-    def _answer(self, status: int, body: dict) -> None:
+    def _answer(self, status: int, body: dict[str, object]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

@@ -42,7 +42,7 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert server_log.tail(tmp_path / "none") == []
 
 
-def test_the_server_says_when_only_unloading_is_left():
+def test_the_server_says_when_only_unloading_is_left() -> None:
     waiting = ['I1120 server.cc:305] "Waiting for in-flight requests to complete."']
     assert not server_log.is_unloading(waiting)
     assert server_log.is_unloading([*waiting, 'I1120 server.cc:336] "All models are stopped, unloading models"'])

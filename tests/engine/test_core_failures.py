@@ -11,7 +11,7 @@ from tests.engine.driver import Driver, answer
 
 @pytest.fixture
 def driver() -> Driver:
-    """With a session that has had one turn: [1, 2] and four outputs."""
+    """A driver with a session that has had one turn: [1, 2] and four outputs."""
     driver = Driver()
     driver.turn(1, [1, 2], 4, start=True)
     driver.run()

@@ -9,6 +9,7 @@ from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.clock import ManualClock
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
+from backend.scheduler.scheduler import StepPlan
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 VOCAB = 1000
@@ -34,7 +35,7 @@ class Runner:
         reuse: bool = False,
         window: int | None = None,
         **scheduler: object,
-    ):
+    ) -> None:
         kv_cache = KvCacheConfig(
             block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse, sharing="all"
         )
@@ -95,7 +96,7 @@ class Runner:
         scheduled: dict[int, int] = {}
         commit = type(self.core.scheduler).commit
 
-        def watched(plan, step_id, now_ns):
+        def watched(plan: StepPlan, step_id: int, now_ns: int) -> StepInput:
             scheduled.update({seq.request_id: num_tokens for seq, num_tokens in plan.rows})
             return commit(self.core.scheduler, plan, step_id, now_ns)
 

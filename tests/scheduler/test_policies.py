@@ -154,7 +154,9 @@ def test_what_can_never_fit_is_answered_and_the_next_is_considered_in_the_same_s
     assert runner.tokens(1) == runner.expected(1)
 
 
-def test_a_head_that_finds_no_room_although_nothing_runs_fails_instead_of_waiting_for_ever(monkeypatch) -> None:
+def test_a_head_that_finds_no_room_although_nothing_runs_fails_instead_of_waiting_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from backend.kvcache.plan import Admission, KVPlan
 
     runner = Runner()

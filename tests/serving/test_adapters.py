@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
-from backend.api import ConfigError
+from backend.api import ConfigError, EngineConfig
 from backend.serving import assembly, environment
 from backend.serving.environment import RunDirectory, check_numpy
 from backend.serving.fronts.roles import MODELS
@@ -24,7 +25,7 @@ ADAPTERS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 ARGS = {"model_version": "1", "model_config": '{"model_transaction_policy": {"decoupled": true}}'}
 
 
-def load(path: Path):
+def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"adapter_{path.parents[1].name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,7 +62,7 @@ def test_an_adapter_loads_serves_and_finalizes(path: Path, monkeypatch: pytest.M
 
 
 def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(config, socket_path):
+    def fail(config: EngineConfig, socket_path: str) -> Never:
         raise ConfigError("model.path: File does not exist")
 
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))

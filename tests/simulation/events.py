@@ -60,7 +60,7 @@ Event = Enqueue | Cancel | Stop | Poll | Step | Advance | Resize | FailNext
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, setup: Setup, model: Model):
+    def __init__(self, rng: Random, setup: Setup, model: Model) -> None:
         self._rng = rng
         self._setup = setup
         self._model = model

@@ -30,7 +30,7 @@ PROBE_ID = 1_000_000  # request ids of the turns that ask every session at the e
 
 
 class Simulation:
-    def __init__(self, seed: int, drops_plans: bool = False):
+    def __init__(self, seed: int, drops_plans: bool = False) -> None:
         """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
         self._drops_plans = drops_plans
         self.rng = Random(seed)
@@ -50,7 +50,7 @@ class Simulation:
 
     @property
     def trace_hash(self) -> str:
-        """Of every response and every step so far."""
+        """A hash of every response and every step so far."""
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
 
     def run(self, num_events: int | None = None) -> None:

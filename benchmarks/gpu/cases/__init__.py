@@ -7,7 +7,7 @@ from benchmarks.gpu.cases import attention, context, kv, linears, lora, moe, nor
 
 
 def all_cases(small: bool) -> list[Case]:
-    """In the order in which they are run: what matters most comes first."""
+    """The rows in the order in which they are run: what matters most comes first."""
     modules = (attention, context, kv, norms, sampling, linears, lora, moe)
     cases = [case for module in modules for case in module.cases(small)]
     return sorted(cases, key=lambda case: case.importance)

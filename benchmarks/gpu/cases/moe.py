@@ -12,7 +12,7 @@ from benchmarks.gpu.case import Case, Check, Peer, Random, near
 from kernels import moe
 
 EXPERTS, TOP_K = 8, 2
-TOKENS = {64: 5, 2048: 9}  # and in the interpreter
+TOKENS = {64: 5, 2048: 9}  # tokens on a GPU: tokens in the interpreter
 LAYERS = {"gate_up": ((28672, 4096), (40, 64)), "down": ((4096, 14336), (64, 40))}  # n, k
 MAX_CHECKED = 256  # rows
 

@@ -22,7 +22,7 @@ def _ids(tokens: int, experts: int, top_k: int, how: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("tokens, experts, top_k", [(1, 8, 2), (5, 4, 4), (70, 60, 6), (3, 128, 8), (9, 3, 1)])
-def test_tokens_are_routed(tokens, experts, top_k, renormalise):
+def test_tokens_are_routed(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
     logits = random_tensor(tokens, experts) * 3
     weights, ids = kernel.route(logits, top_k, renormalise)
     expected_weights, expected_ids = kernel.reference_route(logits, top_k, renormalise)
@@ -30,7 +30,7 @@ def test_tokens_are_routed(tokens, experts, top_k, renormalise):
     assert_near(weights, expected_weights)
 
 
-def test_of_equal_experts_the_lower_is_chosen():
+def test_of_equal_experts_the_lower_is_chosen() -> None:
     logits = random_tensor(40, 12).mul(2).round()
     logits[0] = 0
     logits[1, 3:] = -torch.inf
@@ -40,7 +40,7 @@ def test_of_equal_experts_the_lower_is_chosen():
     assert sorted(ids[1].tolist()) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_token_of_nan_is_routed_to_experts_that_exist():
+def test_a_token_of_nan_is_routed_to_experts_that_exist() -> None:
     logits = torch.full((2, 5), torch.nan)
     _, ids = kernel.route(logits, 3, True)
     assert ids.min() >= 0 and ids.max() < 5
@@ -48,7 +48,7 @@ def test_a_token_of_nan_is_routed_to_experts_that_exist():
 
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("rows, groups", [(1, 1), (1, 8), (40, 3), (333, 20), (2100, 5)])
-def test_rows_are_grouped_in_their_order(rows, groups, block_m):
+def test_rows_are_grouped_in_their_order(rows: int, groups: int, block_m: int) -> None:
     ids = torch.randint(-1, groups, (rows,), generator=torch.Generator().manual_seed(rows)).int()
     made, expected = kernel.group_rows(ids, groups, block_m), kernel.reference_groups(ids, groups, block_m)
     assert torch.equal(made.tile_group, expected.tile_group)
@@ -58,7 +58,7 @@ def test_rows_are_grouped_in_their_order(rows, groups, block_m):
 
 
 @pytest.mark.parametrize("block_m", kernel.TILES)
-def test_there_are_tiles_for_the_worst_grouping(block_m):
+def test_there_are_tiles_for_the_worst_grouping(block_m: int) -> None:
     for sizes in ([1] * 9, [block_m + 1] * 3, [2 * block_m, 1, 0, 1], [0, 0]):
         ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).int()
         made = kernel.group_rows(ids, len(sizes), block_m)
@@ -69,7 +69,9 @@ def test_there_are_tiles_for_the_worst_grouping(block_m):
 
 @pytest.mark.parametrize("block_m, dtype", [*((16, dtype) for dtype in DTYPES), (64, torch.float16)])
 @pytest.mark.parametrize("tokens, experts, top_k, k, n, how", kernel.CASES)
-def test_each_pair_is_multiplied_by_its_expert(tokens, experts, top_k, k, n, how, block_m, dtype):
+def test_each_pair_is_multiplied_by_its_expert(
+    tokens: int, experts: int, top_k: int, k: int, n: int, how: str, block_m: int, dtype: torch.dtype
+) -> None:
     x, w = random_tensor(tokens, k, dtype=dtype), (random_tensor(experts, n, k) / k**0.5).to(dtype)
     ids = _ids(tokens, experts, top_k, how)
     out = kernel.grouped_matmul(x, w, kernel.group_rows(ids, experts, block_m), top_k)
@@ -80,7 +82,9 @@ def test_each_pair_is_multiplied_by_its_expert(tokens, experts, top_k, k, n, how
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, experts, top_k, k, n, how", kernel.CASES)
-def test_the_choices_of_a_token_are_weighted_and_summed(tokens, experts, top_k, k, n, how, dtype):
+def test_the_choices_of_a_token_are_weighted_and_summed(
+    tokens: int, experts: int, top_k: int, k: int, n: int, how: str, dtype: torch.dtype
+) -> None:
     x, w = random_tensor(tokens * top_k, k, dtype=dtype), (random_tensor(experts, n, k) / k**0.5).to(dtype)
     ids = _ids(tokens, experts, top_k, how)
     weights = random_tensor(tokens, top_k).softmax(1)
@@ -89,7 +93,7 @@ def test_the_choices_of_a_token_are_weighted_and_summed(tokens, experts, top_k, 
     assert_near(kernel.grouped_matmul_sum(x, w, groups, weights), expected)
 
 
-def test_many_rows_of_an_expert_fill_the_largest_tiles():
+def test_many_rows_of_an_expert_fill_the_largest_tiles() -> None:
     x, w = random_tensor(150, 80), random_tensor(2, 140, 80) / 80**0.5
     ids = torch.zeros(150, 1, dtype=torch.int32)
     out = kernel.grouped_matmul(x, w, kernel.group_rows(ids, 2, 128), 1)
