@@ -1,14 +1,14 @@
-"""LoRA (Hu et al. 2021) for a batch in which each token has an adapter of its own, or none.
+"""Waits for rows 000-19, 001-48 and 002-45 of docs/features.md: LoRA, with an adapter of its own for each token, or none.
 
-No caller in the product yet: it waits for rows 000-19, 001-48 and 002-45 of docs/features.md. Batching several adapters follows
-S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and the kernels of vLLM.
+The method is that of Hu et al. 2021. Batching several adapters follows S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and
+the kernels of vLLM.
 
     h[slice, t, r] = sum over k of x[t, k] * a[slice, adapter(t), r, k]                        (shrink)
     y[t, n]       += scale[adapter(t)] * sum over r of h[slice(n), t, r] * b[adapter(t), n, r]   (expand)
 
 The slices of a fused projection (query, key, value; gate, up) are columns offsets[slice] .. offsets[slice + 1] of y, and share x.
 Stacks are padded to `max_rank`; rows beyond an adapter's rank are never used. Tokens of one adapter are gathered into tiles
-(`group_rows` of kernels/moe.py, once a step for all layers), so that each tile is a matrix product. Tokens without an adapter are
+(kernels/group_rows.py, once a step for all layers), so that each tile is a matrix product. Tokens without an adapter are
 in no tile: nothing is computed for them, and their y stays unchanged.
 
 With few tokens, shrink divides k over several programs, each of which writes a part of h; expand adds the parts in order.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
-from kernels.moe import Groups, group_rows
+from kernels.group_rows import Groups, group_rows
 
 # (tokens, ranks of the adapters, max_rank, k, widths of the slices)
 CASES = [
