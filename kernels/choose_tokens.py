@@ -33,7 +33,7 @@ listed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -363,11 +363,19 @@ def variants() -> dict[str, Variant]:
     types |= {"keys": "*i64", "out": "*i64"} | dict.fromkeys(("repetition", "presence", "frequency"), "*fp32")
     types |= dict.fromkeys(("vocab", "groups", "chunks", "splits", "length"), "i32")
     types |= dict.fromkeys(("tokens", "slots", "num_prompt", "num_tokens"), "*i64")
-    sizes = {"GROUP": GROUP, "GROUPS": 2048, "CHUNK": CHUNK, "CHUNKS": 64, "LOOPS": 8, "SPLITS": 8, "TILE": TILE}
+    sizes: dict[str, object] = {
+        "GROUP": GROUP,
+        "GROUPS": 2048,
+        "CHUNK": CHUNK,
+        "CHUNKS": 64,
+        "LOOPS": 8,
+        "SPLITS": 8,
+        "TILE": TILE,
+    }
     sizes |= {"COEFFICIENTS": COEFFICIENTS}
     plain = dict.fromkeys(("mask", "seen", "repetition", "presence", "frequency"))
 
-    def variant(kernel: object, logits: str, given: dict[str, object]) -> Variant:
+    def variant(kernel: Any, logits: str, given: dict[str, object]) -> Variant:
         names = kernel.arg_names
         constants = {name: value for name, value in given.items() if name in names}
         kinds = {

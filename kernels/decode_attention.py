@@ -108,7 +108,7 @@ def decode_attention(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
         **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
     )  # fmt: skip
-    if splits > 1:
+    if parts is not None and stats is not None:
         merge_splits(parts, stats, lengths, out, split_tokens, window, sinks)
     return out
 
@@ -312,7 +312,7 @@ def _decode_kernel(
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("q", "out"), "*bf16") | {"lengths": "*i32", "tables": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("parts", "stats"), "*fp32")
-    strides = ("stride_block", "stride_token", "stride_side", "stride_head")
+    strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 

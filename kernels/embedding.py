@@ -9,6 +9,8 @@ to the table's type; the product is computed in float32 and rounded once. Withou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,7 +76,7 @@ def _num_warps(block: int) -> int:
 def variants() -> dict[str, Variant]:
     types = {"table": "*bf16", "ids": "*i64", "out": "*bf16", "vocab": "i32", "hidden": "i32", "first": "i32"}
     block = _block(4096)
-    common = {
+    common: dict[str, Any] = {
         "divisible": ("vocab", "hidden"),
         "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128", "STG.E.128")),
     }

@@ -40,7 +40,8 @@ def reference(y: Tensor) -> Int8Rows:
 def group_sums(q: Tensor) -> Tensor:
     """q int8 [rows, k] -> int32 [rows, ceil(k / GROUP)]."""
     filled = F.pad(q, (0, -q.shape[1] % GROUP))
-    return filled.unflatten(1, (-1, GROUP)).sum(2, dtype=torch.int32)
+    grouped: Tensor = filled.unflatten(1, (-1, GROUP))
+    return grouped.sum(2, dtype=torch.int32)
 
 
 def empty(rows: int, k: int, device: torch.device) -> Int8Rows:

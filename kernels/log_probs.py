@@ -17,7 +17,7 @@ its neighbours.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -207,7 +207,10 @@ def variants() -> dict[str, Variant]:
     made = {}
     common = {"maxima": "*fp32", "sums": "*fp32", "vocab": "i32", "stride": "i32", "groups": "i32"}
     constants = {"GROUP": GROUP, "SPLIT": SPLIT}
-    options = {"divisible": ("vocab", "stride"), "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128",))}
+    options: dict[str, Any] = {
+        "divisible": ("vocab", "stride"),
+        "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128",)),
+    }
     for kind in ("bf16", "fp32"):
         types = common | {"logits": f"*{kind}", "group_maxima": "*fp32"}
         made[f"scan-{kind}-top"] = Variant(_scan_kernel, types, constants, 8, **options)

@@ -19,7 +19,7 @@ others run one by one. On a GPU the kernels of decode_attention.py and context_a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -180,6 +180,7 @@ def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
         return _attend_generation(q, pool, plan.generation[0])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.generation:
+        assert group.tokens is not None  # it is None only where the group is the whole batch
         out.index_copy_(0, group.tokens, _attend_generation(q.index_select(0, group.tokens), pool, group))
     for row in plan.context:
         _attend_context(q, out, pool, row)
@@ -198,6 +199,7 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
         parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, split_tokens=plan.split))
     if plan.context is not None:
         starts, lengths, tables = plan.context
+        assert starts is not None  # it is None only for generation rows
         parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window=window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -207,7 +209,7 @@ def _place_rows(
 ) -> tuple[DeviceRows | None, DeviceRows | None]:
     """(the leading rows of one query, the rows after them). Each array has memory of its own, because kernels need alignment."""
 
-    def put(array: NDArray) -> Tensor:
+    def put(array: NDArray[Any]) -> Tensor:
         return place(np.ascontiguousarray(array, dtype=np.int32), device)
 
     first = num_leading_single(num_queries, head_dim)

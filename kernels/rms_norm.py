@@ -53,7 +53,7 @@ def rms_norm_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
     """x [rows, hidden]."""
     if not runs_on(x):
         return reference_int8(x, weight, eps)
-    rows = int8_rows.empty(*x.shape, x.device)
+    rows = int8_rows.empty(x.shape[0], x.shape[1], x.device)
     _launch(x.contiguous(), None, weight, eps, rows.q, None, rows.scale, rows.sums)
     return rows
 
@@ -63,7 +63,8 @@ def add_rms_norm_int8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     if not runs_on(x):
         total = x + residual
         return reference_int8(total, weight, eps), total
-    rows, total = int8_rows.empty(*x.shape, x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = int8_rows.empty(x.shape[0], x.shape[1], x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x.contiguous(), residual.contiguous(), weight, eps, rows.q, total, rows.scale, rows.sums)
     return rows, total
 

@@ -96,7 +96,8 @@ TILES = {
 def pack(q: Tensor, group: int) -> Tensor:
     """q uint8 [n, k], 0..15 -> uint8 [n, k / 2]."""
     low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
-    return (low | high << 4).flatten(1)
+    packed: Tensor = low | high << 4
+    return packed.flatten(1)
 
 
 def unpack(packed: Tensor, group: int) -> Tensor:
@@ -122,7 +123,7 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
 
 def dequantize(weight: Weight4) -> Tensor:
     """The weight as float32 [n, k], not rounded to x's type."""
-    q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
+    q: Tensor = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
     zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
     return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)
 
@@ -173,8 +174,7 @@ def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
         num_stages=tiles.num_stages,
     )
     if parts is not None:
-        grid = (m, -(-n // REDUCED_AT_ONCE))
-        _reduce_kernel[grid](parts, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+        _reduce_kernel[(m, -(-n // REDUCED_AT_ONCE))](parts, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
     return out
 
 

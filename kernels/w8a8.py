@@ -126,10 +126,11 @@ def quantize(x: Tensor) -> Int8Rows:
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
-    made = int8_rows.empty(*x.shape, x.device)
-    if len(x):
-        block = next_power_of_two(x.shape[1])
-        _quantize_kernel[(len(x),)](x, *made, x.shape[1], BLOCK=block, num_warps=_num_warps(block))
+    rows, k = x.shape
+    made = int8_rows.empty(rows, k, x.device)
+    if rows:
+        block = next_power_of_two(k)
+        _quantize_kernel[(rows,)](x, *made, k, BLOCK=block, num_warps=_num_warps(block))
     return made
 
 
@@ -262,7 +263,9 @@ def variants() -> dict[str, Variant]:
     for name, m in (("qkv", 16), ("gate_up", 16), ("down", 64), ("gate_up", 256), ("gate_up", 8192)):
         n, k = shapes[name]
         tiles = _tiles(90, m)
-        constants = {"EVEN_K": True} | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True))
+        constants: dict[str, object] = {"EVEN_K": True} | dict(
+            zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True)
+        )
         split = {"parts": "*i32"} if _splits(tiles, m, n, k) > 1 else {}
         absent = {"bias": None} | ({} if split else {"parts": None})
         made[f"{name}-{m}"] = Variant(

@@ -53,7 +53,7 @@ def tensor_names(path: Path) -> list[str]:
             header = file.read(_header_bytes(path.name, file.read(8), num_bytes))
     except OSError as error:
         raise ConfigError(
-            f"{path.name} cannot be read ({os.strerror(error.errno)}); let this user read it, or fetch it again"
+            f"{path.name} cannot be read ({error.strerror}); let this user read it, or fetch it again"
         ) from None
     entries = _entries(path.name, header)
     end = 0

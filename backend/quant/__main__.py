@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +43,7 @@ def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
     return rows_of(texts, directory, read_model_config(directory).max_position)
 
 
-def progress(layers: Iterable[int]) -> Iterator[int]:
+def progress(layers: Sequence[int]) -> Iterator[int]:
     """Tells which layer is at work: on a terminal in one line that changes, else in a line each."""
     total = len(layers)
     if not console.is_terminal:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.layers.linear import DenseLinear
+from backend.layers.linear import DenseLinear, Weight
 from backend.models.config import ModelConfig
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
@@ -80,7 +80,8 @@ class Calibration:
         tensors |= {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
         made: list[_Recorder] = []
 
-        def make(weight: Tensor, bias: Tensor | None) -> _Recorder:
+        def make(weight: Weight, bias: Tensor | None) -> _Recorder:
+            assert isinstance(weight, Tensor)  # the configuration above says that nothing is quantised
             made.append(_Recorder(weight, bias, self._sampled_of_each))
             return made[-1]
 
@@ -96,7 +97,8 @@ class Calibration:
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
         if not self._hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
-        return LayerInputs(*(recorder.inputs() for recorder in made[1:]), keys)  # the first is the output head
+        qkv, out, gate_up, down = (recorder.inputs() for recorder in made[1:])  # the first is the output head
+        return LayerInputs(qkv, out, gate_up, down, keys)
 
 
 class _Recorder(DenseLinear):

@@ -88,7 +88,7 @@ class Writer:
         if len(self._shards) == 1:
             self._part(0).rename(self._directory / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
             self._part(number).rename(self._directory / file)

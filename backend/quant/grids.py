@@ -56,7 +56,7 @@ def nearest(weight: Tensor, grid: Grid) -> Tensor:
 
 def values(q: Tensor, grid: Grid) -> Tensor:
     """q [n, k] -> the weight that it stands for, float32 [n, k]."""
-    grouped = q.unflatten(1, (grid.step.shape[1], -1))
+    grouped: Tensor = q.unflatten(1, (grid.step.shape[1], -1))
     return ((grouped - grid.zero[:, :, None]) * grid.step[:, :, None]).flatten(1)
 
 
@@ -116,7 +116,8 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     mean = damped.diagonal().mean()
     damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
 
 
 def _divisor(step: Tensor) -> Tensor:

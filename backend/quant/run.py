@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ def quantize_checkpoint(
     output: Path,
     wanted: Wanted,
     rows: Tensor | None,
-    progress: Callable[[Iterable[int]], Iterable[int]] = lambda layers: layers,
+    progress: Callable[[Sequence[int]], Iterable[int]] = lambda layers: layers,
 ) -> Made:
     """Write `output`. rows [rows, length]: the calibration text in tokens; None = no calibration. Raises ConfigError."""
     source = FloatCheckpoint(directory)
@@ -56,6 +56,7 @@ def quantize_checkpoint(
             errors.append(made.errors)
         writer.add(source.others())
         raw = read_object(directory, "config.json")
+        assert raw is not None  # FloatCheckpoint has read it
         writer.finish(raw | {"quantization_config": _section(scheme, wanted.kv)})
     return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
 

@@ -19,7 +19,8 @@ from backend.api.errors import ConfigError
 from backend.quant.grids import Grid
 from kernels.common.qserve_checkpoint import TILE, to_qserve
 from kernels.common.quantize import quantize_weight
-from kernels.w4a8 import GROUP, MAX_8, MAX_GROUP_SCALE, Weight4A8
+from kernels.int8_rows import GROUP
+from kernels.w4a8 import MAX_8, MAX_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import GROUPS, pack
 
 ZERO_ROWS = 8  # zero points are packed along n, eight to a word

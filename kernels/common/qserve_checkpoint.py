@@ -74,7 +74,8 @@ def _tiles(q: Tensor) -> Tensor:
     # [tile_n, high bits, half_n, lane_n, tile_k, half_k, lane_k, column]
     parts = q.reshape(n // TILE, 2, 2, 8, k // TILE, 2, 4, 4)
     low, high = parts.permute(1, 0, 4, 3, 6, 5, 2, 7)
-    return (low | high << 4).reshape(n, k // 2).view(torch.int8)
+    packed: Tensor = low | high << 4
+    return packed.reshape(n, k // 2).view(torch.int8)
 
 
 def _rows(qweight: Tensor) -> Tensor:
@@ -87,12 +88,14 @@ def _rows(qweight: Tensor) -> Tensor:
 
 def _by_lanes(table: Tensor) -> Tensor:
     """[groups, n], each 32 rows in order -> 0, 8, 16, 24, 1, 9, ..."""
-    return table.unflatten(1, (-1, 4, 8)).transpose(2, 3).flatten(1).contiguous()
+    lanes: Tensor = table.unflatten(1, (-1, 4, 8))
+    return lanes.transpose(2, 3).flatten(1).contiguous()
 
 
 def _in_order(table: Tensor) -> Tensor:
     """The inverse of `_by_lanes`."""
-    return table.unflatten(1, (-1, 8, 4)).transpose(2, 3).flatten(1).contiguous()
+    lanes: Tensor = table.unflatten(1, (-1, 8, 4))
+    return lanes.transpose(2, 3).flatten(1).contiguous()
 
 
 def _channel_zeros(szeros: Tensor, scale: Tensor) -> Tensor:
