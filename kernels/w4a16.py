@@ -110,12 +110,12 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
     """Quantise weight [n, k], of any float type, to the nearest; scales are in `dtype`. Groups of zeros stay zeros."""
     grouped = weight.float().unflatten(1, (-1, group))  # [n, groups, group]
     if zero_points:
-        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        scale = ((most - least) / 15).to(dtype)
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scale = ((high - low) / 15).to(dtype)
     else:
         scale = (grouped.abs().amax(2) / 7).to(dtype)
     divisor = torch.where(scale > 0, scale.float(), torch.inf)
-    zero = (-least / divisor).round().clamp(0, 15) if zero_points else torch.full_like(divisor, SYMMETRIC_ZERO)
+    zero = (-low / divisor).round().clamp(0, 15) if zero_points else torch.full_like(divisor, SYMMETRIC_ZERO)
     q = ((grouped / divisor[:, :, None]).round() + zero[:, :, None]).clamp(0, 15).to(torch.uint8)
     zeros = zero.to(dtype).T.contiguous() if zero_points else None
     return Weight4(pack(q.flatten(1), group), scale.T.contiguous(), zeros, group)

@@ -96,10 +96,10 @@ def _header_bytes(file: str, start: bytes, num_bytes: int) -> int:
     if len(start) < 8:
         raise ConfigError(f"{file} is no safetensors file, or is cut short: it has {num_bytes} bytes; fetch it again")
     length = int.from_bytes(start, "little")
-    most = min(num_bytes - 8, MAX_HEADER_BYTES)
-    if not 2 <= length <= most:
+    longest = min(num_bytes - 8, MAX_HEADER_BYTES)
+    if not 2 <= length <= longest:
         raise ConfigError(
-            f"{file} is no safetensors file, or is cut short: it says that its header has {length} bytes, 2 to {most} are "
+            f"{file} is no safetensors file, or is cut short: it says that its header has {length} bytes, 2 to {longest} are "
             f"possible; fetch it again"
         )
     return length

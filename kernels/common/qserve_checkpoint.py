@@ -130,10 +130,10 @@ def _require_whole_tiles(n: int, k: int) -> None:
         )
 
 
-def _require(values: Tensor, least: int, most: int, what: str) -> None:
+def _require(values: Tensor, lowest: int, highest: int, what: str) -> None:
     low, high = values.min().item(), values.max().item()
-    if low < least or high > most:
+    if low < lowest or high > highest:
         raise ValueError(
-            f"{what} is {low if low < least else high}, not within {least}..{most}: such a layer cannot be represented; "
+            f"{what} is {low if low < lowest else high}, not within {lowest}..{highest}: such a layer cannot be represented; "
             "quantise it again with QoQ's protective range, or store s2 tensors in QServe's order of rows"
         )
