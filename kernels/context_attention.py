@@ -127,7 +127,7 @@ def reference(
 
 
 def _read(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
+    """Reads the keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
     if pool.params is None:
         k, v = pool.data[blocks, cells].double().unbind(1)
         return k, v
@@ -147,7 +147,7 @@ def context_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [tokens, heads, head_dim] -> a new tensor like it. The KV of q's tokens must be in the pool already.
+    """Attends with q [tokens, heads, head_dim]; returns a new tensor like q. The KV of q's tokens must be in the pool already.
 
     pool     one layer's pool; a plain one has q's dtype
     starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens after the last row are undefined

@@ -79,7 +79,9 @@ def decode_attention(
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> Tensor:
-    """q [rows, heads, head_dim] -> a new tensor like q. Raises ValueError unless head_dim is a power of two from 32 on.
+    """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
+
+    Raises ValueError unless head_dim is a power of two from 32 on.
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
     a query sees, its own included. pool is one layer's; a plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
@@ -136,7 +138,7 @@ def _for_values(
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """x transposed to [ROW, N] and permuted: the columns that an eighth of the dot's threads holds are neighbours in x."""
+    """Transposes x to [ROW, N] and permutes it: the columns that an eighth of the dot's threads holds are neighbours in x."""
     return _apart(x, N, ROW, BITS).reshape(N, 8, ROW // 8).permute(2, 1, 0).reshape(ROW, N)
 
 

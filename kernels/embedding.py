@@ -23,7 +23,7 @@ TILE = 1 << 10
 
 
 def reference(table: Tensor, ids: Tensor, scale: float | None = None, first: int = 0) -> Tensor:
-    """table [vocab, hidden], ids int64 [tokens] -> [tokens, hidden] in table's dtype."""
+    """Looks ids int64 [tokens] up in table [vocab, hidden]; returns [tokens, hidden] in table's dtype."""
     row = ids - first
     known = (row >= 0) & (row < len(table))
     y = torch.where(known[:, None], table[torch.where(known, row, 0)], 0)
@@ -31,7 +31,7 @@ def reference(table: Tensor, ids: Tensor, scale: float | None = None, first: int
 
 
 def embedding(table: Tensor, ids: Tensor, scale: float | None = None, first: int = 0) -> Tensor:
-    """table [vocab, hidden], ids int64 [tokens] -> [tokens, hidden] in table's dtype, a new tensor."""
+    """Looks ids int64 [tokens] up in table [vocab, hidden]; returns a new tensor [tokens, hidden] in table's dtype."""
     if not runs_on(table):
         return reference(table, ids, scale, first)
     vocab, hidden = table.shape

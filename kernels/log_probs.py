@@ -40,7 +40,7 @@ class LogProbs(NamedTuple):
 
 
 def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
-    """logits [rows, vocab], any float dtype; ids int64 [rows]; n <= vocab. In float64, rounded at the end."""
+    """Computes in float64 and rounds at the end: logits [rows, vocab] of any float type, ids int64 [rows], n <= vocab."""
     x = logits.double()
     m_i = x.amax(1, keepdim=True)
     shifted = torch.where(x > -torch.inf, x - m_i, -torch.inf)
@@ -53,7 +53,9 @@ def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
 
 
 def log_probs(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
-    """logits [rows, vocab] float32 or 16-bit, ids int64 [rows], n <= vocab. An id that is no token gets -inf.
+    """Log-probabilities by logits [rows, vocab] float32 or 16-bit of ids int64 [rows] and the n <= vocab most likely tokens.
+
+    An id that is no token gets -inf.
 
     For n > MAX_TOP it computes the reference. Raises ValueError for n > vocab.
     """

@@ -52,7 +52,7 @@ def group_tokens(adapters: Tensor, num_adapters: int) -> Groups:
 
 
 def reference_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapters: Tensor) -> Tensor:
-    """x [tokens, k], a [slices, adapters, max_rank, k] -> float64 [1, slices, tokens, max_rank]."""
+    """Returns h float64 [1, slices, tokens, max_rank] of x [tokens, k] and a [slices, adapters, max_rank, k]."""
     slices, _, max_rank, _ = a.shape
     h = torch.zeros(1, slices, len(x), max_rank, dtype=torch.float64, device=x.device)
     for adapter, rank in enumerate(ranks.tolist()):
@@ -65,7 +65,7 @@ def reference_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapters: Tensor) -> T
 def reference_expand(
     y: Tensor, h: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, offsets: tuple[int, ...], adapters: Tensor
 ) -> Tensor:
-    """y [tokens, n], h [parts, slices, tokens, max_rank], b [adapters, n, max_rank] -> float64 [tokens, n]."""
+    """Returns y [tokens, n] with h [parts, slices, tokens, max_rank] times b [adapters, n, max_rank] added, in float64."""
     total = y.double()
     for adapter, rank in enumerate(ranks.tolist()):
         tokens = (adapters == adapter).nonzero()[:, 0]
@@ -90,7 +90,7 @@ def lora(
 
 
 def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
-    """x [tokens, k], a [slices, adapters, max_rank, k], ranks int32 [adapters]; groups from `group_tokens`.
+    """Multiplies x [tokens, k] by a [slices, adapters, max_rank, k]; ranks int32 [adapters], groups from `group_tokens`.
 
     Returns h float32 [parts, slices, tokens, max_rank], whose parts `expand` adds. Tokens without an adapter, or with one of
     rank 0, are undefined.

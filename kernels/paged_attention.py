@@ -175,7 +175,7 @@ def num_leading_single(num_queries: NDArray[np.int64], head_dim: int) -> int:
 
 
 def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
-    """q [num_tokens, heads, head_dim] -> a new tensor like q."""
+    """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q."""
     if len(plan.generation) == 1 and plan.generation[0].tokens is None:
         return _attend_generation(q, pool, plan.generation[0])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -188,7 +188,10 @@ def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
 
 
 def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
-    """q [num_tokens, heads, head_dim] -> a new tensor like q. The KV of this step's tokens must be in the pool already."""
+    """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q.
+
+    The KV of this step's tokens must be in the pool already.
+    """
     if isinstance(plan, AttentionPlan):
         return reference(q, pool, plan)
     scale, window = q.shape[-1] ** -0.5, plan.window
@@ -207,7 +210,7 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
 def _place_rows(
     rows: AttentionRows, num_queries: NDArray[np.int64], head_dim: int, device: torch.device
 ) -> tuple[DeviceRows | None, DeviceRows | None]:
-    """(the leading rows of one query, the rows after them). Each array has memory of its own, because kernels need alignment."""
+    """Returns the leading rows of one query, and the rows after them. Arrays are separate, because kernels need alignment."""
 
     def put(array: NDArray[Any]) -> Tensor:
         return place(np.ascontiguousarray(array, dtype=np.int32), device)
@@ -293,7 +296,7 @@ def _plan_context(
 
 
 def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks int64 [n] -> their KV [n, block_size, 2, kv_heads, head_dim] in dtype, a new tensor."""
+    """Gathers the KV of blocks int64 [n] in dtype: a new tensor [n, block_size, 2, kv_heads, head_dim]."""
     data = pool.data.index_select(0, blocks)
     if pool.params is None:
         return data
@@ -302,7 +305,7 @@ def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup) -> Tensor:
-    """q [rows, heads, head_dim] -> the same shape. The query heads of a kv head become the queries of one product."""
+    """Attends with q [rows, heads, head_dim]. The query heads of a kv head become the queries of one product."""
     kv = gather_blocks(pool, group.blocks, q.dtype)
     kv = kv.view(q.shape[0], -1, *kv.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
     head, tail = group.seen_by_all.start, group.seen_by_all.stop

@@ -94,7 +94,7 @@ TILES = {
 
 
 def pack(q: Tensor, group: int) -> Tensor:
-    """q uint8 [n, k], 0..15 -> uint8 [n, k / 2]."""
+    """Packs q uint8 [n, k], 0..15, to uint8 [n, k / 2]."""
     low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
     packed: Tensor = low | high << 4
     return packed.flatten(1)
@@ -129,13 +129,16 @@ def dequantize(weight: Weight4) -> Tensor:
 
 
 def reference(x: Tensor, weight: Weight4, bias: Tensor | None) -> Tensor:
-    """x [m, k] -> [m, n] in x's type."""
+    """Multiplies x [m, k] by the weight; returns [m, n] in x's type."""
     y = x.float() @ dequantize(weight).to(x.dtype).float().T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] bfloat16 or float16, contiguous weights with scales of the same type, bias [n] -> [m, n] in x's type."""
+    """Multiplies x [m, k] bfloat16 or float16 by the weight, adds bias [n], and returns [m, n] in x's type.
+
+    The weight's tensors are contiguous, and its scales have x's type.
+    """
     if x.dtype not in MAGIC or not runs_on(x):
         return reference(x, weight, bias)
     if weight.scales.dtype != x.dtype or weight.group not in GROUPS:
@@ -254,7 +257,7 @@ def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
 
 @jit
 def _floats(q, DTYPE: tl.constexpr, ASM: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """q uint8 -> (low bits, high bits) as floats, each plus BIAS."""
+    """Returns the low bits and the high bits of q uint8 as floats, each plus BIAS."""
     if not IN_PAIRS:
         return floats_of_int4(q, DTYPE, ASM)
     elif DTYPE == tl.float16:

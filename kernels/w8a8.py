@@ -76,7 +76,7 @@ def w8a8(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w must be contiguous."""
+    """Multiplies x [m, k] by q_w int8 [n, k], contiguous, with scale_w float32 [n]; adds bias [n]; returns [m, n] in dtype."""
     (m, k), n = x.q.shape, len(q_w)
     if k > MAX_K:
         raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
@@ -122,7 +122,7 @@ def add_parts(parts: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | No
 
 
 def quantize(x: Tensor) -> Int8Rows:
-    """x [rows, k] as int8 rows."""
+    """Quantises x [rows, k] to int8 rows."""
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
@@ -213,7 +213,7 @@ def _reduce_kernel(
 
 @jit
 def scaled(total, x_scale, scale_w, bias, features, n):
-    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. All kernels use it, for equal bits."""
+    """Scales total int32 [rows, features] by x_scale [rows, 1] or a scalar; returns float32. Shared, for equal bits."""
     y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
     if bias is not None:
         y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]

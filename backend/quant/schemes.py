@@ -1,9 +1,9 @@
 """The formats that checkpoints are written in: the grid of a weight, its tensors, and their quantization_config.
 
     w8a8     compressed-tensors "int-quantized": int8 with one scale a row
-    w4a16    compressed-tensors "pack-quantized": 4 bits in groups along k, with scales in the weights' own type. An int32 has
-             eight numbers, each plus 8, the first in the lowest bits; zero points are packed alike, but along n
-    w4a8     QServe's format (kernels/common/qserve_checkpoint.py), with groups of 128 and two levels of scales, or one scale a row
+    w4a16    compressed-tensors "pack-quantized": 4 bits in groups along k, with scales in the type of the weights. An int32
+             has eight numbers, each plus 8, the first in the lowest bits; zero points are packed alike, but along n
+    w4a8     QServe's format (kernels/common/qserve_checkpoint.py), groups of 128 with two levels of scales, or one scale a row
 
 The output head and the embedding stay floats in all of them.
 """

@@ -36,7 +36,7 @@ def from_qserve(
     s2_scales: Tensor | None = None,
     s2_zeros: Tensor | None = None,
 ) -> Weight4A8:
-    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. ValueError if it cannot be held."""
+    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. Raises ValueError if it cannot."""
     n, k = len(qweight), 2 * qweight.shape[1]
     _require_whole_tiles(n, k)
     q, scale = _rows(qweight), s1_scales.float()
@@ -69,7 +69,7 @@ def to_qserve(weight: Weight4A8) -> dict[str, Tensor]:
 
 
 def _tiles(q: Tensor) -> Tensor:
-    """q uint8 [n, k], 0..15 -> qweight."""
+    """Returns the qweight of q uint8 [n, k], 0..15."""
     n, k = q.shape
     # [tile_n, high bits, half_n, lane_n, tile_k, half_k, lane_k, column]
     parts = q.reshape(n // TILE, 2, 2, 8, k // TILE, 2, 4, 4)
@@ -87,7 +87,7 @@ def _rows(qweight: Tensor) -> Tensor:
 
 
 def _by_lanes(table: Tensor) -> Tensor:
-    """[groups, n], each 32 rows in order -> 0, 8, 16, 24, 1, 9, ..."""
+    """Reorders each 32 rows of a table [groups, n] to 0, 8, 16, 24, 1, 9, and so on."""
     lanes: Tensor = table.unflatten(1, (-1, 4, 8))
     return lanes.transpose(2, 3).flatten(1).contiguous()
 
