@@ -249,7 +249,7 @@ def _maxima_of(maxima, row, groups, GROUPS: tl.constexpr):
 
 @jit
 def _masses_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima,  # as in _maxima_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima,  # see _maxima_kernel
     temperature,  # [rows] float32
     top_k,  # [rows] int64
     top_p, min_p,  # [rows] float64
@@ -282,9 +282,9 @@ def _masses_kernel(
 
 @jit
 def _choose_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # as in _masses_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # see _masses_kernel
     seed, counter,  # [rows] int64
-    masses, tallies,  # as in _masses_kernel
+    masses, tallies,  # see _masses_kernel
     listed,  # [rows, groups] int32, scratch
     keys,  # [rows, vocab] int64, scratch
     out,  # [rows] int64

@@ -83,7 +83,7 @@ TILES = {
     (90, True): Tiles(128, 64, 8, 3),
 }
 IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
-MIN_ROWS = 32  # the least number of rows that a kernel is compiled for, so that small batches share one
+MIN_ROWS = 32  # kernels are compiled for at least this many rows, so that small batches share one
 ARCHITECTURES = (80, 90)
 
 

@@ -224,7 +224,9 @@ def _decode_kernel(
         q_sum += tl.sum(q_b.to(tl.float32), 0)
     q_sum *= scale
     m_i = tl.full([COLUMNS], float("-inf"), tl.float32)
-    l_i = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as the threads hold them; added up at the end
+    l_i = tl.zeros(
+        [8, COLUMNS], tl.float32
+    )  # it is kept in eight parts, as the threads hold them, and added up at the end
     acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
     acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
     shift = tl.zeros([8, COLUMNS], tl.float32)  # a term to add to each element of acc at the end

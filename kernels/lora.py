@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 
 TILES = {16: Tiles(256, 256, 8, 4, 4), 64: Tiles(256, 128, 1, 4, 4)}  # block_m -> the other sizes
-SPLIT_K = 1024  # the least k of a split; a multiple of every block of k
+SPLIT_K = 1024  # the smallest number of columns of a split; a multiple of every block of k
 
 
 def group_tokens(adapters: Tensor, num_adapters: int) -> Groups:
@@ -175,7 +175,7 @@ def _shrink_kernel(
     tokens,
     adapters,
     k,
-    split_k,  # of a part; a multiple of BLOCK_K
+    split_k,  # columns of a part; a multiple of BLOCK_K
     SLICES: tl.constexpr,
     MAX_RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr,  # a power of two, at least 16

@@ -34,7 +34,12 @@ from kernels.context_attention import context_attention
 from kernels.decode_attention import SPLIT_TOKENS, decode_attention
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
-DECODE_HEAD_DIMS = (32, 64, 128, 256)  # those of decode_attention.py; rows of others go to context_attention.py
+DECODE_HEAD_DIMS = (
+    32,
+    64,
+    128,
+    256,
+)  # decode_attention.py takes these; rows of other dimensions go to context_attention.py
 # Queries of a context row that share a mask. It bounds the mask's memory, and skips keys that none of the queries sees.
 QUERIES_AT_ONCE = 256
 
@@ -60,7 +65,7 @@ class GenerationGroup(NamedTuple):
 class QuerySlice(NamedTuple):
     """Consecutive queries of one context row, and the cells of its gather that they see."""
 
-    tokens: slice  # of the flat batch
+    tokens: slice  # where the queries are in the flat batch
     cells: slice
     mask: Tensor | None  # [queries, cells] in the query's dtype; None = plain causal, as many queries as keys
 

@@ -109,7 +109,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
     w, group_scales = weight.float(), None
     if per_group:
         scale = w.abs().amax(1) / MAX_8
-        w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # in units of the int8 weight
+        w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # its unit is that of the int8 weight
         step = _better_step(w)
         group_scales = step.to(torch.int8).T.contiguous()
     else:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
-DAMPING = 0.01  # of the mean of H's diagonal
+DAMPING = 0.01  # this share of the mean of the diagonal of H is added to the diagonal
 COLUMNS_AT_ONCE = 128
 WORTH_THREADS = 1 << 20  # elements
 
@@ -70,7 +70,7 @@ def compensated(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
     """Round weight [n, k] by GPTQ with hessian [k, k]; returns q float32 [n, k]."""
     order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order])
-    groups = order // (weight.shape[1] // grid.step.shape[1])  # of each column
+    groups = order // (weight.shape[1] // grid.step.shape[1])  # the group of each column
     step, zero, q_min, q_max = (part[:, groups] for part in grid[:4])
     divisor = _divisor(step)
     w = weight[:, order].clone()

@@ -45,7 +45,7 @@ class Errors(NamedTuple):
 
 class Quantized(NamedTuple):
     tensors: Layer  # the layer's tensors in the written checkpoint, by names within the layer
-    errors: dict[str, Errors]  # by kind; empty without calibration
+    errors: dict[str, Errors]  # kind -> errors; empty without calibration
 
 
 def smooth(layer: Layer, inputs: LayerInputs, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> LayerInputs:

@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
 
 
 class Made(NamedTuple):
-    errors: dict[str, Errors]  # by kind of linear layer, the mean over the decoder layers; empty without calibration
+    errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
 

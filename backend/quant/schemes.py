@@ -28,7 +28,7 @@ ZERO_ROWS = 8  # zero points are packed along n, eight to a word
 
 class Scheme(Protocol):
     name: str
-    bits: int  # of a weight
+    bits: int  # bits of a weight
     has_int8_activations: bool
 
     def groups(self, k: int) -> int:

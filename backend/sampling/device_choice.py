@@ -41,7 +41,7 @@ class Number(IntEnum):
 
 
 _INTS = ((Number.TOP_K, IntColumn.TOP_K), (Number.SEED, IntColumn.SEED), (Number.NUM_PROMPT, IntColumn.NUM_PROMPT))
-_FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # in the order of FloatColumn
+_FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # their order is that of FloatColumn
 
 
 class Kind(Enum):
@@ -56,7 +56,7 @@ class Chosen(NamedTuple):
     """The tokens of a step, on the device."""
 
     tokens: Tensor  # int64 [rows]
-    log_probs: LogProbs | None  # of the rows that ask for them
+    log_probs: LogProbs | None  # only for the rows that ask for them
 
 
 class DeviceChoice:

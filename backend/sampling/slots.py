@@ -77,7 +77,7 @@ class SlotParameters:
         self.plain_from = [UNKNOWN] * num_slots
         self.special_until = [0] * num_slots
         self.log_prob_widths = np.full(num_slots, -1)
-        self.options = [SlotOptions()] * num_slots  # those of a slot without a row are not read
+        self.options = [SlotOptions()] * num_slots  # nobody reads the options of a slot without a row
 
     def set_row(self, row: NewRow) -> None:
         """Replace all parameters of `row.slot`."""

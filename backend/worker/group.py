@@ -146,7 +146,7 @@ class InProcessWorkerGroup:
         """On a failure drop every step in flight, once the device has finished them. WorkersLost if the device is lost."""
         try:
             yield
-        except Exception:
+        except Exception:  # it is raised again below: whatever failed, the steps in flight are lost
             self._in_flight.clear()
             if self.device.type == "cuda":
                 try:

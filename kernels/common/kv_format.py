@@ -55,7 +55,7 @@ class KVPool(NamedTuple):
     # scale and least, float16 [num_blocks, block_size, 2, kv_heads, 2], a view; None: data holds the values themselves
     params: Tensor | None
     head_dim: int
-    bits: int  # of an element: 8 or 4 with params, otherwise those of data's dtype
+    bits: int  # bits of an element: 8 or 4 with params, otherwise as many as data's dtype has
 
     @property
     def words(self) -> Tensor | None:

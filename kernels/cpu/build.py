@@ -80,7 +80,7 @@ def load(
     path = recipe.cached() or recipe.compile(progress)
     try:
         return NativeLibrary(path, recipe.isa)
-    except OSError:
+    except OSError:  # the cached file is damaged, or its mount forbids execution
         path = recipe.compile(progress, instead_of=path)
     try:
         return NativeLibrary(path, recipe.isa)
@@ -205,7 +205,7 @@ class _Recipe:
             with open_trusted(library) as file:
                 file.seek(-len(self.key), os.SEEK_END)
                 return file.read() == self.key.encode()
-        except OSError:
+        except OSError:  # it is missing, cut short, or not trusted
             return False
 
     def _remove_others(self, directory: Path) -> None:
