@@ -33,7 +33,7 @@ class CacheState:
     @property
     def usable_blocks(self) -> int:
         """What one sequence can ever get: the pool less the watermark."""
-        return self.blocks.capacity - self.watermark_blocks
+        return self.blocks.num_blocks - self.watermark_blocks
 
     def trusts(self, seq: Sequence) -> bool:
         """Whether the sequence may know how much of its prompt others have computed."""

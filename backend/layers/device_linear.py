@@ -36,7 +36,7 @@ log = logging.getLogger("everbatch.layers")
 
 def make_triton_linear(dtype: torch.dtype) -> MakeLinear:
     """Returns the MakeLinear of a model that computes in `dtype`. Where Triton does not run, it calls make_torch_linear."""
-    said = set()
+    said: set[str] = set()
 
     def say(line: str, *values: object) -> None:
         if line not in said:
@@ -81,7 +81,8 @@ class W8A8Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self._q.shape)
+        n, k = self._q.shape
+        return n, k
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +119,9 @@ class W4A8Linear:
     takes_int8 = True
 
     def __init__(self, weight: Weight4A8, bias: Tensor | None, dtype: torch.dtype):
-        self._weight = Weight4A8(*(part if part is None else part.contiguous() for part in weight))
+        scales = None if weight.group_scales is None else weight.group_scales.contiguous()
+        packed, scale, zeros = weight.packed.contiguous(), weight.scale.contiguous(), weight.zeros.contiguous()
+        self._weight = Weight4A8(packed, scale, scales, zeros)
         self._bias, self._dtype = bias, dtype
 
     @property

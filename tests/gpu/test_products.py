@@ -1,13 +1,12 @@
-"""Linear layers, LoRA and experts on the GPU, against their references, in the types that serve."""
+"""Linear layers and LoRA on the GPU, against their references, in the types that serve."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
-from kernels import lora, moe, w4a8, w4a16, w8a8
+from kernels import group_rows, lora, w4a8, w4a16, w8a8
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -89,41 +88,11 @@ def test_lora(case: tuple[int, tuple[int, ...], int, int, tuple[int, ...]], dtyp
     assert torch.equal(measured[adapters < 0], y[adapters < 0])
 
 
-def expert_ids(tokens: int, experts: int, top_k: int, how: str) -> Tensor:
-    if how == "one":
-        return torch.full((tokens, top_k), experts - 1, dtype=torch.int32, device=DEVICE)
-    among = torch.arange(experts)[:: 3 if how == "few" else 1]
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([among[torch.randperm(len(among), generator=generator)[:top_k]] for _ in range(tokens)]).int()
-    if how == "absent":
-        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
-    return ids.to(DEVICE)
-
-
-@each("dtype", HALVES)
-@each("block_m", tuple(moe.TILES))
-@each("case", moe.CASES)
-def test_experts(case: tuple[int, int, int, int, int, str], block_m: int, dtype: torch.dtype) -> None:
-    tokens, experts, top_k, k, n, how = case
-    ids = expert_ids(tokens, experts, top_k, how)
-    groups = moe.group_rows(ids, experts, block_m)
-    x, w = random(tokens, k, dtype=dtype), (random(experts, n, k) / k**0.5).to(dtype)
-    flat = ids.flatten()
-    out = moe.grouped_matmul(x, w, groups, top_k)
-    assert_near(out[flat >= 0], moe.reference(x, w, flat, top_k)[flat >= 0])
-    inner, weights = random(tokens * top_k, k, dtype=dtype, seed=1), random(tokens, top_k).abs()
-    summed = moe.grouped_matmul_sum(inner, w, groups, weights)
-    assert_near(summed, moe.reference_sum(moe.reference(inner, w, flat, 1), weights))
-
-
-@each("tokens, experts, top_k", [(1, 8, 2), (70, 60, 6), (3, 128, 8), (5000, 8, 2)])
-def test_tokens_are_routed_and_grouped(tokens: int, experts: int, top_k: int) -> None:
-    logits = random(tokens, experts) * 3
-    weights, ids = moe.route(logits, top_k, True)
-    expected_weights, expected_ids = moe.reference_route(logits, top_k, True)
-    assert torch.equal(ids, expected_ids)
-    assert_near(weights, expected_weights)
-    made, expected = (make(ids.flatten(), experts, 16) for make in (moe.group_rows, moe.reference_groups))
+@each("rows, groups", [(2, 8), (420, 60), (24, 128), (10_000, 8)])
+def test_rows_are_grouped(rows: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(-1, groups, (rows,), generator=generator).to(DEVICE, torch.int32)
+    made, expected = (make(ids, groups, 16) for make in (group_rows.group_rows, group_rows.reference_groups))
     assert torch.equal(made.tile_group, expected.tile_group)
     used = int((expected.tile_group >= 0).sum()) * 16
     assert torch.equal(made.rows[:used], expected.rows[:used])

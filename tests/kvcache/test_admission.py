@@ -102,14 +102,3 @@ def test_a_pause_in_the_plan_makes_room_in_the_same_plan() -> None:
     cache.kv.commit(plan)
     assert cache.kv.num_evicted_blocks(old) == 4
     cache.kv.check_integrity([new])
-
-
-def test_of_the_blocks_a_pause_frees_a_pending_shrink_takes_its_due_first() -> None:
-    cache = cache_with(4)
-    old = cache.start(make_sequence(1, [1] * 16))
-    cache.kv.resize(3)
-    plan = cache.kv.plan()
-    plan.pause(old)
-    assert plan.available == 3
-    assert plan.admit(make_sequence(2, [2] * 16), 16, 0) is Admission.NEVER
-    assert plan.admit(make_sequence(3, [3] * 12), 12, 0) is Admission.NOW

@@ -19,7 +19,7 @@ class Pool(RuleBasedStateMachine):
     def build(self, num_blocks: int, chunk: int) -> None:
         self.evicted: list[int] = []
         self.pool = BlockManager(num_blocks, chunk, on_evict=self.evicted.append)
-        self.target = num_blocks
+        self.num_blocks = num_blocks
         self.references: dict[BlockHandle, int] = {}  # active
         self.cached: list[BlockHandle] = []  # least recently used first
         self.lost: list[BlockHandle] = []
@@ -65,7 +65,6 @@ class Pool(RuleBasedStateMachine):
             self.cached.append(handle)
         else:
             self.lost.append(handle)
-        self._shrink()
 
     @precondition(lambda self: self.cached)
     @rule(index=INDEX)
@@ -73,7 +72,6 @@ class Pool(RuleBasedStateMachine):
         handle = self.cached.pop(index % len(self.cached))
         self.pool.discard(handle.block_id)
         self.lost.append(handle)
-        self._shrink()
 
     @precondition(lambda self: self.cached)
     @rule(index=INDEX)
@@ -81,25 +79,13 @@ class Pool(RuleBasedStateMachine):
         with pytest.raises(RuntimeError, match="released more often"):
             self.pool.release(self.cached[index % len(self.cached)].block_id, keep=True)
 
-    @rule(num_blocks=st.integers(1, 9))
-    def resize(self, num_blocks: int) -> None:
-        self.pool.resize(num_blocks)
-        self.target = num_blocks
-        self._shrink()
-
-    def _shrink(self) -> None:
-        """The oldest cached blocks go as long as there are too many blocks in use."""
-        while self.cached and len(self.references) + len(self.cached) > max(self.target, len(self.references)):
-            self.lost.append(self.cached.pop(0))
-
     @invariant()
     def the_books_balance(self) -> None:
         if not hasattr(self, "pool"):
             return
         pool = self.pool
         pool.check_integrity()
-        assert pool.capacity == self.target
-        assert pool.num_blocks == max(self.target, len(self.references))
+        assert pool.num_blocks == self.num_blocks
         assert (pool.num_active, pool.num_cached) == (len(self.references), len(self.cached))
         assert sum(block.ref_count for block in pool.blocks) == sum(self.references.values())
         assert all(pool.verify([handle]) for handle in (*self.references, *self.cached))
@@ -112,7 +98,7 @@ class Pool(RuleBasedStateMachine):
                 self.pool.release(handle.block_id, keep=False)
         if hasattr(self, "pool"):
             self.pool.check_integrity()
-            assert self.pool.num_blocks == self.target and self.pool.num_active == 0
+            assert self.pool.num_active == 0
 
 
 TestPool = Pool.TestCase

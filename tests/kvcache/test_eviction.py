@@ -116,19 +116,6 @@ def test_when_everything_is_lost_no_table_is_believed_any_more() -> None:
     cache.kv.check_integrity(sleepers)
 
 
-def test_shrinking_the_pool_evicts_idle_sequences_and_growing_it_again_makes_room() -> None:
-    cache = Cache(num_blocks=6)
-    old, young = idle(cache, 1, 8), idle(cache, 2, 8)
-    cache.kv.resize(3)
-    assert cache.kv.stats().max_num_blocks == 3
-    assert cache.kv.num_evicted_blocks(old) >= 1 and cache.kv.num_evicted_blocks(young) == 0
-    assert cache.judge(make_sequence(3, [3] * 13)) is Admission.NEVER
-    cache.kv.resize(6)
-    assert cache.judge(make_sequence(3, [3] * 24)) is Admission.NOW
-    cache.start(old)
-    assert cache.generate(old, 1) == answer([1] * 8, 2)[1:]
-
-
 @pytest.mark.feature("004-09")
 @pytest.mark.parametrize("chunk, grown, backed", [(-1, 1, 10), (1, 7, 7), (3, 3, 9), (0, 3, 9)])
 def test_workers_are_asked_for_memory_once_for_each_chunk(chunk: int, grown: int, backed: int) -> None:

@@ -57,7 +57,7 @@ class Manager(RuleBasedStateMachine):
             enable_partial_reuse=partial,
         )
         self.kv = self.cache.kv
-        self.target = num_blocks
+        self.num_blocks = num_blocks
         self.live: list[Sequence] = []
         self._ids = iter(range(1, 10_000))
 
@@ -132,11 +132,6 @@ class Manager(RuleBasedStateMachine):
         seq.apply(Event.RETIRE)
         self.live.remove(seq)
 
-    @rule(num_blocks=st.integers(4, 12))
-    def resize(self, num_blocks: int) -> None:
-        self.kv.resize(num_blocks)
-        self.target = num_blocks
-
     @rule(prompt=PROMPT, choices=st.lists(st.tuples(st.sampled_from(["admit", "extend", "pause"]), INDEX), max_size=6))
     def drop_a_plan(self, prompt: list[int], choices: list[tuple[str, int]]) -> None:
         """Whatever is planned: as long as it is not committed, nothing has happened."""
@@ -170,7 +165,7 @@ class Manager(RuleBasedStateMachine):
             assert seq.num_uncomputed_tokens > 0, f"{seq!r} has nothing left to sample from"
         stats = self.kv.stats()
         assert stats.free_num_blocks + stats.cached_num_blocks + stats.used_num_blocks == stats.max_num_blocks
-        assert stats.max_num_blocks == max(self.target, stats.used_num_blocks)
+        assert stats.max_num_blocks == self.num_blocks
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
@@ -182,7 +177,7 @@ class Manager(RuleBasedStateMachine):
         self.kv.lose_everything()
         self.kv.check_integrity()
         assert len(self.kv.state.trie) == 0
-        assert self.kv.stats().free_num_blocks == self.kv.stats().max_num_blocks == self.target
+        assert self.kv.stats().free_num_blocks == self.kv.stats().max_num_blocks == self.num_blocks
 
 
 TestManager = pytest.mark.feature("003-16", "003-26", "003-27", "003-28")(Manager.TestCase)

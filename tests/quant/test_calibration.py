@@ -33,7 +33,7 @@ def test_inputs_are_those_of_the_whole_model(family: str, tmp_path: Path) -> Non
         for inputs, name in ((found.qkv, Q), (found.out, OUT), (found.gate_up, GATE), (found.down, DOWN)):
             x = seen[f"model.layers.{index}.{name}"].flatten(0, 1)
             close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
-            close(inputs.most, x.abs().amax(0))
+            close(inputs.max_abs, x.abs().amax(0))
             close(inputs.hessian, x.T @ x / len(x))
             assert inputs.sample.shape == (len(x), x.shape[1])  # a short text is kept as a whole
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest import MonkeyPatch
+
 from backend.api import EngineConfig, OutputConfig, Request, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.clock import ManualClock
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
+from backend.engine.intake import Intake
 from backend.scheduler.scheduler import StepPlan
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
@@ -56,6 +59,12 @@ class Runner:
         self.core.enqueue(request_id, Request(prompt, max_tokens, output_config=output, **fields))
         self._collect(self.core.take_responses())
         return request_id
+
+    def ask_unchecked(self, request_id: int, prompt: list[int], max_tokens: int) -> int:
+        """Enqueue a request that the pool may never hold, past the check that would refuse it on arrival."""
+        with MonkeyPatch.context() as patch:
+            patch.setattr(Intake, "_check_pool", lambda *arguments: None)
+            return self.ask(request_id, prompt, max_tokens)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

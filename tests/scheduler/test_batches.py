@@ -196,10 +196,9 @@ def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
 
 @pytest.mark.feature("003-52")
 def test_a_plan_lists_whom_no_pool_can_hold_apart_from_those_it_runs() -> None:
-    runner = Runner(num_blocks=8, block_size=2)
-    runner.ask(0, [1] * 10, 4)
+    runner = Runner(num_blocks=4, block_size=2)
+    runner.ask_unchecked(0, [1] * 10, 4)
     runner.ask(1, [2, 2], 3)
-    runner.core.kv.resize(4)
     plan = runner.core.scheduler.schedule()
     assert [seq.request_id for seq in plan.rejected] == [0]
     assert [(seq.request_id, tokens) for seq, tokens in plan.rows] == [(1, 2)]

@@ -280,13 +280,6 @@ def growth_of_others_not_promised(set_attribute: SetAttribute) -> None:
     set_attribute(GuaranteedNoEvict, "_growth", lambda self, plan, seq: 0)
 
 
-def pending_shrink_not_reckoned_with(set_attribute: SetAttribute) -> None:
-    def gain_block(self: KVPlan) -> None:
-        self.available += 1
-
-    set_attribute(KVPlan, "_gain_block", gain_block)
-
-
 def nothing_left_to_run(set_attribute: SetAttribute) -> None:
     match = PrefixTrie.match
     set_attribute(PrefixTrie, "match", lambda self, space, ids, limit, *rest: match(self, space, ids, limit + 1, *rest))
