@@ -38,7 +38,7 @@ class EverbatchClient:
         protocol: Literal["grpc", "http"] = "grpc",
         model: str = "ensemble",
         namespace: str = "",
-    ):
+    ) -> None:
         """`url`: HOST:PORT (gRPC) or http://HOST:PORT; a server on this machine with its default ports when unset.
 
         `namespace`: of every request that names none itself; only requests of one namespace share sessions and, token

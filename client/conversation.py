@@ -24,7 +24,7 @@ BUSY_PAUSE_S = 0.1
 class Conversation:
     """Messages so far and the session that holds their KV. One turn at a time."""
 
-    def __init__(self, client: EverbatchClient, system: str | None = None, **options: Any):
+    def __init__(self, client: EverbatchClient, system: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateRequest for every turn (max_tokens, temperature, ...)."""
         self._client = client
         self._system = system

@@ -10,7 +10,7 @@ class ClientError(Exception):
     `code` is what the text says of itself (`code_in`), and UNKNOWN where it says nothing.
     """
 
-    def __init__(self, message: str, code: str = "UNKNOWN"):
+    def __init__(self, message: str, code: str = "UNKNOWN") -> None:
         super().__init__(message)
         self.code = code
 

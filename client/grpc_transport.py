@@ -81,7 +81,7 @@ def decode_response(message: Any) -> TextChunk:
 class GrpcTransport:
     """A channel to one server. Any thread; every request opens a stream of its own on it."""
 
-    def __init__(self, url: str, model: str):
+    def __init__(self, url: str, model: str) -> None:
         self.url = url
         self._model = model
         self._channel = grpc.insecure_channel(url, options=_OPTIONS)

@@ -59,7 +59,7 @@ def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
 class HttpTransport:
     """One server; a connection per request."""
 
-    def __init__(self, url: str, model: str):
+    def __init__(self, url: str, model: str) -> None:
         self.url = url if "://" in url else f"http://{url}"
         self._model = model
 

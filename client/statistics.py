@@ -11,7 +11,7 @@ from client.messages import Completion, TextChunk
 class AnswerClock:
     """Collects the chunks of one answer and when they came."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
         self._first: float | None = None

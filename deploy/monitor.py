@@ -37,7 +37,7 @@ class Monitor:
         readiness: Readiness,
         dead_stubs: Callable[[], list[Process]],
         watchdog_s: float,
-    ):
+    ) -> None:
         """`directory`: where the stubs leave their signs of life."""
         self._url, self._directory, self._log_path = url, directory, log_path
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s

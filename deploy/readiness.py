@@ -27,7 +27,7 @@ _TENSOR = {"name": "unused", "data_type": "TYPE_INT32", "dims": [1]}
 class Readiness:
     """Switches the readiness that one server tells. Not thread-safe."""
 
-    def __init__(self, url: str, admin_key: str, model: str | None):
+    def __init__(self, url: str, admin_key: str, model: str | None) -> None:
         """`model`: any model of the server, for the ensemble; None = a server without one is left as it is."""
         self._url = url
         self._headers = {ADMIN_HEADER: admin_key}

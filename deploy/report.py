@@ -44,7 +44,7 @@ def _plain(value: object) -> str:
 class ConsoleReporter:
     """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
 
-    def __init__(self, console: Console, server: TritonServer):
+    def __init__(self, console: Console, server: TritonServer) -> None:
         self._console = console
         self._server = server
         self._phase: str | None = None

@@ -72,7 +72,7 @@ class TritonServer:
         probe_model: str | None = "ensemble",
         extra_flags: tuple[str, ...] = (),
         extra_environment: dict[str, str] | None = None,
-    ):
+    ) -> None:
         """Describe a server; nothing happens yet.
 
         `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text

@@ -43,7 +43,7 @@ class WorkerFailure(EverbatchError):
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None):
+    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None) -> None:
         """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError."""
         self.config = config
         self.clock = clock or SystemClock()

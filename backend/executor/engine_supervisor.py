@@ -59,7 +59,7 @@ class RestartPolicy:
 
 
 class EngineProcess:
-    def __init__(self, config: EngineConfig, socket_path: str):
+    def __init__(self, config: EngineConfig, socket_path: str) -> None:
         """Write the configuration to a file beside the socket. Nothing is started yet."""
         self._config_path = Path(socket_path).with_name("engine-config.json")
         self._socket_path = socket_path

@@ -53,7 +53,7 @@ MAX_DEATH_WAIT_S = 1.0  # By then the supervisor has noticed a death, and decide
 
 
 class Executor:
-    def __init__(self, transport: Transport, process: EngineProcess | None = None):
+    def __init__(self, transport: Transport, process: EngineProcess | None = None) -> None:
         """Use one of the class methods below instead. `process` is the engine process that this Executor owns, if any."""
         self._transport = transport
         self._process = process

@@ -36,7 +36,7 @@ class GptManager:
         poll_stop_signals: PollStopSignals = lambda: (),
         return_stats: ReturnStats = lambda stats: None,
         idle_period_s: float = 0.001,
-    ):
+    ) -> None:
         """The worker thread calls all callbacks. While nothing is active it polls for requests every `idle_period_s` seconds."""
         self._core = core
         self._get_requests = get_requests

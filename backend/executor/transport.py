@@ -41,7 +41,7 @@ class InProcessTransport:
 
     is_remote = False
 
-    def __init__(self, core: EngineCore, model_path: str = ""):
+    def __init__(self, core: EngineCore, model_path: str = "") -> None:
         self._core = core
         self._model_path = model_path
 

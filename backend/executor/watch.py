@@ -45,7 +45,7 @@ class Watched(Protocol):
 
 
 class Watch:
-    def __init__(self, process: Watched | None = None):
+    def __init__(self, process: Watched | None = None) -> None:
         """`process` is the engine process that this watch may kill; None for an engine that another process owns."""
         self._process = process
         self._silent_s = 0.0

@@ -25,7 +25,7 @@ class OutOfBlocks(RuntimeError):
 class BlockManager:
     def __init__(
         self, num_blocks: int, chunk_blocks: int = -1, on_evict: Callable[[BlockId], None] = lambda block_id: None
-    ):
+    ) -> None:
         """`chunk_blocks`: how many blocks get memory at a time; -1 all at once, 0 the square root of `num_blocks`."""
         self.num_blocks = num_blocks
         self.chunk_blocks = {-1: num_blocks, 0: max(1, math.isqrt(num_blocks))}.get(chunk_blocks, chunk_blocks)

@@ -53,7 +53,7 @@ class KVCacheManager:
         num_slots: int,
         sliding_window: int | None = None,
         max_chunk_tokens: int = 1 << 30,
-    ):
+    ) -> None:
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens)
         self.state = CacheState(config, num_blocks, num_slots, self.geometry)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables

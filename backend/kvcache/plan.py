@@ -55,7 +55,7 @@ class _Found:
 
 
 class KVPlan:
-    def __init__(self, state: CacheState):
+    def __init__(self, state: CacheState) -> None:
         self._state = state
         self._geometry = state.geometry
         self._delta: dict[BlockId, int] = {}

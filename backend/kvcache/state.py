@@ -19,7 +19,7 @@ from backend.kvcache.tables import BlockTable
 
 
 class CacheState:
-    def __init__(self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry):
+    def __init__(self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry) -> None:
         self.geometry = geometry
         self.trie = PrefixTrie(config.block_size)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)

@@ -87,7 +87,7 @@ class DenseLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
     @property
@@ -108,7 +108,7 @@ class PackedLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias = bias
 
@@ -134,7 +134,7 @@ class QuantizedLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
     @property

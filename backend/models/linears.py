@@ -31,7 +31,7 @@ class LinearOptions(NamedTuple):
 
 
 class LinearBuilder:
-    def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions):
+    def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions) -> None:
         """`checkpoint` is the format of weights that are already quantised. Raises ConfigError if `options` contradict it."""
         if checkpoint is not None and options.quantization not in ("none", checkpoint.scheme):
             raise ConfigError(

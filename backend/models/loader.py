@@ -51,7 +51,7 @@ def resolve_model_path(path: str) -> Path:
 class Checkpoint:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]):
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         """Raises ConfigError when the configuration has more layers than the tensors have."""
         _check_layers(config, tensors)
         self.config = config
@@ -154,7 +154,7 @@ class _LazyTensors(Mapping[str, Tensor]):
     is opened anew for each tensor: the pages are released together with the tensor.
     """
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
         for path in paths:
             for name in tensor_names(path):

@@ -58,7 +58,7 @@ class LayerInputs(NamedTuple):
 class Calibration:
     """A text on its way through the model."""
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor):
+    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor) -> None:
         """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]."""
         self._config = config
         self._hidden = F.embedding(rows, embedding).float()  # [rows, length, hidden]
@@ -104,7 +104,7 @@ class Calibration:
 class _Recorder(DenseLinear):
     """A float linear layer that records its inputs."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int):
+    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int) -> None:
         super().__init__(weight, bias)
         k = weight.shape[1]
         self._sampled = sampled

@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 class FloatCheckpoint:
     """A checkpoint of float weights. Raises ConfigError if it is quantised or cannot be read."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         checkpoint = open_directory(directory)
         if checkpoint.config.quantization is not None:
@@ -69,7 +69,7 @@ class FloatCheckpoint:
 class Writer:
     """Writes the weights of a checkpoint as safetensors files, each of at least SHARD_BYTES but the last."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []

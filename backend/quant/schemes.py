@@ -70,7 +70,7 @@ class W4A16:
     bits = 4
     has_int8_activations = False
 
-    def __init__(self, group: int, has_zeros: bool, dtype: torch.dtype):
+    def __init__(self, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
         self._group, self._has_zeros, self._dtype = group, has_zeros, dtype
 
     def groups(self, k: int) -> int:
@@ -106,7 +106,7 @@ class W4A8:
     bits = 4
     has_int8_activations = True
 
-    def __init__(self, per_group: bool):
+    def __init__(self, per_group: bool) -> None:
         self._per_group = per_group
 
     def groups(self, k: int) -> int:

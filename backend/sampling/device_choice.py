@@ -60,7 +60,7 @@ class Chosen(NamedTuple):
 
 
 class DeviceChoice:
-    def __init__(self, parameters: SlotParameters):
+    def __init__(self, parameters: SlotParameters) -> None:
         self._slots = parameters
         self._device = parameters.device
 
@@ -126,7 +126,7 @@ class DeviceChoice:
 class FetchedSamples:
     """A step's tokens on their way to the host."""
 
-    def __init__(self, slots: list[SlotId], options: list[SlotOptions], fetched: Fetched):
+    def __init__(self, slots: list[SlotId], options: list[SlotOptions], fetched: Fetched) -> None:
         self._slots, self._options, self._fetched = slots, options, fetched
 
     def wait(self) -> list[SampledToken]:

@@ -13,7 +13,7 @@ from kernels.cpu.sampling import LogProbs, NativeSampling
 
 
 class NativeChoice:
-    def __init__(self, parameters: SlotParameters, library: CDLL):
+    def __init__(self, parameters: SlotParameters, library: CDLL) -> None:
         self._slots = parameters
         self._native = NativeSampling(library)
 

@@ -26,7 +26,7 @@ from kernels import sampling as kernel
 class Sampler:
     """Chooses tokens for the rows of the persistent batch. See SamplingConfig for the meaning of the parameters."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, library: CDLL | None = None):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, library: CDLL | None = None) -> None:
         """library: the native kernels (kernels.cpu.build.load) for a CPU; without it torch operators do the work."""
         if not 1 <= vocab_size <= kernel.MAX_VOCAB:
             raise ValueError(f"vocab_size is {vocab_size}, allowed is 1 to {kernel.MAX_VOCAB}; use a smaller one")

@@ -68,7 +68,7 @@ class SlotParameters:
     The tensors in `options` are on the device.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64)

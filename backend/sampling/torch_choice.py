@@ -19,7 +19,7 @@ from kernels.cpu.sampling import FloatColumn, IntColumn
 
 
 class TorchChoice:
-    def __init__(self, parameters: SlotParameters):
+    def __init__(self, parameters: SlotParameters) -> None:
         self._slots = parameters
         self.device = parameters.device
 

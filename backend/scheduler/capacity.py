@@ -36,7 +36,7 @@ class CapacityScheduler(Protocol):
 
 
 class GuaranteedNoEvict:
-    def __init__(self, kv: KVCacheManager):
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
@@ -52,7 +52,7 @@ class GuaranteedNoEvict:
 
 
 class MaxUtilization:
-    def __init__(self, kv: KVCacheManager):
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:

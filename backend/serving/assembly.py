@@ -74,7 +74,7 @@ def _attach(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
 class ToolsLoader:
     """The tokenizer and chat template of the text models: their directory is known once the engine was reached."""
 
-    def __init__(self, executor: EngineClient):
+    def __init__(self, executor: EngineClient) -> None:
         self._executor = executor
         self._tools: TextTools | None = None
         self._lock = threading.Lock()

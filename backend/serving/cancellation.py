@@ -17,7 +17,9 @@ log = logging.getLogger("everbatch.serving")
 
 
 class CancellationPoller:
-    def __init__(self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float):
+    def __init__(
+        self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float
+    ) -> None:
         """The poller's thread calls `abandon(stream)` once for each stream whose client is gone."""
         self._live_streams = live_streams
         self._abandon = abandon

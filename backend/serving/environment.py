@@ -70,7 +70,7 @@ class RunDirectory:
     It holds the engine's socket `engine.sock`, the process id of the engine's owner in `owner.pid`, and `health/`.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._owner = path / "owner.pid"
         self._health = path / "health"

@@ -33,7 +33,7 @@ class Housekeeper:
         parent_pid: Callable[[], int] = os.getppid,
         pulse: Callable[[], None] = lambda: None,
         pulse_s: float = PULSE_S,
-    ):
+    ) -> None:
         """Nothing runs before `start`; then the housekeeper's own thread calls the callbacks.
 
         It calls `pulse` every `pulse_s` seconds, `tick` every `period_s` seconds, `drain` at the first SIGUSR1, and

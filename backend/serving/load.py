@@ -16,7 +16,7 @@ from backend.api import EngineConfig, Overloaded
 class EngineLoad:
     """A counter that any thread may use."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig) -> None:
         self._max_queue_size = config.limits.max_queue_size
         self._capacity = config.scheduler.max_batch_size + config.limits.max_queue_size
         self._num_requests = 0

@@ -194,7 +194,9 @@ ENGINE_FAMILIES = _TRT_LLM + _OURS
 class MetricsPublisher:
     """Sends metrics to Triton. After its construction only one thread may use it."""
 
-    def __init__(self, new_family: Callable[[str, str, str], FamilyHandle], labels: dict[str, str], engine: bool):
+    def __init__(
+        self, new_family: Callable[[str, str, str], FamilyHandle], labels: dict[str, str], engine: bool
+    ) -> None:
         """Register the families with Triton.
 
         `new_family(name, description, kind)` makes a family. `labels` name the model and its version. With `engine` the

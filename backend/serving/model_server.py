@@ -121,7 +121,7 @@ class ModelServer:
         error_prefix: str = "",
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
-    ):
+    ) -> None:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
 
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and

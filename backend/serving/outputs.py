@@ -116,7 +116,7 @@ class Progress:
 class TokenOutput:
     """Token ids, as the engine made them."""
 
-    def __init__(self, render: Render, streaming: bool):
+    def __init__(self, render: Render, streaming: bool) -> None:
         self._progress = Progress()
         self._render = render
         self._streaming = streaming
@@ -156,7 +156,7 @@ class TextOutput:
         accumulate: bool = False,
         every_token: bool = False,
         hidden_ends: Sequence[int] = (),
-    ):
+    ) -> None:
         self._progress = Progress()
         self._render = render
         self._stream = stream
@@ -226,7 +226,7 @@ class Answer:
 
     num_output_tokens = 0
 
-    def __init__(self, arrays: Arrays):
+    def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
 
     def feed(self, result: Result) -> int | None:

@@ -57,7 +57,7 @@ class Row:
     `request_id` is set by the thread that submits the request, or with the first response. The sender sets all else.
     """
 
-    def __init__(self, output: RowOutput, num_input_tokens: int = 0):
+    def __init__(self, output: RowOutput, num_input_tokens: int = 0) -> None:
         self.output = output
         self.num_input_tokens = num_input_tokens
         self.request_id: RequestId | None = None
@@ -68,7 +68,7 @@ class Row:
 class Stream:
     """One Triton request while it is answered. `lock` guards the fields below the line."""
 
-    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: Lane):
+    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: Lane) -> None:
         self.sender = sender
         self.client_request_id = client_request_id  # Only the main thread writes it, and `namespace`.
         self.namespace = ""
@@ -109,7 +109,7 @@ class ResponsePump:
         *,
         coalesce: bool = True,
         error_prefix: str = "",
-    ):
+    ) -> None:
         self._stop_rows = stop_rows
         self._coalesce = coalesce
         self._error_prefix = error_prefix

@@ -36,7 +36,9 @@ class Batch:
     All methods that read a value raise InvalidRequest, with the name of the input, when it is not as expected.
     """
 
-    def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, NDArray[Any]], num_rows: int, num_bytes: int):
+    def __init__(
+        self, specs: Mapping[str, Input], arrays: Mapping[str, NDArray[Any]], num_rows: int, num_bytes: int
+    ) -> None:
         self._specs = specs
         self._arrays = arrays
         self.num_rows = num_rows

@@ -51,7 +51,7 @@ class Job:
         wanted: Callable[[], bool] = lambda: True,
         num_bytes: int = 0,
         keys: frozenset[Hashable] = frozenset(),
-    ):
+    ) -> None:
         """`hand_over` gets what `read` has returned. Exactly one of `hand_over` and `refuse` is called, and only once.
 
         Neither is called if the job is no longer `wanted` when its turn comes. Jobs with a common key keep their order.
@@ -93,7 +93,9 @@ class _Reading(NamedTuple):
 
 
 class TextPool:
-    def __init__(self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """A job may wait for `timeout_s` seconds in the queue, and its reading may take as long again."""
         self._num_threads = num_threads
         self._timeout_s = timeout_s

@@ -39,7 +39,7 @@ class ChatTemplate:
         special_tokens: dict[str, str] | None = None,
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
-    ):
+    ) -> None:
         """Compile the template. Without a `source` the model has none, and `render` raises Unsupported.
 
         `max_chars` limits the characters of all messages and tools together, and those of the result. Raises ConfigError when

@@ -65,7 +65,7 @@ class PerToken(Stage):
 
     holds = False
 
-    def __init__(self, decoder: decoders.Decoder):
+    def __init__(self, decoder: decoders.Decoder) -> None:
         self._decoder = decoder
         self._first: bool = True
         self._known: dict[str, str] = {}  # All copies share it.
@@ -171,7 +171,7 @@ class LastTokenDiffers(Stage):
 
     forgets = False
 
-    def __init__(self, suffix: str):
+    def __init__(self, suffix: str) -> None:
         self._suffix = suffix
         self._held: str | None = None
 
@@ -191,7 +191,7 @@ class LastTokenDiffers(Stage):
 class StripFused(Stage):
     """Strips the whole text of a character, at most `start` times in front and at most `stop` times at the end."""
 
-    def __init__(self, char: str, start: int, stop: int):
+    def __init__(self, char: str, start: int, stop: int) -> None:
         self._char, self._start, self._stop = char, start, stop
         self._tail = ""
         self.forgets = stop == 0 and start == 1  # The first token with text then settles what is stripped.
@@ -222,7 +222,7 @@ class ReplaceFused(Stage):
 
     forgets = False
 
-    def __init__(self, pattern: str, content: str):
+    def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
         self._tail = ""
 
@@ -246,7 +246,7 @@ class ReplaceFused(Stage):
 class DecodePipeline:
     """The stages of one stream. `push` returns text that is final, and `finish` what was held back."""
 
-    def __init__(self, stages: list[Stage]):
+    def __init__(self, stages: list[Stage]) -> None:
         self._stages = stages
 
     @property

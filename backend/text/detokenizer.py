@@ -24,7 +24,7 @@ _CONTEXT_TOKENS = 64
 class IncrementalDetokenizer:
     """Detokenises one output stream. `prompt_ids` are all tokens before the output, with those of earlier turns."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pipeline = tokenizer.new_pipeline()

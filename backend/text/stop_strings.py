@@ -19,7 +19,7 @@ from backend.api.errors import InvalidRequest
 class StopMatcher:
     """Watches one stream. After a match, `end` is the number of its characters up to the end of the stop string."""
 
-    def __init__(self, stops: Iterable[str], include_stop: bool = False):
+    def __init__(self, stops: Iterable[str], include_stop: bool = False) -> None:
         self._stops = list(dict.fromkeys(stops))
         if "" in self._stops:
             raise InvalidRequest("a stop string is empty, at least one character is needed; leave it out")

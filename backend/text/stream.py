@@ -37,7 +37,7 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-    ):
+    ) -> None:
         self._new_detokenizer: Callable[[Sequence[int]], IncrementalDetokenizer] = lambda ids: IncrementalDetokenizer(
             tokenizer, ids, skip_special_tokens
         )

@@ -25,7 +25,7 @@ class TokenText(Struct, frozen=True):
 class TokenTexts:
     """Follows one output. `prompt_ids`: all tokens before it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=False)
 

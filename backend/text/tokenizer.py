@@ -66,7 +66,7 @@ class Tokenizer:
 
     def __init__(
         self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, eos_ids: Sequence[int] = ()
-    ):
+    ) -> None:
         """Take over and change `backend`. `config` is tokenizer_config.json; `eos_ids` are those of generation_config.json."""
         config = config or {}
         self._backend = backend

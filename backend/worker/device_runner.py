@@ -62,7 +62,7 @@ class DeviceRunner:
         batch: InputBatch,
         parameters: SlotParameters,
         graphs: Graphs,
-    ):
+    ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
         self.batch = batch
@@ -218,7 +218,7 @@ class _Inputs:
     filled while the copy from another is in flight.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device):
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows, self.width, self.key = rows, width, (rows, width)
         self._columns = even(rows)
         shape = (len(Number) * self._columns * 8 + rows * width * 4,)

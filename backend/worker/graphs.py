@@ -51,7 +51,7 @@ class CudaCapture:
 
 
 class Graphs:
-    def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None):
+    def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None) -> None:
         """`make_capture` is CudaCapture on a GPU; with None every step runs eagerly."""
         self._make_capture = make_capture
         self._capture = make_capture() if make_capture is not None else None

@@ -46,7 +46,7 @@ class InProcessWorkerGroup:
         scheduler: SchedulerConfig,
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         progress: Callable[[str], None] = lambda line: None,
-    ):
+    ) -> None:
         """`progress` gets a line before slow work. Raises ConfigError when the checkpoint or the device does not exist."""
         self._section = model
         self._kv_cache = kv_cache

@@ -42,7 +42,7 @@ def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dt
 
 
 class InputBatch:
-    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device):
+    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._max_blocks = -(-max_seq_len // block_size)

@@ -14,7 +14,7 @@ from kernels.cpu.memory import allocate
 
 
 class KVStorage:
-    def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """`block_shape` is the shape of one layer's block."""
         self._shape = block_shape
         self._dtype, self._device = dtype, device

@@ -30,7 +30,7 @@ log = logging.getLogger("everbatch.worker")
 class PackLinears:
     """A MakeLinear (backend/layers/linear.py) that packs all weights for the native kernels into one arena."""
 
-    def __init__(self, library: CDLL):
+    def __init__(self, library: CDLL) -> None:
         self._library = library
         self._arena = Arena()
         self._keeps_scales = True
@@ -64,7 +64,7 @@ MIN_SHARE = 1 / 32
 class NativeTier:
     name = "native"
 
-    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool):
+    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool) -> None:
         """The linear layers of `model` must have been made by PackLinears."""
         config = model.config
         self.block_size = block_size
