@@ -17,7 +17,7 @@ from client.messages import GenerateRequest, Session, TextChunk
 
 UNKNOWN_SESSION = "session error 1"
 BUSY_SESSION = "session error 3"
-BUSY_RETRIES = 20  # the turn that was just cancelled needs a moment to leave the engine
+BUSY_RETRIES = 20  # A turn that was just cancelled needs a moment to leave the engine.
 BUSY_PAUSE_S = 0.1
 
 
@@ -72,7 +72,7 @@ class Conversation:
             for _ in self._client.send(request, timeout_s=5.0):
                 pass
         except ClientError:
-            return  # a server that is gone, or has forgotten it already, has nothing to end
+            return  # A server that is gone, or that has forgotten the session already, has nothing to end.
 
     def _send(self) -> Generator[TextChunk, None, None]:
         retries = 0
@@ -89,6 +89,6 @@ class Conversation:
                     self._known = False
                 elif BUSY_SESSION in str(error) and retries < BUSY_RETRIES:
                     retries += 1
-                    time.sleep(BUSY_PAUSE_S)
+                    time.sleep(BUSY_PAUSE_S)  # No server tells when a session becomes free, so it is asked again.
                 else:
                     raise

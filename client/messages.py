@@ -49,6 +49,12 @@ def check_namespace(namespace: str) -> None:
     check_text("namespace", namespace)
 
 
+def check_api_key(api_key: str) -> None:
+    """Raise ValueError for a key that no header can carry. The message does not hold the key."""
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ValueError("the API key holds a space or a character that is not printable ASCII; send the key alone")
+
+
 def check_text(name: str, text: str) -> None:
     """Raise ValueError for half a surrogate pair: what Python makes of bytes that are no text. UTF-8 cannot hold it."""
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -62,9 +68,11 @@ class Session:
     """
 
     id: int
-    start: bool = False  # create it, or forget what was known of it
-    end: bool = False  # forget it after this request
-    stop: bool = False  # generate nothing: interrupt what the session runs, and with `end` forget it
+    start: bool = False  # the server creates the session, or forgets what it knew of it
+    end: bool = False  # the server forgets the session after this request
+    stop: bool = (
+        False  # nothing is generated; the turn that is running is interrupted, and with `end` the session is forgotten
+    )
     full_history: bool = True
 
 
@@ -92,7 +100,7 @@ class GenerateRequest:
     return_log_probs: bool | None = None
     stream: bool = True
     session: Session | None = None
-    namespace: str | None = None  # None: that of the client
+    namespace: str | None = None  # None stands for the client's own namespace
 
     def check(self) -> None:
         """Raise ValueError for what no server could accept."""
@@ -211,9 +219,9 @@ def _check_values(name: str, datatype: str, values: list[Any]) -> None:
     if datatype == "BYTES":
         for text in values:
             check_text(name, text)
-    least, greatest = RANGES.get(datatype, (0, 0))
-    if datatype in RANGES and not all(least <= value <= greatest for value in values):
-        raise ValueError(f"{name} is {values[0]}, allowed is {least} to {greatest}")
+    minimum, maximum = RANGES.get(datatype, (0, 0))
+    if datatype in RANGES and not all(minimum <= value <= maximum for value in values):
+        raise ValueError(f"{name} is {values[0]}, allowed is {minimum} to {maximum}")
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:
