@@ -25,6 +25,18 @@ def begin(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "ab", buffering=0)
 
 
+def append(path: Path, line: str) -> None:
+    """Add a line of the launcher's own to the log that a server is writing. Does nothing where there is no log."""
+    if path.is_file():
+        with path.open("ab", buffering=0) as file:
+            file.write(f"everbatch: {line}\n".encode())
+
+
+def where(path: Path) -> str:
+    """The place of the log of a server that has to end, in words: the next start puts the log aside."""
+    return f"the log is {path}, and {_numbered(path, 1).name} beside it once the server is started again"
+
+
 def cut_if_long(path: Path) -> None:
     """Put the content aside and empty the file once it is longer than limit_bytes()."""
     if path.is_file() and path.stat().st_size > limit_bytes(path):

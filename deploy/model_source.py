@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def _existing(name: str) -> Path | None:
         raise UserError(f"--model {shown(name)}: there is no such user; give the path of a directory") from None
     except OSError as error:
         raise UserError(
-            f"--model {shown(name)}: cannot be looked up ({os.strerror(error.errno)}); give the path of a directory"
+            f"--model {shown(name)}: cannot be looked up ({error.strerror}); give the path of a directory"
         ) from None
     return path
 
@@ -65,7 +64,7 @@ def _check_directory(path: Path, message: str) -> Path:
     try:
         is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
     except OSError as error:
-        raise UserError(f"{message} ({os.strerror(error.errno)})") from None
+        raise UserError(f"{message} ({error.strerror})") from None
     if not is_checkpoint:
         raise UserError(message)
     return path.resolve()

@@ -19,6 +19,7 @@ from deploy import probe
 from deploy.invocation import ADMIN_HEADER
 
 SENTINEL = "everbatch_not_ready"
+EXPLANATION = f"the errors about a model {SENTINEL} are intended: by them /v2/health/ready says that it is not ready"
 TIMEOUT_S = 2.0
 _FILE = {"file:1/sentinel": ""}  # a version directory with a file: without one Triton looks for the model on the disk
 _TENSOR = {"name": "unused", "data_type": "TYPE_INT32", "dims": [1]}

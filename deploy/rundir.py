@@ -102,7 +102,7 @@ def compile_models(source: Path) -> None:
     for path in sorted(source.glob("*/*/model.py")):
         try:
             py_compile.compile(str(path), quiet=2)
-        except OSError:  # a directory that is not ours to write: no stub writes to it either
+        except OSError:  # The directory is not ours to write, so no stub writes to it either.
             continue
 
 
