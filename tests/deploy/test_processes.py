@@ -66,6 +66,20 @@ def test_a_zombie_does_not_count_as_alive() -> None:
     assert processes.read_stat(child.pid) is None
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "ended with exit status 0"),
+        (3, "ended with exit status 3"),
+        (-9, "was ended by signal 9 (SIGKILL)"),
+        (-11, "was ended by signal 11 (SIGSEGV)"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_an_exit_status_is_put_into_words(status: int, words: str) -> None:
+    assert processes.describe_end(status) == words
+
+
 def test_a_reused_pid_is_not_taken_for_the_former_process() -> None:
     """The bystander answers after the signal has been sent: one that SIGKILL has reached says nothing any more."""
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bystander:
