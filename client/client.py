@@ -60,7 +60,7 @@ class EverbatchClient:
             raise ValueError(f"protocol is {protocol!r}, grpc or http is expected")
         address = url or DEFAULT_URLS[protocol]
         if protocol == "grpc":
-            from client.grpc_transport import GrpcTransport  # half a second of imports
+            from client.grpc_transport import GrpcTransport  # These imports take half a second.
 
             self._transport: Transport = GrpcTransport(
                 address.removeprefix("grpc://").removeprefix("http://"), model, key

@@ -66,7 +66,7 @@ class Conversation:
             return
         self._known = False
         session = Session(self._session_id, stop=True, end=True)
-        namespace = self._options.get("namespace")  # the session is known in no other
+        namespace = self._options.get("namespace")  # The session is known in no other namespace.
         request = GenerateRequest(prompt=" ", max_tokens=0, stream=False, session=session, namespace=namespace)
         try:
             for _ in self._client.send(request, timeout_s=5.0):

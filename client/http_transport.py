@@ -82,7 +82,7 @@ class HttpTransport:
                 yield decode_answer(self._answer(response), final=True)
         except TimeoutError:
             raise ClientError(f"no final answer from {self.url} within {timeout_s:g} s", "DEADLINE_EXCEEDED") from None
-        except OSError as error:  # RemoteDisconnected is one, and a BadStatusLine as well: this clause goes first
+        except OSError as error:  # It comes first: RemoteDisconnected is an OSError and a BadStatusLine.
             raise self._broken(error) from None
         except (http.client.BadStatusLine, http.client.LineTooLong):
             raise no_http(self.url) from None

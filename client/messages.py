@@ -29,12 +29,12 @@ INPUTS: dict[str, tuple[str, str]] = {
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
 }
-MAX_NAMESPACE = 256  # characters; the server's limit
+MAX_NAMESPACE = 256  # The server allows so many characters.
 FP32_MAX = (2 - 2**-23) * 2.0**127
 RANGES: dict[str, tuple[float, float]] = {
     "INT32": (-(2**31), 2**31 - 1),
     "UINT64": (0, 2**64 - 1),
-    "FP32": (-FP32_MAX, FP32_MAX),  # neither are infinity and NaN numbers of JSON
+    "FP32": (-FP32_MAX, FP32_MAX),  # JSON has no infinity and no NaN.
 }
 
 
@@ -44,7 +44,8 @@ def check_namespace(namespace: str) -> None:
         raise ValueError(
             f"namespace has {len(namespace)} characters, the limit is {MAX_NAMESPACE}; send a hash of it, for example"
         )
-    if "\0" in namespace:  # the server sees a C string: what follows would be lost, and strangers share a namespace
+    # The server sees a C string: what follows would be lost, and strangers would share a namespace.
+    if "\0" in namespace:
         raise ValueError("namespace holds a zero character, which ends a text for the server; leave it out")
     check_text("namespace", namespace)
 
@@ -70,9 +71,8 @@ class Session:
     id: int
     start: bool = False  # the server creates the session, or forgets what it knew of it
     end: bool = False  # the server forgets the session after this request
-    stop: bool = (
-        False  # nothing is generated; the turn that is running is interrupted, and with `end` the session is forgotten
-    )
+    # The server interrupts the turn that is running, generates nothing, and with `end` forgets the session.
+    stop: bool = False
     full_history: bool = True
 
 
@@ -154,10 +154,10 @@ class TextChunk:
     finish_reason: str | None = None
     num_output_tokens: int | None = None
     num_input_tokens: int | None = None
-    num_cached_tokens: int | None = None  # history and prompt tokens whose KV was still there
+    num_cached_tokens: int | None = None  # those of the history and the prompt whose KV was still there
     num_context_tokens: int | None = None  # prompt tokens that had to be computed
-    num_recomputed_tokens: int | None = None  # of these, computed before and lost meanwhile
-    first_token_time_ns: int | None = None  # of the server's monotonic clock
+    num_recomputed_tokens: int | None = None  # context tokens that had been computed before and were lost meanwhile
+    first_token_time_ns: int | None = None  # by the server's monotonic clock
     last_token_time_ns: int | None = None
     log_probs: list[float] | None = None
 

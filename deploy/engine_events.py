@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy.processes import describe_end
 
-MAX_BYTES = 1 << 20  # of one look: what lies before them in a log that grows faster is not read
+MAX_BYTES = 1 << 20  # the most that one look reads: of a log that grows faster, the end
 _EVENT = re.compile(rb"everbatch\.supervisor: (the engine (?:process|died) .+)")
 _ENDED = re.compile(r"^the engine process ended with code (-?\d+)")
 

@@ -29,7 +29,7 @@ from deploy.progress import Progress
 
 def main(root: str, arguments: list[str]) -> None:
     """Make the environment if need be and become `python -m deploy.cli`. Does not return."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip is ended with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM raises too, so that pip is ended with us
     try:
         python = os.environ.get("EVERBATCH_PYTHON") or str(ensure(Path(root)))
     except SetupError as error:
@@ -109,7 +109,7 @@ def make(root: Path, venv: Path, wanted: str, progress: Progress, lock: int) -> 
         progress.step(f"making {venv.name} with Python {interpreter.version} ({interpreter.path})")
         _make_venv(interpreter, venv)
     elif not (venv / "incomplete").exists() and missing_pins(root, venv) == []:
-        _stamp(venv, wanted)  # made by hand with the same pins: adopt it
+        _stamp(venv, wanted)  # An environment that was made by hand with the same pins is adopted.
         return
     (venv / "incomplete").touch()
     check_disk(venv.parent)

@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-KEPT = 10  # the one that is being written included
+KEPT = 10  # files, of which one is being written
 MAX_BYTES = 64 << 20
-DISK_SHARE = 32  # a file takes at most this part of its file system, so all of them less than a third
+DISK_SHARE = 32  # A file takes at most a 32nd of its file system, so all of them take less than a third.
 
 
 def begin(path: Path) -> BinaryIO:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from deploy.processes import read_stat
 
-MAX_STACK_BYTES = 64 << 30  # times 256 threads: an eighth of the address space
+MAX_STACK_BYTES = 64 << 30  # 256 stacks of this size take an eighth of the address space.
 MIN_STACK_BYTES = 8 << 20  # Linux's own default
 THREADS = 256  # A server under load has so many; one that is idle has about 130.
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
+_CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits, with version 2
 
 
 def stack_bytes() -> int:

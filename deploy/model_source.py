@@ -10,7 +10,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 
 DEFAULT_MODEL = ROOT / "models" / "default"
-# As the hub allows them: no "..", no "--", no dot or dash at an end, at most 96 characters.
+# What the hub allows as a name: no "..", no "--", no dot or dash at an end, at most 96 characters.
 HUB_ID = re.compile(r"(?!.*(\.\.|--))(?=.{3,96}\Z)\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 
@@ -47,11 +47,11 @@ def _existing(name: str) -> Path | None:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, UnicodeError):  # a zero byte, or what no file can be called
+    except (ValueError, UnicodeError):  # The name holds a zero byte, or something else that no file can be called.
         raise UserError(
             f"--model {shown(name)}: no directory can have this name; give the path of a directory"
         ) from None
-    except RuntimeError:  # of expanduser
+    except RuntimeError:  # expanduser() knows no such user.
         raise UserError(f"--model {shown(name)}: there is no such user; give the path of a directory") from None
     except OSError as error:
         raise UserError(
@@ -72,7 +72,7 @@ def _check_directory(path: Path, message: str) -> Path:
 
 def _download(hub_id: str) -> Path:
     """Fetch the files that are used: configuration, safetensors, tokenizer; never code and never pickles."""
-    from huggingface_hub import snapshot_download  # slow to import
+    from huggingface_hub import snapshot_download  # This import is slow, and few starts need it.
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -79,13 +79,15 @@ def seen_from_elsewhere(host: str) -> str | None:
     """The address of this machine for others, where `host` means every interface: the one with which this machine would
     reach the network. None for any other `host`, and where there is no network. Sends nothing.
     """
-    documentation = {"0.0.0.0": "192.0.2.1", "": "192.0.2.1", "::": "2001:db8::1"}  # addresses that nobody has
+    # Nobody has these addresses: they are reserved for documents.
+    documentation = {"0.0.0.0": "192.0.2.1", "": "192.0.2.1", "::": "2001:db8::1"}
     if host not in documentation:
         return None
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as unconnected:
-            unconnected.connect((documentation[host], 9))  # of a datagram socket: it only looks up the route
+            # A datagram socket sends nothing here, and only looks up the route.
+            unconnected.connect((documentation[host], 9))
             return str(unconnected.getsockname()[0])
     except OSError:  # No network has a route to anywhere, so nobody is elsewhere.
         return None

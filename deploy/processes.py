@@ -45,7 +45,7 @@ def read_stat(pid: int) -> Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):  # There is no such process, which None says.
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name may hold spaces and brackets
+    fields = text[text.rindex(")") + 2 :].split()  # The name of a process may hold spaces and brackets.
     return Stat(state=fields[0], parent=int(fields[1]), start=int(fields[19]))
 
 
@@ -122,13 +122,14 @@ def kill_run(
     spared, ours = set(spare), set(known)
     deadline = time.monotonic() + timeout_s
     while True:
-        ours.update(processes_of_run(run_id))  # `known` is needed: a process that is ending has no environment any more
+        # `known` is needed because a process that is ending has no environment any more.
+        ours.update(processes_of_run(run_id))
         left = [process for process in ours if process.pid not in spared and process.alive()]
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]
         for process in left:
             send_signal(process, signal.SIGKILL)
-        time.sleep(0.02)  # SIGKILL takes effect in a moment, and no process but a parent is told of the end of another.
+        time.sleep(0.02)  # Until it is over, any of them may start another one, so all are looked for again.
 
 
 def shared_memory_files(prefix: str) -> list[Path]:

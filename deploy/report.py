@@ -52,9 +52,7 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
             name = url_host(address)
             found.append(("HTTP", f"http://{name}:{ports.http}{suffix}"))
             found.append(("gRPC", f"{name}:{ports.grpc}{suffix}"))
-            if (
-                not suffix
-            ):  # The metrics are the operator's; docs/behind-a-proxy.md keeps their port from everybody else.
+            if not suffix:  # Others have no business with the metrics (docs/behind-a-proxy.md).
                 found.append(("metrics", f"http://{name}:{ports.metrics}/metrics"))
     return found
 

@@ -57,9 +57,7 @@ def reveal(pid: int) -> None:
 
 def point_at_variables(pid: int) -> None:
     """Let each `@NAME` in the argv of a process that has not begun to run point at the text of its variable NAME."""
-    fields = (
-        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    )  # fields[0] is the third field of the line
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third field on
     start_of_stack, env_start, env_end = int(fields[25]), int(fields[47]), int(fields[48])
     memory = os.open(f"/proc/{pid}/mem", os.O_RDWR)
     try:
@@ -67,7 +65,8 @@ def point_at_variables(pid: int) -> None:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         for index, word in enumerate(words):
             if word.startswith(MARK.encode()) and word[1:] in where:
-                os.pwrite(memory, _WORD.pack(where[word[1:]]), start_of_stack + 8 * (index + 1))  # argc comes first
+                # On the stack argc lies before argv[0].
+                os.pwrite(memory, _WORD.pack(where[word[1:]]), start_of_stack + 8 * (index + 1))
     finally:
         os.close(memory)
 

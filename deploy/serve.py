@@ -47,7 +47,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
     if not name and options.model_repository.resolve() != DEFAULT_REPOSITORY.resolve():
-        return config  # a repository of the user's own may need no checkpoint of ours
+        return config  # A repository of the user's own may need no checkpoint of ours.
     path = str(resolve_model(name))
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
@@ -101,4 +101,5 @@ def _follow(path: Path, console: Console) -> None:
                 file.seek(position)
                 console.out(file.read().decode(errors="replace"), end="", highlight=False)
                 position = file.tell()
-        time.sleep(0.2)  # A file tells nobody that it has grown.
+        # The log may be emptied or replaced at any time, so it is looked at again rather than waited for.
+        time.sleep(0.2)

@@ -19,7 +19,8 @@ _NOISE = (  # what is normal without a GPU, Triton's tables and progress message
 )
 _REASON = re.compile(r"(?:ConfigError|EngineUnavailable): (.+)$")
 _UNLOADING = "All models are stopped, unloading models"
-_BY_CHANCE = "boost::interprocess::lock_exception"  # a stub and Triton, at their first message; seen once
+# It was seen once, between a stub and Triton at their first message.
+_BY_CHANCE = "boost::interprocess::lock_exception"
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
 
 

@@ -44,8 +44,8 @@ from deploy.processes import (
 )
 from deploy.readiness import Readiness
 
-SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
-KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
+SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own prefix, to which each server appends its run id
+KILL_MARGIN_S = 2.0  # time past the exit timeout, for a server that an open gRPC stream still holds
 FOLLOWERS_S = 2.0
 # Once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then never unloads
 # (seen with 24.10, about every third time), so it is of no use to wait until the exit timeout is over.
@@ -92,9 +92,7 @@ class TritonServer:
         self.exit_timeout_s = exit_timeout_s
         self.on_event = on_event
         self.admin_key = secrets.token_hex(16)
-        self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(
-            8
-        )  # tests and tools find their own servers by the prefix
+        self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)
         self._model_repository = model_repository
         self._probe_model = probe_model
         self._extra_flags = extra_flags
@@ -103,7 +101,7 @@ class TritonServer:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._temporary_socket_directory: Path | None = None
         self._stubs: list[Process] = []
-        self._known: list[Process] = []  # all processes of this server as the stop began
+        self._known: list[Process] = []  # all processes of this server at the beginning of stop()
         self._health_directory: Path | None = None
         self._monitor: Monitor | None = None
         self._memory_limit: int | None = None
@@ -275,7 +273,7 @@ class TritonServer:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
+            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone.
             env={"PYTHONPATH": str(ROOT)},
         )
 
@@ -372,14 +370,12 @@ class TritonServer:
         deadline = time.monotonic() + timeout_s
         unloading = False
         while self.running() and time.monotonic() < deadline and not cancelled():
-            time.sleep(
-                _POLL_S / 2
-            )  # Three things are waited for: the server's end, a line of its log, and `cancelled`.
+            time.sleep(_POLL_S / 2)  # Its end, a line of its log and `cancelled` are waited for, all three.
             if not unloading and server_log.is_unloading(server_log.tail(self.log_path)):
                 unloading, deadline = True, min(deadline, time.monotonic() + UNLOAD_S)
         followers = min(deadline, time.monotonic() + FOLLOWERS_S)
         while processes_of_run(self.run_id) and time.monotonic() < followers and not cancelled():
-            time.sleep(_POLL_S / 2)  # Stubs and engine notice by themselves that it is gone. They are not our children.
+            time.sleep(_POLL_S / 2)  # Stubs and engine end by themselves, and may start others until then.
 
     def _sweep(self) -> None:
         """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
@@ -394,7 +390,7 @@ class TritonServer:
             shutil.rmtree(self._temporary_socket_directory, ignore_errors=True)
             self._temporary_socket_directory = None
         if self._janitor is not None:
-            self._janitor.communicate()  # closes its input, which is what it waits for
+            self._janitor.communicate()  # This closes its input, which is what it waits for.
             self._janitor = None
         self._stubs = []
         if left:
