@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.config import EngineConfig
-from deploy import ROOT
+from deploy import COMMAND, ROOT
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.triton_server import TritonServer
 
@@ -85,8 +85,8 @@ class ConsoleReporter:
             self._console.print(f"  {name:<8} {value}", highlight=False)
         self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
         self._example(f"curl -N {server.http_url}/v2/models/ensemble/generate_stream -d '{curl}'")
-        self._example(f'./everbatch generate "import os" --max-tokens 64{port}')
-        self._example(f"./everbatch chat{port}")
+        self._example(f'{COMMAND} generate "import os" --max-tokens 64{port}')
+        self._example(f"{COMMAND} chat{port}")
         self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
 
     def problem(self, text: str) -> None:

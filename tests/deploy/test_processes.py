@@ -48,7 +48,7 @@ def test_a_process_that_is_known_is_waited_for_although_its_environment_is_gone(
     stat = processes.read_stat(bystander.pid)
     assert stat is not None
     assert processes.kill_run(secrets.token_hex(8), known=[processes.Process(bystander.pid, stat.start)]) == []
-    assert bystander.wait() == -signal.SIGKILL
+    assert bystander.poll() == -signal.SIGKILL
 
 
 def test_a_run_id_that_is_a_prefix_of_another_does_not_match(bystander: subprocess.Popen[bytes]) -> None:

@@ -44,6 +44,17 @@ def test_every_event_has_the_time_of_day(said: tuple[ConsoleReporter, io.StringI
     ]
 
 
+@pytest.mark.parametrize("command", ["./everbatch", "everbatch"])
+def test_the_examples_call_the_program_as_it_can_be_called_here(
+    said: tuple[ConsoleReporter, io.StringIO], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed copy is on the PATH, and there is no ./everbatch."""
+    reporter, output = said
+    monkeypatch.setattr("deploy.report.COMMAND", command)
+    reporter.ready()
+    assert f"\n  {command} generate" in output.getvalue() and f"\n  {command} chat" in output.getvalue()
+
+
 def test_long_events_are_one_line_and_brackets_are_no_markup(said: tuple[ConsoleReporter, io.StringIO]) -> None:
     reporter, output = said
     reporter.event("[bold]" + "x" * 200)
