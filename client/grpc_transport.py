@@ -7,6 +7,7 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -19,7 +20,8 @@ from client.messages import GenerateRequest, TextChunk
 
 _PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
 _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
-_OTHER_PROTOCOL = ("Failed parsing HTTP/2", "http1.x server")  # what grpc says of a server that answers in HTTP/1
+# What grpc says of a server that answers in HTTP/1, and of one that hangs up in the handshake, as Triton's HTTP port does.
+_NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
 _BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -120,7 +122,7 @@ class GrpcTransport:
             return ClientError(f"no final answer from {self.url} within {timeout_s:g} s", code.name)
         if code == grpc.StatusCode.UNAUTHENTICATED:
             return no_entry(self.url, has_key=bool(self._metadata))
-        if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _OTHER_PROTOCOL):
+        if code == grpc.StatusCode.UNAVAILABLE and _NO_GRPC.search(details):
             return no_grpc(self.url)
         if code == grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "resolv" in details.lower()):
             return no_server(self.url)

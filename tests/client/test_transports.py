@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +123,27 @@ def test_http_spoken_to_the_grpc_port_is_explained_and_no_raw_bytes_are_shown() 
 
 
 def test_grpc_spoken_to_the_http_port_is_explained() -> None:
-    with http_server(WHOLE) as server, EverbatchClient(server.url, "grpc") as client:
+    with http_server(WHOLE) as server:
+        assert_no_grpc(server.url.removeprefix("http://"))
+
+
+def test_grpc_spoken_to_a_server_that_hangs_up_at_once_is_explained_too() -> None:
+    """As Triton's HTTP port does, which knows no request PRI."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert_no_grpc(f"127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
+def assert_no_grpc(address: str) -> None:
+    with EverbatchClient(address) as client:
         with pytest.raises(ClientError, match="does not speak gRPC; if this is the HTTP port") as caught:
             list(client.stream("x"))
     assert caught.value.code == "UNREACHABLE"

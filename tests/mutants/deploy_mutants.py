@@ -15,7 +15,6 @@ from deploy import (
     rundir,
     secret_flags,
     server_log,
-    spawn,
 )
 from deploy.engine_events import EngineEvents
 from deploy.monitor import Monitor
@@ -76,7 +75,6 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(processes, "shared_memory_files", ("if path.name.startswith(prefix)", "")),
         PROCESSES,
     ),
-    "a_child_is_started_for_a_dead_launcher": (change(spawn, "main", ("os.getppid() != parent", "False")), PROCESSES),
     "the_flag_begins_a_letter_early": (change(secret_flags, "_addresses", ("+ len(name) + 1", "+ len(name)")), SECRETS),
     "an_unknown_mark_ends_the_start": (
         change(secret_flags, "visible", ("variables.get(word[1:], word)", "variables[word[1:]]")),
