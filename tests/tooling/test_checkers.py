@@ -47,3 +47,7 @@ def test_ruff_format_would_change_nothing() -> None:
 def test_mypy_strict_finds_nothing_in_the_pure_rooms(tmp_path: Path) -> None:
     rooms = [argument for room in PURE for argument in ("-p", f"backend.{room}")]
     nothing_found(*checker("mypy"), "--cache-dir", str(tmp_path), *rooms)
+
+
+def test_mypy_strict_finds_nothing_in_the_launcher_and_the_client(tmp_path: Path) -> None:
+    nothing_found(*checker("mypy"), "--cache-dir", str(tmp_path), "-p", "deploy", "-p", "client")
