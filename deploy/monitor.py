@@ -64,7 +64,7 @@ class Monitor:
         verdict, silent_s = self._verdict, time.monotonic() - self._answered_at
         if verdict.given_up is not None:
             return Failure(
-                f"the engine of model {verdict.given_up} ended too often and was given up; {log_files.where(self._log_path)}",
+                f"the engine of model {verdict.given_up} ended too often and was given up; the log is {self._log_path}",
                 final=True,
             )
         if verdict.silent is not None and verdict.silent.age_s > self._watchdog_s:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from backend.api.config import EngineConfig
+from backend.executor import engine_supervisor
 from deploy import engine_events
 from deploy.engine_events import EngineEvents
 
@@ -81,3 +86,27 @@ def test_there_may_be_no_log_yet(tmp_path: Path) -> None:
     assert events.fresh() == []
     write(tmp_path / "server.log", KILLED)
     assert len(events.fresh()) == 1
+
+
+def test_what_the_engines_owner_logs_is_what_is_told(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner itself, with a process in the engine's place that is ready and then ends with status 3."""
+    engine = log.with_name("engine")
+    engine.write_text(f'#!{sys.executable}\nprint(\'{{"ready": ""}}\', flush=True)\nraise SystemExit(3)\n')
+    engine.chmod(0o700)
+    monkeypatch.setenv("EVERBATCH_PYTHON", str(engine))
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s tensorrt_llm %(levelname)s %(name)s: %(message)s"))
+    events, told = EngineEvents(log), []
+    engine_supervisor.log.addHandler(handler)
+    owner = engine_supervisor.EngineProcess(EngineConfig(), str(log.with_name("engine.sock")))
+    try:
+        owner.start(30)
+        deadline = time.monotonic() + 30
+        while not (told := events.fresh()):
+            assert time.monotonic() < deadline, "no end was told within 30 s"
+            time.sleep(0.01)
+    finally:
+        owner.stop()
+        engine_supervisor.log.removeHandler(handler)
+        handler.close()
+    assert told[0].startswith("the engine process ended with exit status 3; it is started again in ")
