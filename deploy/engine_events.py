@@ -26,7 +26,12 @@ class EngineEvents:
 
     def fresh(self) -> list[str]:
         """The events in the lines that were completed since the last call, oldest first."""
-        size = self._size()
+        try:
+            return self._events(self._size())
+        except FileNotFoundError:  # Somebody removed the log just now, and with it what it would have told.
+            return []
+
+    def _events(self, size: int) -> list[str]:
         if size < self._position:  # The log was put aside and emptied.
             self._position, self._rest = 0, b""
         if size == self._position:

@@ -81,6 +81,13 @@ def test_a_log_that_grows_fast_is_not_read_as_a_whole(log: Path, monkeypatch: py
     assert len(events._rest) == 300
 
 
+def test_a_log_that_is_removed_while_it_is_looked_at_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = EngineEvents(log)
+    monkeypatch.setattr(events, "_size", lambda: 10_000)  # the file was there when its size was asked for
+    log.unlink()
+    assert events.fresh() == []
+
+
 def test_there_may_be_no_log_yet(tmp_path: Path) -> None:
     events = EngineEvents(tmp_path / "server.log")
     assert events.fresh() == []

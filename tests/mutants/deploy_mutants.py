@@ -111,8 +111,8 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         SUPERVISOR,
     ),
     "a_new_log_overwrites_the_last_but_one": (change(log_files, "begin", ("_make_room(path)", "pass")), LOGS),
-    "an_emptied_log_is_not_read": (change(EngineEvents, "fresh", ("if size < self._position:", "if False:")), EVENTS),
-    "half_a_line_is_lost": (change(EngineEvents, "fresh", ("self._rest + file", "file")), EVENTS),
+    "an_emptied_log_is_not_read": (change(EngineEvents, "_events", ("if size < self._position:", "if False:")), EVENTS),
+    "half_a_line_is_lost": (change(EngineEvents, "_events", ("self._rest + file", "file")), EVENTS),
     "the_admin_key_is_for_everybody": (
         change(rundir, "write_private", ("0o600", "0o644")),
         ["tests/deploy/test_rundir.py"],
