@@ -22,13 +22,13 @@ from typing import Protocol, Self
 from deploy.errors import Failure, ServerFailed
 from deploy.triton_server import StartCancelled
 
-MAX_FAILURES = 5  # in a row, without being ready in between
+MAX_FAILURES = 5  # failures in a row, without being ready in between
 MAX_FIRST_STARTS = 3
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 MIN_RESTART_S = 60.0
-RESTART_FACTOR = 3.0  # of the first start
+RESTART_FACTOR = 3.0  # A restart may take so many times as long as the first start took.
 POLL_S = 0.25
 
 

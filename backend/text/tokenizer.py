@@ -207,7 +207,8 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
         ) from error
     if not getattr(converted, "is_fast", False):
         raise Unsupported(f"{type(converted).__name__} has no fast version; add a {FILE} to the model")
-    return converted.backend_tokenizer
+    backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    return backend
 
 
 def _eos_ids(path: Path) -> list[int]:

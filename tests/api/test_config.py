@@ -58,6 +58,58 @@ def test_a_mistake_is_named(override: str, named: str) -> None:
     assert named.split(".")[-1] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "overrides", "message"),
+    [
+        (
+            {},
+            ["kv_cache.block_size=abc"],
+            'kv_cache.block_size is "abc": Expected int, got str (kv_cache.block_size is from '
+            "--set kv_cache.block_size=abc)",
+        ),
+        (
+            {"scheduler": {"policy": "fastest"}},
+            [],
+            "scheduler.policy is \"fastest\": Invalid enum value 'fastest'; allowed are "
+            "guaranteed_no_evict, max_utilization (scheduler.policy is from engine.json)",
+        ),
+        (
+            {"kv_cache": {"max_tokens": 0}},
+            [],
+            "kv_cache.max_tokens is 0, allowed is 1 or more; change it with --set "
+            "kv_cache.max_tokens=VALUE (kv_cache.max_tokens is from engine.json)",
+        ),
+        (
+            {"kv_cache": {"max_tokens": 0}},
+            ["kv_cache.max_tokens=-7"],
+            "(kv_cache.max_tokens is from --set kv_cache.max_tokens=-7)",
+        ),
+        (
+            {"kv_cache": {"max_token": 3}},
+            [],
+            "did you mean kv_cache.max_tokens? (kv_cache.max_token is from engine.json)",
+        ),
+        ({"kvcache": {"max_tokens": 3}}, [], "did you mean kv_cache? (kvcache is from engine.json)"),
+        (
+            {"kv_cache": {"num_slots": 4}},
+            ["scheduler.max_batch_size=9"],
+            "(kv_cache.num_slots is from engine.json, "
+            "scheduler.max_batch_size is from --set scheduler.max_batch_size=9)",
+        ),
+        ({"kv_cache": 3}, [], "kv_cache is 3: Expected object, got int (kv_cache is from engine.json)"),
+        ({"limits": {"max_bias_bytes": 1 << 25}}, [], "allowed is 0 to 16777216;"),
+    ],
+)
+def test_an_error_tells_the_value_and_what_is_allowed_and_where_the_key_was_set(
+    tmp_path: Path, given: dict[str, object], overrides: list[str], message: str
+) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(given))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("key", sorted(_RANGES))
 def test_a_value_out_of_its_range_is_named_with_range_and_remedy(key: str) -> None:
     least, _ = _RANGES[key]

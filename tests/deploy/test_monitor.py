@@ -42,17 +42,21 @@ class Watched:
         monkeypatch.setattr(monitor_module, "LIVE_EVERY_S", 0.005)
         monkeypatch.setattr(monitor_module.probe, "is_live", lambda url, timeout_s: self.live)
         self.live = True
+        self.events: list[str] = []
         self.told = Told()
         self.dead: list[Process] = []
+        self.log = directory / "server.log"
+        self.log.touch()
         self.directory = directory / "health"
         self.directory.mkdir()
         self.monitor = Monitor(
             "http://127.0.0.1:1",
             self.directory,
-            directory / "server.log",
+            self.log,
             self.told,  # type: ignore[arg-type]
             lambda: self.dead,
             watchdog_s,
+            self.events.append,
         )
         self.monitor.start()
 
@@ -104,6 +108,24 @@ def test_an_engine_that_was_given_up_is_a_final_failure(watched: Watched) -> Non
     watched.until(lambda: watched.monitor.failure() is not None, sign="given_up")
     failure = watched.monitor.failure()
     assert failure is not None and failure.final and "model a" in failure.text
+    assert f"the log is {watched.log}" in failure.text
+
+
+def test_an_end_of_the_engine_is_told_with_its_signal_and_the_log(watched: Watched) -> None:
+    with watched.log.open("a") as log:
+        log.write("ERROR everbatch.supervisor: the engine process ended with code -11; it is started again in 0.5 s\n")
+    watched.until(lambda: watched.events, sign="ready")
+    assert watched.events[0] == (
+        f"the engine process was ended by signal 11 (SIGSEGV); it is started again in 0.5 s; the log is {watched.log}"
+    )
+
+
+def test_the_errors_by_which_the_server_is_made_not_ready_are_explained_in_its_log(watched: Watched) -> None:
+    watched.until(lambda: not watched.told.told_ready, sign="unavailable")
+    watched.until(lambda: watched.told.told_ready, sign="ready")
+    watched.until(lambda: "ready again" in watched.events, sign="ready")
+    assert watched.events == ["not ready: model a is unavailable", "ready again"]
+    assert watched.log.read_text().count(f"model {SENTINEL} are intended") == 1
 
 
 def test_a_stub_that_is_silent_for_longer_than_the_watchdog_is_a_failure(watched: Watched) -> None:

@@ -48,7 +48,7 @@ def test_a_process_that_is_known_is_waited_for_although_its_environment_is_gone(
     stat = processes.read_stat(bystander.pid)
     assert stat is not None
     assert processes.kill_run(secrets.token_hex(8), known=[processes.Process(bystander.pid, stat.start)]) == []
-    assert bystander.wait() == -signal.SIGKILL
+    assert bystander.poll() == -signal.SIGKILL
 
 
 def test_a_run_id_that_is_a_prefix_of_another_does_not_match(bystander: subprocess.Popen[bytes]) -> None:
@@ -64,6 +64,20 @@ def test_a_zombie_does_not_count_as_alive() -> None:
     assert not seen.alive()
     child.wait()
     assert processes.read_stat(child.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "ended with exit status 0"),
+        (3, "ended with exit status 3"),
+        (-9, "was ended by signal 9 (SIGKILL)"),
+        (-11, "was ended by signal 11 (SIGSEGV)"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_an_exit_status_is_put_into_words(status: int, words: str) -> None:
+    assert processes.describe_end(status) == words
 
 
 def test_a_reused_pid_is_not_taken_for_the_former_process() -> None:

@@ -29,6 +29,12 @@ def test_noise_is_left_out_and_the_reason_stays() -> None:
     assert lines[-1].endswith("it broke")
 
 
+def test_the_errors_by_which_readiness_is_switched_off_tell_nothing() -> None:
+    assert server_log.telling_lines(["E1120 model.cc:1] \"failed to load 'everbatch_not_ready'\"", "it broke"]) == [
+        "it broke"
+    ]
+
+
 def test_the_latest_phase_of_the_engine_is_known() -> None:
     assert server_log.engine_phase(LOG.splitlines()) == "loading the model"
     assert server_log.engine_phase(["nothing of it"]) is None
