@@ -158,7 +158,8 @@ class Model:
             del self.sessions[key]
             return
         outputs = turn.seen[:keep] if keep is not None else turn.seen
-        may_vanish = not turn.seen and turn.reason_seen in (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
+        cut = (FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.STOP_WORDS)
+        may_vanish = not turn.seen and turn.reason_seen in cut
         if was_error or (may_vanish and (not turn.was_stepped or log == turn.history)):
             session.log, (session.seed, session.counter) = turn.history, turn.before
         else:

@@ -142,7 +142,7 @@ class Simulation:
         responses = self._take(self.core.take_responses())
         assert len(responses) == (turn is not None), responses
         if turn is not None:
-            self._finish(responses[0], FinishReason.CANCELLED, keep)
+            self._finish(responses[0], FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
 
     def _stop(self, event: Stop) -> None:
         session = self.model.sessions.get(event.session)

@@ -179,7 +179,7 @@ def test_other_methods_are_refused_by_name(method: str) -> None:
 @pytest.mark.parametrize(
     "section, message",
     [
-        ([1], "quantization_config is [1], an object or null is needed"),
+        ([1], "quantization_config is [1], an object is needed"),
         (dict(quant_method="compressed-tensors"), "lacks the key quantization_config.config_groups"),
         (
             quantization_config(config_groups={"group_0": dict(targets="Linear")}),
