@@ -92,7 +92,7 @@ class ChatTemplate:
     def _run(self, template: jinja2.Template, **variables: Any) -> str:
         parts: list[str] = []
         room = self._max_chars
-        for part in template.generate(**self._special_tokens, **variables):
+        for part in template.generate({**self._special_tokens, **variables}):
             room -= len(part)
             if room < 0:
                 raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")

@@ -69,6 +69,8 @@ TOOLS = [
 ]
 TOOL_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "wetter", "arguments": {"city": "Köln <1>"}}}
 
+SPECIAL = ("image_token", "audio_token", "image", "eoi_token", "boi_token", "odd_token", "plain_token")
+
 every_family = pytest.mark.parametrize("name", list(HI))
 refusing = {
     "llama2",
@@ -106,8 +108,8 @@ def assert_same(ours: ChatTemplate, theirs: Any, chat: Chat, generation: bool, t
         except TypeError as error:
             return "failed", type(error).__name__
 
-    before, got, after = expected(), _outcome(ours, chat, generation, tools), expected()
-    assert got in (before, after), chat
+    before, got = expected(), _outcome(ours, chat, generation, tools)
+    assert got == before or got == expected(), chat
     return got[0]
 
 
@@ -145,8 +147,10 @@ def test_a_greeting_is_rendered_in_the_familys_form(name: str, backend: Any) -> 
 def test_conversations_render_as_in_transformers(name: str, generation: bool, backend: Any) -> None:
     ours, theirs = both(name, backend)
     rng = random.Random(name)
-    outcomes = Counter(assert_same(ours, theirs, valid_chat(rng, turns), generation) for turns in [1, 2, 3, 7, 150] * 8)
-    assert outcomes["text"] > 15, outcomes
+    outcomes = Counter(
+        assert_same(ours, theirs, valid_chat(rng, turns), generation) for turns in [*([1, 2, 3, 7] * 8), 150]
+    )
+    assert outcomes["text"] > 10, outcomes
 
 
 @every_family
@@ -232,6 +236,36 @@ def test_templates_of_their_own_files_win_over_the_config(tmp_path: Path, backen
         theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         for tools in (None, TOOLS):
             assert assert_same(ours, theirs, [{"role": "user", "content": "x"}], True, tools) == "text"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"image_token": "<img>", "add_bos_token": True, "odd_token": 7, "plain_token": {"content": "<plain>"}},
+        {"image_token": {"content": "<img>", "__type": "AddedToken", "special": True}},
+        {"extra_special_tokens": {"audio_token": "<aud>", "image": "<img>"}, "image_token": "<img2>"},
+        {
+            "extra_special_tokens": {"eoi_token": "</img>"},
+            "bos_token": "<s>",
+            "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        },
+        {"model_specific_special_tokens": {"image_token": "<img>"}, "extra_special_tokens": ["<one>", "<two>"]},
+        {"additional_special_tokens": ["<one>"], "boi_token": "<one>"},
+    ],
+)
+def test_the_tokens_that_a_model_names_are_variables_of_its_template(
+    named: dict[str, Any], tmp_path: Path, backend: Any
+) -> None:
+    shown = "".join("{{ " + name + " | default('-') }}|" for name in ("bos_token", *SPECIAL))
+    write_directory(tmp_path, backend, {**named, "chat_template": shown})
+    tokenizer, theirs = Tokenizer.from_directory(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "x"}]
+    assert assert_same(ChatTemplate.from_directory(tmp_path, tokenizer), theirs, chat, True) == "text"
+    assert tokenizer.special_tokens == theirs.special_tokens_map
+    text = "".join(theirs.special_tokens_map.values()) + "<one><two><plain>"
+    assert tokenizer.encode(text) == theirs.encode(text)
+    added = theirs.added_tokens_decoder.items()
+    assert tokenizer.special_ids == {token_id for token_id, token in added if token.special}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import os
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from tests.text.random_sequences import first_stop, random_cuts, random_ids, random_stops, text_of_output
-from tests.text.tokenizers_made import FAMILIES, MORE_FAMILIES, made
+from tests.text.tokenizers_made import FAMILIES, MORE_FAMILIES, made, write_directory
 
 NUM_SEQUENCES = int(os.environ.get("EVERBATCH_SEQUENCES", "200"))
 PROMPT_LENGTHS = [0, 0, 1, 2, 6, 90]
@@ -89,6 +92,17 @@ def test_no_stop_string_is_streamed_and_no_text_is_lost(name: str) -> None:
         seen["within ASCII" if stop.isascii() else "beyond ASCII"] += 1
     kinds = {"held back to the end", "within one token", "across tokens", "within ASCII", "beyond ASCII"}
     assert set(seen) == kinds or NUM_SEQUENCES < 100, seen  # every kind of stop string was tried
+
+
+@every_family
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_full_decode_is_that_of_transformers(name: str, skip: bool, tmp_path: Path) -> None:
+    tokenizer, rng = made(name), random.Random(name + "decode")
+    backend, config = Backend.from_str(tokenizer._backend.to_str()), {**FAMILIES, **MORE_FAMILIES}[name]()[1]
+    theirs = PreTrainedTokenizerFast.from_pretrained(write_directory(tmp_path, backend, config))
+    for _ in range(NUM_SEQUENCES // 4):
+        ids = random_ids(rng, tokenizer, 20)
+        assert tokenizer.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), ids
 
 
 def least_tokens(tokenizer: Tokenizer, prompt: list[int], ids: list[int], text: str, skip: bool) -> int:
