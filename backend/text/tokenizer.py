@@ -183,7 +183,8 @@ def _check_config(config: dict[str, Any], name: str) -> None:
             f"{name} names {len(further)} tokens, at most {MAX_ADDED_TOKENS} can be added; put them into {FILE}"
         )
     for key, token in further.items():
-        convert(token, str | _Token, name, key)
+        if isinstance(token, dict):
+            convert(token, _Token, name, key)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
