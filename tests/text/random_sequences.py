@@ -57,6 +57,8 @@ def text_of_output(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[in
 
 def random_stops(rng: random.Random, text: str, tokens: Sequence[str]) -> list[str]:
     """One to four stop strings for a text and the texts of its tokens; most of them occur in it, or almost."""
+    if rng.random() < 0.2:
+        return [text[-rng.randrange(1, 6) :] + "\u0000"]  # the output ends with its beginning
     stops: list[str] = []
     for _ in range(rng.randrange(1, 5)):
         at = rng.randrange(len(text) + 1)
