@@ -157,7 +157,7 @@ def _listed(templates: Any, place: str) -> dict[str, Any]:
         raise ConfigError(
             f"{place} is {shown(templates)}, a list of objects with name and template is needed; {REMEDY}"
         )
-    return {name: entry["template"] for name, entry in named.items()}
+    return {str(name): entry["template"] for name, entry in named.items()}
 
 
 def _checked(source: Any, place: str) -> str:

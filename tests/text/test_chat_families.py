@@ -14,7 +14,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from backend.api.errors import InvalidRequest
+from backend.api.errors import ConfigError, InvalidRequest
 from backend.text.chat import ChatTemplate
 from backend.text.tokenizer import Tokenizer
 from tests.text.tokenizers_made import word_level, write_directory
@@ -266,6 +266,21 @@ def test_the_tokens_that_a_model_names_are_variables_of_its_template(
     assert tokenizer.encode(text) == theirs.encode(text)
     added = theirs.added_tokens_decoder.items()
     assert tokenizer.special_ids == {token_id for token_id, token in added if token.special}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"image_token": {"content": 5, "__type": "AddedToken"}}, "tokenizer_config.json: image_token.content"),
+        ({"model_specific_special_tokens": {"image_token": 5}}, "model_specific_special_tokens"),
+        ({f"n{n}_token": str(n) for n in range(20_001)}, "names 20001 tokens, at most 20000 can be added"),
+    ],
+)
+def test_a_named_token_that_is_none_is_refused(
+    named: dict[str, Any], message: str, tmp_path: Path, backend: Any
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_directory(write_directory(tmp_path, backend, named))
 
 
 @pytest.mark.parametrize(
