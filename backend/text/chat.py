@@ -26,8 +26,10 @@ from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_te
 from backend.text.tokenizer import CONFIG, Tokenizer
 
 FILE = "chat_template.jinja"
-MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # Jinja compiles such a template within about a second.
-MAX_DEPTH = 16  # how deep lists and objects of one message may be nested
+FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"}
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
+MAX_DEPTH = 16  # nesting of lists and objects in one message
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; the first one given counts
 
 
 class ChatTemplate:
@@ -39,32 +41,24 @@ class ChatTemplate:
         special_tokens: dict[str, str] | None = None,
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
-    ) -> None:
-        """Compile the template. Without a `source` the model has none, and `render` raises Unsupported.
+        tools_source: str | None = None,
+    ):
+        """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
 
-        `max_chars` limits the characters of all messages and tools together, and those of the result. Raises ConfigError when
-        the source is no valid Jinja.
+        `max_chars` bounds the characters of all messages (tools included), and those of the result. `tools_source` is
+        the template for requests with tools, where the model has one of its own for them.
         """
         self._special_tokens = dict(special_tokens or {})
         self._max_messages = max_messages
         self._max_chars = max_chars
-        try:
-            self._template = None if source is None else _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {shown(error.message)}"
-            raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            # Jinja compiles a template to Python, and Python cannot compile that.
-            reason = "it is nested too deep, or has a number of more than 4300 digits"
-            raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
+        self._template = None if source is None else _compile(source)
+        self._tools_template = self._template if tools_source is None else _compile(tools_source)
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
-        """Read chat_template.jinja, or else `chat_template` of tokenizer_config.json. Raises ConfigError.
-
-        The latter is a text, or a list of named templates of which the one named `default` is taken.
-        """
-        return cls(_read_template(Path(path)), tokenizer.special_tokens, **caps)
+        """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names."""
+        sources = _read_templates(Path(path))
+        return cls(sources.get("default"), tokenizer.special_tokens, tools_source=sources.get("tool_use"), **caps)
 
     @property
     def exists(self) -> bool:
@@ -76,19 +70,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Render the prompt. Keys of a message whose value is null are left out, as transformers does.
+        """The prompt text, as transformers' apply_chat_template has it: see `_as_given` for what a template sees.
 
         Raises Unsupported without a template, and InvalidRequest for messages that are over the limits or that the template
         refuses.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._tools_template
+        if template is None:
             raise Unsupported("this model has no chat template; send the prompt as text instead of messages")
         self._check(messages, tools)
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._run(
-                self._template, messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
-            )
+            return self._run(template, messages=[_as_given(message) for message in messages], **variables)
         except EverbatchError:
             raise
         except Exception as error:
@@ -100,7 +93,7 @@ class ChatTemplate:
     def _run(self, template: jinja2.Template, **variables: Any) -> str:
         parts: list[str] = []
         room = self._max_chars
-        for part in template.generate(**self._special_tokens, **variables):
+        for part in template.generate({**self._special_tokens, **variables}):
             room -= len(part)
             if room < 0:
                 raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")
@@ -139,31 +132,64 @@ def _count_chars(value: Any, depth: int) -> int:
     raise InvalidRequest(f"a message holds a {type(value).__name__}, allowed are JSON values; convert it")
 
 
-def _read_template(path: Path) -> str | None:
-    """The source of the model's template, or None. Raises ConfigError when it cannot be read or is too large."""
-    source, place = read_text(path, FILE, MAX_JSON_BYTES), FILE
-    if source is None:
-        source, place = (read_object(path, CONFIG) or {}).get("chat_template"), f"{CONFIG}: chat_template"
-    if isinstance(source, list):  # Each entry is {"name": ..., "template": ...}.
-        named = {entry.get("name"): entry for entry in source if isinstance(entry, dict) and entry.get("template")}
-        if len(named) < len(source) or not all(isinstance(name, str) for name in named):
-            raise ConfigError(
-                f"{place} is {shown(source)}, a list of objects with name and template is needed; {REMEDY}"
-            )
-        source = named["default"]["template"] if "default" in named else None
-    if source is not None and not isinstance(source, str):
+def _as_given(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to a template: without null values, an answer's reasoning under two names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _read_templates(path: Path) -> dict[str, str]:
+    """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside.
+
+    Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
+    """
+    found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
+    if not any(source for source, _ in found.values()):
+        place = f"{CONFIG}: chat_template"
+        listed = _listed((read_object(path, CONFIG) or {}).get("chat_template"), place)
+        found = {name: (listed.get(name), place) for name in FILES}
+    return {name: _checked(source, place) for name, (source, place) in found.items() if source is not None}
+
+
+def _listed(templates: Any, place: str) -> dict[str, Any]:
+    """`chat_template` of tokenizer_config.json by name: null, a string, or [{"name": ..., "template": ...}]."""
+    if not isinstance(templates, list):
+        return {"default": templates}
+    named = {entry.get("name"): entry for entry in templates if isinstance(entry, dict) and entry.get("template")}
+    if len(named) < len(templates) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(
+            f"{place} is {shown(templates)}, a list of objects with name and template is needed; {REMEDY}"
+        )
+    return {str(name): entry["template"] for name, entry in named.items()}
+
+
+def _checked(source: Any, place: str) -> str:
+    if not isinstance(source, str):
         raise ConfigError(f"{place} is {shown(source)}, a text is needed; {REMEDY}")
-    if source is not None and len(source) > MAX_TEMPLATE_CHARS:
+    if len(source) > MAX_TEMPLATE_CHARS:
         raise ConfigError(
             f"{place} has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are compiled; shorten it"
         )
-    tags = 0 if source is None else source.count("{{") + source.count("{%")
+    tags = source.count("{{") + source.count("{%")
     if tags > MAX_TEMPLATE_TAGS:
         raise ConfigError(f"{place} has {tags} tags, at most {MAX_TEMPLATE_TAGS} are compiled; shorten it")
     return source
 
 
 # ------------------------------------------------------------------------------------------------------- environment
+
+
+def _compile(source: str) -> jinja2.Template:
+    """Raises ConfigError when `source` is no valid Jinja."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {shown(error.message)}"
+        raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
+        reason = "it is nested too deep, or has a number of more than 4300 digits"
+        raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -178,7 +204,36 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Dict:
+    """`dict` without the attributes of the type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace`, with no attribute that begins with an underscore: such ones belong to Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # without names of its own, so that every keyword is an attribute
+        self, *mappings = args
+        jinja2.utils.Namespace.__init__(self)
+        for name, value in dict(*mappings, **values).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace has no attribute {name!r}: it begins with an underscore"
+            )
+        super().__setitem__(name, value)
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 class Stage:
@@ -157,13 +159,9 @@ class ByteRuns(Stage):
 
 
 def fallback_byte(token: str) -> int | None:
-    """The byte of a token `<0xXX>`; None for any other token."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    """The byte of a token `<0xXX>`, else None. The library's parser takes a plus for the first digit, nothing else."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    return None if found is None else int(found[1], 16)
 
 
 class LastTokenDiffers(Stage):

@@ -22,6 +22,9 @@ from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
 
+TOKEN_LISTS = (
+    "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
+)  # fmt: skip
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILE, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -50,6 +53,7 @@ class _Config(Struct):
     added_tokens_decoder: dict[str, Any] | None = None  # The values are checked as _Token.
     extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
     additional_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
+    model_specific_special_tokens: dict[str, str | _Token] | None = None
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
     unk_token: str | _Token | None = None
@@ -161,7 +165,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_config(config: dict[str, Any], name: str) -> None:
     convert(config, _Config, name)
-    for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+    for key in TOKEN_LISTS:
         count = len(config.get(key) or ())
         if count > MAX_ADDED_TOKENS:
             raise ConfigError(
@@ -173,6 +177,14 @@ def _check_config(config: dict[str, Any], name: str) -> None:
                 f"{name}: added_tokens_decoder has the key {shown(key)}, an id of a token is needed; {REMEDY}"
             )
         convert(token, _Token, name, f"added_tokens_decoder.{key}")
+    further = _further_tokens(config)
+    if len(further) > MAX_ADDED_TOKENS:
+        raise ConfigError(
+            f"{name} names {len(further)} tokens, at most {MAX_ADDED_TOKENS} can be added; put them into {FILE}"
+        )
+    for key, token in further.items():
+        if isinstance(token, dict):
+            convert(token, _Token, name, key)
 
 
 def _parse(text: str) -> tokenizers.Tokenizer:
@@ -226,8 +238,23 @@ def _text_of(token: Any) -> str | None:
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    named = {name: _text_of(config.get(name)) for name in NAMED_TOKENS}
+    """bos_token, ... and further ones -> their texts."""
+    tokens = {**_further_tokens(config), **{name: config.get(name) for name in NAMED_TOKENS}}
+    named = {name: _text_of(token) for name, token in tokens.items()}
     return {name: text for name, text in named.items() if text}
+
+
+def _further_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that the model names beside NAMED_TOKENS: keys such as image_token, and what is listed as an object."""
+    own = {key: config[key] for key in config if key.endswith("_token") and key not in NAMED_TOKENS}
+    tokens = {key: token for key, token in own.items() if isinstance(token, str) or _is_token(token)}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    listed = extra if isinstance(extra, dict) else {}
+    return {**tokens, **(config.get("model_specific_special_tokens") or {}), **listed}
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 
 def _as_added(token: str | dict[str, Any], special: bool) -> AddedToken:
@@ -249,7 +276,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     missing = [token for token in added if repr(token) not in old]
     texts: set[str | None] = {token.content for token in (*known, *missing)}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, dict) else extra
+    extra = [*_further_tokens(config).values(), *([] if isinstance(extra, dict) else extra)]
     named = [config[name] for name in NAMED_TOKENS if config.get(name)]
     for token, special in [*((token, True) for token in named), *((token, False) for token in extra)]:
         if _text_of(token) not in texts:
