@@ -42,7 +42,7 @@ class ChatTemplate:
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
         tools_source: str | None = None,
-    ):
+    ) -> None:
         """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
 
         `max_chars` bounds the characters of all messages (tools included), and those of the result. `tools_source` is
