@@ -62,8 +62,13 @@ class ModelTensors(NamedTuple):
     model: str  # its usual name, and the role by which another name is served
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    batched: bool = True  # clients send a batch dimension in front; without it a request is one row
+    max_batch_size: int = 64  # the most rows of one request; 0: inputs have no batch dimension, a request is one row
     always: Literal["decoupled", "unary"] | None = None  # the transaction policy that the protocol prescribes
+
+    @property
+    def batched(self) -> bool:
+        """Whether clients send a batch dimension in front."""
+        return self.max_batch_size > 0
 
     def by_name(self) -> dict[str, Input]:
         return {spec.name: spec for spec in self.inputs}

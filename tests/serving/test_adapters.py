@@ -16,7 +16,7 @@ import pytest
 from backend.api import ConfigError, EngineConfig
 from backend.serving import assembly, environment
 from backend.serving.environment import RunDirectory, check_numpy
-from backend.serving.fronts.roles import MODELS
+from backend.serving.fronts.roles import PROFILES
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 
@@ -33,7 +33,7 @@ def load(path: Path) -> Any:
 
 
 def test_each_model_has_a_thin_adapter() -> None:
-    assert {path.parents[1].name for path in ADAPTERS} == set(MODELS)
+    assert {path.parents[1].name for path in ADAPTERS} == set(PROFILES["trtllm"])
     assert all(len(path.read_text().splitlines()) <= 60 for path in ADAPTERS)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from backend.api import OutputConfig, SamplingConfig, SessionConfig
-from backend.serving.fronts.roles import MODELS
+from backend.serving.fronts.roles import MODELS, PROFILES
 from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, TOKEN_MODEL
-from backend.serving.model_config import render, write_configs
+from backend.serving.model_config import ADAPTER, DEFAULT_PROFILE, render, write_repositories
 from backend.serving.tensors import NUMPY_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +35,20 @@ total_accepted_draft_tokens total_draft_tokens
 """
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_committed_config_equals_the_generated_one(model: str) -> None:
-    assert (ROOT / "model_repository" / model / "config.pbtxt").read_text() == render(MODELS[model])
+def role_of(path: Path) -> str:
+    profile = DEFAULT_PROFILE if path.parents[1].name == "model_repository" else path.parents[1].name
+    return PROFILES[profile][path.parent.name]
+
+
+def test_the_committed_repositories_equal_the_generated_ones(tmp_path: Path) -> None:
+    paths = [path.relative_to(tmp_path) for path in write_repositories(tmp_path)]
+    assert paths
+    for path in paths:
+        assert (ROOT / path).read_text() == (tmp_path / path).read_text()
+        assert (ROOT / path.parent / "1" / "model.py").read_text() == ADAPTER.read_text()
+    assert {path.parent.parent for path in (ROOT / "deploy").glob("profiles/*/*/config.pbtxt")} <= {
+        (ROOT / path).parent.parent for path in paths
+    }
 
 
 @pytest.mark.feature("004-25")
@@ -45,16 +56,16 @@ def test_the_committed_config_equals_the_generated_one(model: str) -> None:
 def test_a_config_is_decoupled_and_has_neither_batcher(model: str) -> None:
     text = render(MODELS[model])
     assert "dynamic_batching" not in text and "sequence_batching" not in text
-    assert f"max_batch_size: {64 if MODELS[model].batched else 0}" in text and "kind: KIND_CPU count: 1" in text
+    assert f"max_batch_size: {MODELS[model].max_batch_size}" in text and "kind: KIND_CPU count: 1" in text
     assert ("decoupled: true" in text) == (MODELS[model].always != "unary")
     assert f'key: "role" value: {{ string_value: "{model}" }}' in text
 
 
 def test_the_unary_configs_differ_in_the_policy_alone(tmp_path: Path) -> None:
-    for path in write_configs(tmp_path, decoupled=False):
-        model = MODELS[path.parent.name]
+    for path in write_repositories(tmp_path, decoupled=False):
+        model = MODELS[role_of(path)]
         policy = "decoupled: true" if model.always == "decoupled" else "decoupled: false"
-        assert path.read_text() == render(model).replace("decoupled: true", policy)
+        assert path.read_text() == render(model, name=path.parent.name).replace("decoupled: true", policy)
 
 
 def test_the_token_model_declares_every_name_its_clients_know() -> None:

@@ -33,7 +33,7 @@ TENSORS = ModelTensors(
         Input("stop", "BOOL", ONE, "request"),
     ),
     outputs=(Output("response", "STRING", ONE, "always"),),
-    batched=False,
+    max_batch_size=0,
     always="decoupled",
 )
 MAX_ESCAPED = 6  # bytes of JSON for one character of text, at the most: \u0000

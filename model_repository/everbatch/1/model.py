@@ -17,7 +17,7 @@ def _find_backend() -> None:
 
 
 class TritonPythonModel:
-    """Called by Triton's Python backend on the stub's main thread."""
+    """Triton's Python backend calls its methods on the stub's main thread."""
 
     def initialize(self, args: dict[str, str]) -> None:
         _find_backend()
