@@ -21,7 +21,7 @@ from backend.executor import Executor
 HELD = 4
 FACTORS = (1, 4, 16)
 HISTORY_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 192, 32, 32
-TURNS = 2  # of each user, after the history
+TURNS = 2  # turns of each user, after the history
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _measure(model_dir: Path, factor: int) -> CrowdRow:
 
 
 class _Crowd:
-    def __init__(self, executor: Executor, users: int):
+    def __init__(self, executor: Executor, users: int) -> None:
         self._executor = executor
         self._users = users
         self._rng = random.Random(0)

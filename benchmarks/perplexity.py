@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 
     error: float
     divergence: float
-    perplexity: float | None  # of real text
+    perplexity: float | None  # perplexity of real text
 
 
 @torch.inference_mode()

@@ -63,9 +63,9 @@ Keeps = Callable[[Tensor], Tensor]  # values -> the values that a format keeps o
 
 class Format(NamedTuple):
     name: str
-    bits: float  # of a weight, scales included; of a long row where there is one scale a row
+    bits: float  # bits of one weight, scales included; with one scale for each row, those of a long row
     make: MakeLinear
-    dtype: str = "float32"  # of the computation
+    dtype: str = "float32"  # type of the computation
 
 
 def q8_0(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def activations_in_groups(x: Tensor) -> Tensor:
 class ForeignLinear(DenseLinear):
     """A peer's product: what its format keeps of the weight times what it keeps of the activations."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, of_activations: Keeps):
+    def __init__(self, weight: Tensor, bias: Tensor | None, of_activations: Keeps) -> None:
         super().__init__(weight, bias)
         self._of_activations = of_activations
 
@@ -140,7 +140,7 @@ def formats() -> list[Format]:
 
 
 def random_tokens(like: Tensor) -> Tensor:
-    """As many rows of the default model's tokens, at most 8."""
+    """Random rows of the default model's tokens: as many as `like` has, at most 8."""
     vocab_size = read_model_config(DEFAULT_MODEL).vocab_size
     return torch.randint(vocab_size, (min(8, len(like)), ROW_TOKENS), generator=torch.Generator().manual_seed(2))
 

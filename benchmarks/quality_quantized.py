@@ -42,7 +42,7 @@ class Result(NamedTuple):
     num_bytes: int
     held_out: Measured
     random: Measured
-    rise: float  # of perplexity on the held-out text, relative
+    rise: float  # relative rise of perplexity on the held-out text
     random_rise: float
     bound: float | None
 
@@ -54,13 +54,13 @@ class Result(NamedTuple):
 class Texts:
     """Rows of tokens and the float model's logits of them."""
 
-    def __init__(self, model: Llama, rows: Tensor):
+    def __init__(self, model: Llama, rows: Tensor) -> None:
         self.rows = rows
         self._expected = [row_logits(model, part) for part in rows.split(ROWS_AT_ONCE)]
         self.perplexity = self._compare(self._expected).perplexity
 
     def measure(self, model: Llama, kv_bits: int | None) -> tuple[Measured, float]:
-        """And the rise of perplexity."""
+        """Returns the results and the rise of perplexity."""
         found = self._compare(row_logits(model, part, kv_bits) for part in self.rows.split(ROWS_AT_ONCE))
         return found, found.perplexity / self.perplexity - 1
 

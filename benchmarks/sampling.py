@@ -34,7 +34,7 @@ from kernels.cpu.isa import best_isa
 
 RESULTS = Path(__file__).parent / "results" / "sampling.json"
 KNOWN_TOKENS, PROMPT_TOKENS = 512, 256
-SECONDS = 0.5  # for each cell and path, after which no further call is begun
+SECONDS = 0.5  # after this time no further call of a cell and path is begun
 MAX_CALLS = 50
 console = Console()
 

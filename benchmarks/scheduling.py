@@ -49,7 +49,7 @@ from benchmarks.admission import admission_table, measure_admission
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS = 128
-BLOCK_STEPS = 32  # of one measurement; also tokens of a KV block
+BLOCK_STEPS = 32  # steps of one measurement, and tokens of a KV block
 VOCAB = 32_000
 COLD_BLOCKS = 4  # a cold step takes some 15 ms
 SWEEP_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class Figures:
 class NullDevice:
     """A WorkerGroup without a model: random tokens. Reads its `clocks` while `rows` rows generate, and none else runs."""
 
-    def __init__(self, rows: int, num_blocks: int, is_cold: bool):
+    def __init__(self, rows: int, num_blocks: int, is_cold: bool) -> None:
         self._rows = rows
         self._memory = np.zeros(SWEEP_BYTES if is_cold else 0, np.uint8)
         self._num_blocks = num_blocks
@@ -136,9 +136,9 @@ class NullDevice:
 class Stopwatch:
     """Adds up the CPU time of a method while it stands in for it."""
 
-    def __init__(self, owner: object, name: str):
+    def __init__(self, owner: object, name: str) -> None:
         self._total_ns = 0
-        self._call: Callable = getattr(owner, name)
+        self._call: Callable[..., object] = getattr(owner, name)
         setattr(owner, name, self._timed)
 
     def _timed(self, *arguments: object) -> object:
@@ -148,7 +148,7 @@ class Stopwatch:
         return result
 
     def read(self) -> int:
-        """Nanoseconds so far."""
+        """Returns the nanoseconds so far."""
         return self._total_ns
 
 

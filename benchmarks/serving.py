@@ -27,7 +27,7 @@ from backend.api import EngineConfig, Request, Response, load_config
 from backend.executor.engine_process import SPIN_COUNT
 
 RESULTS = Path(__file__).parent / "results"
-GOAL = 0.9  # of the engine alone
+GOAL = 0.9  # share of the engine's own throughput
 START_TIMEOUT_S = 300
 console = Console()
 
@@ -46,9 +46,9 @@ class Row:
 
 
 class Arrivals:
-    """When tokens arrived, of some requests that run together. `add` may be called from any thread."""
+    """Notes when the tokens of some requests that run together arrived. `add` may be called from any thread."""
 
-    def __init__(self, num_requests: int):
+    def __init__(self, num_requests: int) -> None:
         self._lock = threading.Lock()
         self._events: list[tuple[float, int]] = []
         self._waiting = set(range(num_requests))
@@ -86,7 +86,7 @@ Measure = Callable[[list[list[int]], int], float]  # prompts, tokens to generate
 
 
 def engine_alone(config: EngineConfig) -> tuple[Measure, Callable[[], None]]:
-    """(measure, close)."""
+    """Returns (measure, close)."""
     from backend.executor import Executor
     from backend.worker.group import InProcessWorkerGroup
 
@@ -112,7 +112,7 @@ def engine_alone(config: EngineConfig) -> tuple[Measure, Callable[[], None]]:
 
 
 def through_triton(config: EngineConfig, run_dir: Path) -> tuple[Measure, Callable[[], None]]:
-    """(measure, close): a server of its own, one gRPC connection and stream a request."""
+    """Returns (measure, close): a server of its own, one gRPC connection and stream a request."""
     import tritonclient.grpc as grpc
 
     from deploy.triton_server import TritonServer

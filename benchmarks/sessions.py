@@ -52,7 +52,7 @@ class Turn:
 class Sessions:
     """A few conversations over one engine."""
 
-    def __init__(self, executor: Executor, vocab_size: int, history: int):
+    def __init__(self, executor: Executor, vocab_size: int, history: int) -> None:
         self._executor = executor
         self._rng = random.Random(0)
         self._vocab_size = vocab_size

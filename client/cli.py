@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Url = Annotated[str | None, typer.Option(help="Server: HOST:PORT for gRPC, http://HOST:PORT for HTTP.")]
 ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
-MaxTokens = Annotated[int, typer.Option(min=0, help="Most tokens of a reply.")]
+MaxTokens = Annotated[int, typer.Option(min=0, help="Maximum number of tokens of a reply.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
@@ -23,6 +23,14 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text (exa
 Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
 Namespace = Annotated[
     str, typer.Option(help="Share sessions and cached prompts with requests of this namespace only; empty: anonymous.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EVERBATCH_API_KEY",
+        help="Key for a gateway in front of the server. Every user of this machine can read it in the command line, so "
+        "the environment variable is the better place.",
+    ),
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
 
@@ -38,11 +46,14 @@ def generate_command(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; may be repeated.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(min=0, help="Least tokens before the reply may end.")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Minimum number of tokens before the reply may end.")
+    ] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
     namespace: Namespace = "",
+    api_key: ApiKey = None,
     timeout: Timeout = 600.0,
     quiet: Annotated[bool, typer.Option(help="No statistics.")] = False,
 ) -> None:
@@ -54,7 +65,7 @@ def generate_command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
         stop_words=list(stop or ()),
     )  # fmt: skip
-    _run(lambda: run_generate(connect(url, protocol, model_name, namespace), text, options, timeout, quiet))
+    _run(lambda: run_generate(connect(url, protocol, model_name, namespace, api_key), text, options, timeout, quiet))
 
 
 @app.command("chat")
@@ -69,23 +80,26 @@ def chat_command(
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
     namespace: Namespace = "",
+    api_key: ApiKey = None,
 ) -> None:
     """Talk with the model; every turn reuses the KV cache of those before. /reset, /quit, Ctrl-C ends a reply."""
     from client.terminal import run_chat
 
     options = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(lambda: run_chat(connect(url, protocol, model_name, namespace), system, options))
+    _run(lambda: run_chat(connect(url, protocol, model_name, namespace, api_key), system, options))
 
 
-def connect(url: str | None, protocol: str | None, model_name: str, namespace: str) -> EverbatchClient:
+def connect(
+    url: str | None, protocol: str | None, model_name: str, namespace: str, api_key: str | None = None
+) -> EverbatchClient:
     """A client; http:// in the URL chooses HTTP unless `protocol` says otherwise."""
     from client.client import EverbatchClient
 
     chosen = protocol or ("http" if (url or "").startswith("http://") else "grpc")
     if chosen == "grpc":
-        return EverbatchClient(url, "grpc", model_name, namespace)
+        return EverbatchClient(url, "grpc", model_name, namespace, api_key)
     if chosen == "http":
-        return EverbatchClient(url, "http", model_name, namespace)
+        return EverbatchClient(url, "http", model_name, namespace, api_key)
     raise ValueError(f"--protocol is {chosen!r}, grpc or http is expected")
 
 
@@ -97,7 +111,7 @@ def _run(action: Callable[[], int]) -> None:
     except (ClientError, ValueError) as error:
         Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
         status = 1
-    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
+    except BrokenPipeError:  # The reader of the pipe has left, as `head` does. Nobody is there to be told.
         sys.stderr.close()
         status = 0
     raise typer.Exit(status)

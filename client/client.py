@@ -7,19 +7,21 @@ with EverbatchClient("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from client.messages import Completion, GenerateRequest, TextChunk, check_namespace
+from client.messages import Completion, GenerateRequest, TextChunk, check_api_key, check_namespace
 
+API_KEY_VARIABLE = "EVERBATCH_API_KEY"
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
 
 
 class Transport(Protocol):
-    """One way to reach a server."""
+    """A protocol by which requests reach a server."""
 
     url: str
 
@@ -38,25 +40,35 @@ class EverbatchClient:
         protocol: Literal["grpc", "http"] = "grpc",
         model: str = "ensemble",
         namespace: str = "",
-    ):
+        api_key: str | None = None,
+    ) -> None:
         """`url`: HOST:PORT (gRPC) or http://HOST:PORT; a server on this machine with its default ports when unset.
 
         `namespace`: of every request that names none itself; only requests of one namespace share sessions and, token
-        by token, cached KV. Empty: anonymous. Raises ValueError for an unknown protocol or a namespace not to be sent.
+        by token, cached KV. Empty: anonymous.
+
+        `api_key`: for a gateway in front of the server, sent as `Authorization: Bearer KEY`. None: the environment
+        variable EVERBATCH_API_KEY, where it is set. Empty: no key is sent.
+
+        Raises ValueError for an unknown protocol, and for a namespace or a key that cannot be sent.
         """
         check_namespace(namespace)
+        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+        check_api_key(key)
         self._namespace = namespace
         if protocol not in DEFAULT_URLS:
             raise ValueError(f"protocol is {protocol!r}, grpc or http is expected")
         address = url or DEFAULT_URLS[protocol]
         if protocol == "grpc":
-            from client.grpc_transport import GrpcTransport  # half a second of imports
+            from client.grpc_transport import GrpcTransport  # These imports take half a second.
 
-            self._transport: Transport = GrpcTransport(address.removeprefix("grpc://").removeprefix("http://"), model)
+            self._transport: Transport = GrpcTransport(
+                address.removeprefix("grpc://").removeprefix("http://"), model, key
+            )
         else:
             from client.http_transport import HttpTransport
 
-            self._transport = HttpTransport(address, model)
+            self._transport = HttpTransport(address, model, key)
 
     @property
     def url(self) -> str:
@@ -64,7 +76,7 @@ class EverbatchClient:
 
     @property
     def namespace(self) -> str:
-        """Read only: a conversation that changed it would lose its session."""
+        """The namespace of requests that name none. It cannot be changed: a conversation would lose its session."""
         return self._namespace
 
     def stream(

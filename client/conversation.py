@@ -17,14 +17,14 @@ from client.messages import GenerateRequest, Session, TextChunk
 
 UNKNOWN_SESSION = "session error 1"
 BUSY_SESSION = "session error 3"
-BUSY_RETRIES = 20  # the turn that was just cancelled needs a moment to leave the engine
+BUSY_RETRIES = 20  # A turn that was just cancelled needs a moment to leave the engine.
 BUSY_PAUSE_S = 0.1
 
 
 class Conversation:
     """Messages so far and the session that holds their KV. One turn at a time."""
 
-    def __init__(self, client: EverbatchClient, system: str | None = None, **options: Any):
+    def __init__(self, client: EverbatchClient, system: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateRequest for every turn (max_tokens, temperature, ...)."""
         self._client = client
         self._system = system
@@ -66,13 +66,13 @@ class Conversation:
             return
         self._known = False
         session = Session(self._session_id, stop=True, end=True)
-        namespace = self._options.get("namespace")  # the session is known in no other
+        namespace = self._options.get("namespace")  # The session is known in no other namespace.
         request = GenerateRequest(prompt=" ", max_tokens=0, stream=False, session=session, namespace=namespace)
         try:
             for _ in self._client.send(request, timeout_s=5.0):
                 pass
         except ClientError:
-            return  # a server that is gone, or has forgotten it already, has nothing to end
+            return  # A server that is gone, or that has forgotten the session already, has nothing to end.
 
     def _send(self) -> Generator[TextChunk, None, None]:
         retries = 0
@@ -89,6 +89,6 @@ class Conversation:
                     self._known = False
                 elif BUSY_SESSION in str(error) and retries < BUSY_RETRIES:
                     retries += 1
-                    time.sleep(BUSY_PAUSE_S)
+                    time.sleep(BUSY_PAUSE_S)  # No server tells when a session becomes free, so it is asked again.
                 else:
                     raise

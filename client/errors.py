@@ -10,7 +10,7 @@ class ClientError(Exception):
     `code` is what the text says of itself (`code_in`), and UNKNOWN where it says nothing.
     """
 
-    def __init__(self, message: str, code: str = "UNKNOWN"):
+    def __init__(self, message: str, code: str = "UNKNOWN") -> None:
         super().__init__(message)
         self.code = code
 
@@ -27,6 +27,31 @@ def code_in(message: str) -> str:
     return "UNKNOWN"
 
 
-def no_server(url: str) -> str:
-    """The sentence for an address where nothing listens."""
-    return f"no server answers at {url}; start one with ./everbatch serve, or name another with --url"
+def no_server(url: str) -> ClientError:
+    """The error for an address where nothing listens."""
+    message = f"no server answers at {url}; start one with ./everbatch serve, or name another with --url"
+    return ClientError(message, "UNREACHABLE")
+
+
+def no_http(url: str) -> ClientError:
+    """The error for an address where something listens that does not speak HTTP/1, as Triton's gRPC port."""
+    message = (
+        f"what listens at {url} does not speak HTTP/1; if this is the gRPC port (8001 by default), name it with --url "
+        "HOST:PORT, without http://, else name the HTTP port (8000 by default)"
+    )
+    return ClientError(message, "UNREACHABLE")
+
+
+def no_grpc(url: str) -> ClientError:
+    """The error for an address where something listens that does not speak gRPC, as Triton's HTTP port."""
+    message = (
+        f"what listens at {url} does not speak gRPC; if this is the HTTP port (8000 by default), name it with --url "
+        "http://HOST:PORT, else name the gRPC port (8001 by default)"
+    )
+    return ClientError(message, "UNREACHABLE")
+
+
+def no_entry(url: str, *, has_key: bool) -> ClientError:
+    """The error of a gateway that lets nobody in without a key that it knows. The key is not named."""
+    what = "does not take the key that was sent" if has_key else "asks for a key"
+    return ClientError(f"{url} {what}; give one in EVERBATCH_API_KEY or with --api-key", "UNAUTHENTICATED")

@@ -7,18 +7,22 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from client.errors import ClientError, code_in, no_server
+from client.errors import ClientError, code_in, no_entry, no_grpc, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _PACK = {"INT32": "<i", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
 _UNPACK = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
+# What grpc says of a server that answers in HTTP/1, and of one that hangs up in the handshake, as Triton's HTTP port does.
+_NO_GRPC = re.compile("Failed parsing HTTP/2|http1.x server|failed to connect.*(Socket closed|Connection reset)")
+_BROKEN = ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -81,17 +85,20 @@ def decode_response(message: Any) -> TextChunk:
 class GrpcTransport:
     """A channel to one server. Any thread; every request opens a stream of its own on it."""
 
-    def __init__(self, url: str, model: str):
+    def __init__(self, url: str, model: str, api_key: str = "") -> None:
+        """`api_key`: sent as metadata `authorization: Bearer KEY` with every stream, unless it is empty."""
         self.url = url
         self._model = model
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._channel = grpc.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
         """Yield chunks until the final one. Leaving the iteration early cancels the request. Raises ClientError."""
         message = encode_request(request, self._model, request_id, timeout_s)
-        # no `triton_grpc_error`: an error with that metadata may end tritonserver 24.10; the text names its status
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s)
+        # The metadata `triton_grpc_error` is left out, because an error with it may end tritonserver 24.10. The text of an
+        # error names its status anyway.
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=self._metadata)
         try:
             for answer in call:
                 if answer.error_message:
@@ -102,22 +109,24 @@ class GrpcTransport:
                     return
             raise ClientError("the server ended the stream without a final response", "UNAVAILABLE")
         except grpc.RpcError as error:
-            raise _client_error(error, self.url, timeout_s) from None
+            raise self._client_error(error, timeout_s) from None
         finally:
-            call.cancel()  # nothing happens when it is over
+            call.cancel()  # Nothing happens when the stream is over already.
 
     def close(self) -> None:
         self._channel.close()
 
-
-def _client_error(error: grpc.RpcError, url: str, timeout_s: float) -> ClientError:
-    code, details = error.code(), error.details() or ""
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ClientError(f"no final answer from {url} within {timeout_s:g} s", code.name)
-    if code == grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "resolv" in details.lower()):
-        return ClientError(no_server(url), "UNREACHABLE")
-    if any(sign in details for sign in ("Socket closed", "Stream removed", "Connection reset", "GOAWAY")):
-        return ClientError(
-            f"the connection to {url} broke: the server was stopped or started again ({details})", "UNAVAILABLE"
-        )
-    return ClientError(details or f"the server answered {code.name}", code.name)
+    def _client_error(self, error: grpc.RpcError, timeout_s: float) -> ClientError:
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ClientError(f"no final answer from {self.url} within {timeout_s:g} s", code.name)
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            return no_entry(self.url, has_key=bool(self._metadata))
+        if code == grpc.StatusCode.UNAVAILABLE and _NO_GRPC.search(details):
+            return no_grpc(self.url)
+        if code == grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "resolv" in details.lower()):
+            return no_server(self.url)
+        if any(sign in details for sign in _BROKEN):
+            message = f"the connection to {self.url} broke: the server was stopped or started again ({details})"
+            return ClientError(message, "UNAVAILABLE")
+        return ClientError(details or f"the server answered {code.name}", code.name)

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from client.errors import ClientError, code_in, no_server
+from client.errors import ClientError, code_in, no_entry, no_http, no_server
 from client.messages import GenerateRequest, TextChunk
 
 _OURS = frozenset(
@@ -59,9 +59,11 @@ def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
 class HttpTransport:
     """One server; a connection per request."""
 
-    def __init__(self, url: str, model: str):
+    def __init__(self, url: str, model: str, api_key: str = "") -> None:
+        """`api_key`: sent as the header `Authorization: Bearer KEY` with every request, unless it is empty."""
         self.url = url if "://" in url else f"http://{url}"
         self._model = model
+        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
         """Yield chunks until the final one. Leaving the iteration early disconnects, which cancels. Raises
@@ -80,15 +82,20 @@ class HttpTransport:
                 yield decode_answer(self._answer(response), final=True)
         except TimeoutError:
             raise ClientError(f"no final answer from {self.url} within {timeout_s:g} s", "DEADLINE_EXCEEDED") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise ClientError(
-                f"the connection to {self.url} broke: {error or type(error).__name__}", "UNAVAILABLE"
-            ) from None
+        except OSError as error:  # It comes first: RemoteDisconnected is an OSError and a BadStatusLine.
+            raise self._broken(error) from None
+        except (http.client.BadStatusLine, http.client.LineTooLong):
+            raise no_http(self.url) from None
+        except http.client.HTTPException as error:
+            raise self._broken(error) from None
         finally:
             connection.close()
 
     def close(self) -> None:
         """Nothing is kept open between requests."""
+
+    def _broken(self, error: Exception) -> ClientError:
+        return ClientError(f"the connection to {self.url} broke: {error or type(error).__name__}", "UNAVAILABLE")
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         parts = urllib.parse.urlsplit(self.url)
@@ -96,18 +103,20 @@ class HttpTransport:
         try:
             connection.connect()
         except OSError:
-            raise ClientError(no_server(self.url), "UNREACHABLE") from None
+            raise no_server(self.url) from None
         return connection
 
     def _send(
         self, connection: http.client.HTTPConnection, verb: str, body: dict[str, Any]
     ) -> http.client.HTTPResponse:
         path = f"/v2/models/{urllib.parse.quote(self._model)}/{verb}"
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **self._key})
         response = connection.getresponse()
         if response.status == 200:
             return response
         text = response.read().decode(errors="replace").strip()
+        if response.status == 401:
+            raise no_entry(self.url, has_key=bool(self._key))
         message = _error_text(text) or f"the server answered status {response.status}"
         raise ClientError(message, "NOT_FOUND" if response.status == 404 else code_in(message))
 
@@ -135,8 +144,10 @@ class HttpTransport:
 
 
 def _error_text(text: str) -> str:
-    """The message in a body `{"error": ...}` or `data: {"error": ...}`; the body itself when it is neither."""
+    """The message in a body `{"error": ...}` or `data: {"error": ...}`; the body itself when it is neither. Empty for
+    the page of a gateway, which is HTML.
+    """
     try:
         return str(json.loads(text.removeprefix("data:"))["error"])
     except (ValueError, KeyError, TypeError):
-        return text[:300]
+        return "" if text.startswith("<") else text[:300]

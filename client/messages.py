@@ -29,12 +29,12 @@ INPUTS: dict[str, tuple[str, str]] = {
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
 }
-MAX_NAMESPACE = 256  # characters; the server's limit
+MAX_NAMESPACE = 256  # The server allows so many characters.
 FP32_MAX = (2 - 2**-23) * 2.0**127
 RANGES: dict[str, tuple[float, float]] = {
     "INT32": (-(2**31), 2**31 - 1),
     "UINT64": (0, 2**64 - 1),
-    "FP32": (-FP32_MAX, FP32_MAX),  # neither are infinity and NaN numbers of JSON
+    "FP32": (-FP32_MAX, FP32_MAX),  # JSON has no infinity and no NaN.
 }
 
 
@@ -44,9 +44,16 @@ def check_namespace(namespace: str) -> None:
         raise ValueError(
             f"namespace has {len(namespace)} characters, the limit is {MAX_NAMESPACE}; send a hash of it, for example"
         )
-    if "\0" in namespace:  # the server sees a C string: what follows would be lost, and strangers share a namespace
+    # The server sees a C string: what follows would be lost, and strangers would share a namespace.
+    if "\0" in namespace:
         raise ValueError("namespace holds a zero character, which ends a text for the server; leave it out")
     check_text("namespace", namespace)
+
+
+def check_api_key(api_key: str) -> None:
+    """Raise ValueError for a key that no header can carry. The message does not hold the key."""
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ValueError("the API key holds a space or a character that is not printable ASCII; send the key alone")
 
 
 def check_text(name: str, text: str) -> None:
@@ -62,9 +69,10 @@ class Session:
     """
 
     id: int
-    start: bool = False  # create it, or forget what was known of it
-    end: bool = False  # forget it after this request
-    stop: bool = False  # generate nothing: interrupt what the session runs, and with `end` forget it
+    start: bool = False  # the server creates the session, or forgets what it knew of it
+    end: bool = False  # the server forgets the session after this request
+    # The server interrupts the turn that is running, generates nothing, and with `end` forgets the session.
+    stop: bool = False
     full_history: bool = True
 
 
@@ -92,7 +100,7 @@ class GenerateRequest:
     return_log_probs: bool | None = None
     stream: bool = True
     session: Session | None = None
-    namespace: str | None = None  # None: that of the client
+    namespace: str | None = None  # None stands for the client's own namespace
 
     def check(self) -> None:
         """Raise ValueError for what no server could accept."""
@@ -116,6 +124,7 @@ class GenerateRequest:
             if value is not None and value != []:
                 found[name] = (datatype, value if isinstance(value, list) else [value])
         if self.messages is not None:
+            found["text_input"] = ("BYTES", [""])  # the model asks for it always
             found["messages"] = ("BYTES", [json.dumps(self.messages, ensure_ascii=False)])
         for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
             found[name] = ("BOOL", [True])
@@ -146,10 +155,10 @@ class TextChunk:
     finish_reason: str | None = None
     num_output_tokens: int | None = None
     num_input_tokens: int | None = None
-    num_cached_tokens: int | None = None  # history and prompt tokens whose KV was still there
+    num_cached_tokens: int | None = None  # those of the history and the prompt whose KV was still there
     num_context_tokens: int | None = None  # prompt tokens that had to be computed
-    num_recomputed_tokens: int | None = None  # of these, computed before and lost meanwhile
-    first_token_time_ns: int | None = None  # of the server's monotonic clock
+    num_recomputed_tokens: int | None = None  # context tokens that had been computed before and were lost meanwhile
+    first_token_time_ns: int | None = None  # by the server's monotonic clock
     last_token_time_ns: int | None = None
     log_probs: list[float] | None = None
 
@@ -211,9 +220,9 @@ def _check_values(name: str, datatype: str, values: list[Any]) -> None:
     if datatype == "BYTES":
         for text in values:
             check_text(name, text)
-    least, greatest = RANGES.get(datatype, (0, 0))
-    if datatype in RANGES and not all(least <= value <= greatest for value in values):
-        raise ValueError(f"{name} is {values[0]}, allowed is {least} to {greatest}")
+    minimum, maximum = RANGES.get(datatype, (0, 0))
+    if datatype in RANGES and not all(minimum <= value <= maximum for value in values):
+        raise ValueError(f"{name} is {values[0]}, allowed is {minimum} to {maximum}")
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:

@@ -11,7 +11,7 @@ from client.messages import Completion, TextChunk
 class AnswerClock:
     """Collects the chunks of one answer and when they came."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
         self._first: float | None = None
@@ -33,7 +33,7 @@ class AnswerClock:
         whole = Completion.from_chunks(self.chunks)
         parts = [f"{whole.num_output_tokens} token{'s' * (whole.num_output_tokens != 1)}"]
         if self._first is not None:
-            # the server's clock where it tells: chunks may reach a busy client in a bunch
+            # The server's clock is used where the server tells it, because chunks may reach a busy client in a bunch.
             seconds = self._last - self._first if whole.generation_s is None else whole.generation_s
             if whole.num_output_tokens > 1 and seconds > 0:
                 parts.append(f"{(whole.num_output_tokens - 1) / seconds:.1f} tokens/s")

@@ -108,7 +108,7 @@ def _turn(console: Console, conversation: Conversation, text: str, *, first: boo
             clock.add(chunk)
             write(chunk.text)
     except KeyboardInterrupt:
-        stream.close()  # cancels the request; the conversation keeps what was shown
+        stream.close()  # This cancels the request. The conversation keeps what was shown.
         write(" ...")
     except ClientError as error:
         if first and error.code == "UNREACHABLE":

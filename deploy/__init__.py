@@ -6,5 +6,6 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-ROOT = Path(__file__).resolve().parent.parent  # of the checkout, or of the installed copy
-IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else pip or the container's image brought the packages alone
+ROOT = Path(__file__).resolve().parent.parent  # the root of the checkout, or of the installed copy
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()  # pip and the container's image bring the packages alone
+COMMAND = "./everbatch" if IS_CHECKOUT else "everbatch"  # how a user starts this program

@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
-QUICK_SCHEDULES = "200"  # of the engine simulation; a full run has 2,000
+QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run has 2,000
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-# the base of everything that parsing can raise; typer has its own copy of click from 0.2x on, and click's before
+# The base class of all errors of parsing. Older versions of typer take it from click, newer ones have a copy of their own.
 _UsageProblem: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 

@@ -25,10 +25,10 @@ from deploy.errors import UserError
 from deploy.ports import Ports, check_port
 
 State = Literal["ok", "warn", "fail"]
-SHM_WANTED = 64 << 20  # one region of a stub is 1 MB; prompts of many MB make it grow
+SHM_WANTED = 64 << 20  # A region of a stub has 1 MB, and prompts of many MB make it grow.
 MEMORY_WANTED = 2 << 30
 DISK_WANTED = 1 << 30
-GLIBC_WANTED = (2, 35)  # of the wheel
+GLIBC_WANTED = (2, 35)  # the least version that the binaries of the wheel run with
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 .venv is usable when .venv/everbatch.json names the hash of the present requirements. While pip works, .venv/incomplete
 exists: an environment that was interrupted is completed by running pip again, one whose Python does not run is made
 anew. Order of side effects: lock, look for a Python, install missing system packages (root on Debian only), venv, pip,
-stamp.
+stamp. Where .venv is a link, checkouts share the environment that it leads to, and so they share its lock.
 
 EVERBATCH_PYTHON=/path/to/python skips all of this and uses that interpreter as it is.
 """
@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from deploy.errors import SetupError
 from deploy.interpreter import Interpreter, find_interpreter
@@ -28,7 +29,7 @@ from deploy.progress import Progress
 
 def main(root: str, arguments: list[str]) -> None:
     """Make the environment if need be and become `python -m deploy.cli`. Does not return."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip is ended with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM raises too, so that pip is ended with us
     try:
         python = os.environ.get("EVERBATCH_PYTHON") or str(ensure(Path(root)))
     except SetupError as error:
@@ -52,17 +53,29 @@ def ensure(root: Path) -> Path:
     wanted = requirements_hash(root)
     if is_complete(venv, wanted):
         return venv / "bin" / "python"
-    (root / ".run").mkdir(exist_ok=True)
     progress = Progress()
-    with open(root / ".run" / "environment.lock", "w") as lock:
+    with _open_lock(venv) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             progress.step("waiting for another everbatch that makes the environment")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_complete(venv, wanted):
-            make(root, venv, wanted, progress, lock.fileno())
+            make(root, venv.resolve(), wanted, progress, lock.fileno())
     return venv / "bin" / "python"
+
+
+def _open_lock(venv: Path) -> TextIO:
+    """The file whose lock is held while the environment is made: beside what `venv` is or leads to. Raises SetupError."""
+    path = venv.resolve().parent / ".run" / "environment.lock"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        raise SetupError(
+            f"{path} cannot be written ({error.strerror}), so the environment cannot be brought up to date; let its owner "
+            "run ./everbatch there, or remove .venv to get one of your own"
+        ) from None
 
 
 def requirements_hash(root: Path) -> str:
@@ -77,7 +90,7 @@ def is_complete(venv: Path, wanted: str) -> bool:
     """True if the environment carries the stamp of these requirements and its Python exists. Reads two small files."""
     try:
         stamp = json.loads((venv / "everbatch.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # There is no stamp, or one that was not written to its end.
         return False
     return (
         stamp.get("requirements") == wanted
@@ -92,14 +105,14 @@ def make(root: Path, venv: Path, wanted: str, progress: Progress, lock: int) -> 
     """
     if not runs(venv / "bin" / "python"):
         interpreter = find_interpreter(root, progress)
-        check_disk(root)
+        check_disk(venv.parent)
         progress.step(f"making {venv.name} with Python {interpreter.version} ({interpreter.path})")
         _make_venv(interpreter, venv)
     elif not (venv / "incomplete").exists() and missing_pins(root, venv) == []:
-        _stamp(venv, wanted)  # made by hand with the same pins: adopt it
+        _stamp(venv, wanted)  # An environment that was made by hand with the same pins is adopted.
         return
     (venv / "incomplete").touch()
-    check_disk(root)
+    check_disk(venv.parent)
     pip(venv, _requirement_flags(root), progress, "installing packages (about 1.5 GB on disk, once)", lock)
     server = ["--no-deps", "-r", str(root / "requirements" / SERVER_REQUIREMENTS)]
     pip(venv, server, progress, "installing tritonserver (30 MB)", lock)
@@ -132,15 +145,15 @@ def runs(python: Path) -> bool:
     """True if the interpreter starts and has pip."""
     try:
         return subprocess.run([str(python), "-c", "import pip"], capture_output=True, check=False).returncode == 0
-    except OSError:
+    except OSError:  # There is no such file, or one that cannot be executed.
         return False
 
 
-def check_disk(root: Path) -> None:
-    """Raise SetupError when the environment would not fit."""
-    free = shutil.disk_usage(root).free
+def check_disk(place: Path) -> None:
+    """Raise SetupError when the environment would not fit on the file system of `place`."""
+    free = shutil.disk_usage(place).free
     if free < NEEDED_BYTES:
         raise SetupError(
-            f"{free / 1e9:.1f} GB are free under {root}, the environment needs {NEEDED_BYTES / 1e9:.1f} GB; "
+            f"{free / 1e9:.1f} GB are free under {place}, the environment needs {NEEDED_BYTES / 1e9:.1f} GB; "
             "free some space"
         )

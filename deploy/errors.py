@@ -19,7 +19,7 @@ class ServerFailed(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, log_tail: str = "", *, by_chance: bool = False):
+    def __init__(self, message: str, log_tail: str = "", *, by_chance: bool = False) -> None:
         super().__init__(message)
         self.log_tail = log_tail
         self.by_chance = by_chance

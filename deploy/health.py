@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-SILENT_S = 1.25  # five signs of life that did not come
+SILENT_S = 1.25  # the time of five signs of life
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read(directory: Path, now_ns: int) -> list[Report]:
             age_s = (now_ns - int(sign["at_ns"])) / 1e9
             found.append(Report(path.name, str(sign["state"]), int(sign["pid"]), age_s))
         except (OSError, ValueError, KeyError, TypeError):
-            continue
+            continue  # The file is no sign of life of ours (see above), or was removed since the directory was listed.
     return found
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from deploy.errors import SetupError
 from deploy.progress import Progress
 
-VERSIONS = ("3.11", "3.12")  # those with a stub in the wheel and a numpy < 2
+VERSIONS = ("3.11", "3.12")  # For these the wheel has a stub, and there is a numpy < 2.
 _PROBE = (
     "import json,sys,importlib.util as u;"
     "sys.path.insert(0,sys.argv[1]);from deploy import libpython;"
@@ -51,7 +51,7 @@ def find_interpreter(root: Path, progress: Progress) -> Interpreter:
             f"no CPython {' or '.join(VERSIONS)} found on PATH, in /usr/bin, /usr/local/bin or ~/.pyenv; "
             "install one, on Debian with: apt-get install -y python3.11-venv libpython3.11"
         )
-    best = min(found, key=lambda interpreter: len(interpreter.missing_packages))  # the first of equals
+    best = min(found, key=lambda interpreter: len(interpreter.missing_packages))  # min() takes the first of equals
     if best.missing_packages:
         install_system_packages(best.missing_packages, progress)
         best = inspect(root, best.path) or best

@@ -21,8 +21,8 @@ from deploy.processes import RUN_ID_VARIABLE
 
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
-INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # as requirements/server.txt has it
-SECRET_FLAGS = {  # by the variable that holds the flag; see deploy/secret_flags.py
+INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
+SECRET_FLAGS = {  # name of the variable that holds the flag -> the flag without the key; see deploy/secret_flags.py
     "EVERBATCH_HTTP_RESTRICTION": f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}=",
     "EVERBATCH_GRPC_RESTRICTION": f"--grpc-restricted-protocol={RESTRICTED_APIS}:{ADMIN_HEADER}=",
 }
@@ -132,7 +132,8 @@ def environment(
     variables = dict(os.environ if base is None else base)
     python = Path(sys.executable)
     variables["PATH"] = _prepend(str(python.parent), variables.get("PATH", os.defpath))
-    variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))  # for children; stubs ignore it
+    # The engine process needs it. Stubs ignore it.
+    variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))
     if installation.wheel is not None:
         for directory in libpython.search_path():
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))

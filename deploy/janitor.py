@@ -16,7 +16,7 @@ from deploy.processes import kill_run, remove_shared_memory
 
 def main(arguments: list[str]) -> int:
     run_id, shm_prefix = arguments[0], arguments[1]
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it must outlive the launcher
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # The janitor must outlive the launcher.
         signal.signal(ignored, signal.SIG_IGN)
     while sys.stdin.buffer.read(1):
         pass

@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-KEPT = 10  # the one that is being written included
+KEPT = 10  # files, of which one is being written
 MAX_BYTES = 64 << 20
-DISK_SHARE = 32  # a file takes at most this part of its file system, so all of them less than a third
+DISK_SHARE = 32  # A file takes at most a 32nd of its file system, so all of them take less than a third.
 
 
 def begin(path: Path) -> BinaryIO:
@@ -23,6 +23,18 @@ def begin(path: Path) -> BinaryIO:
         _make_room(path)
         path.rename(_numbered(path, 1))
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "ab", buffering=0)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line of the launcher's own to the log that a server is writing. Does nothing where there is no log."""
+    if path.is_file():
+        with path.open("ab", buffering=0) as file:
+            file.write(f"everbatch: {line}\n".encode())
+
+
+def where(path: Path) -> str:
+    """The place of the log of a server that has to end, in words: the next start puts the log aside."""
+    return f"the log is {path}, and {_numbered(path, 1).name} beside it once the server is started again"
 
 
 def cut_if_long(path: Path) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from deploy.processes import read_stat
 
-MAX_STACK_BYTES = 64 << 30  # times 256 threads: an eighth of the address space
+MAX_STACK_BYTES = 64 << 30  # 256 stacks of this size take an eighth of the address space.
 MIN_STACK_BYTES = 8 << 20  # Linux's own default
-THREADS = 256  # of a server under load; about 130 when idle
+THREADS = 256  # A server under load has so many; one that is idle has about 130.
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
+_CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits, with version 2
 
 
 def stack_bytes() -> int:
@@ -59,11 +59,11 @@ def spare_children_the_stack(pid: int) -> None:
             stat = read_stat(pid)
             if stat is None or stat.state in "ZX" or time.monotonic() > deadline:
                 return
-            time.sleep(0.002)
+            time.sleep(0.002)  # No process but a tracer is told of another's new threads.
         _, hard = resource.prlimit(pid, resource.RLIMIT_STACK)
         soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
         resource.prlimit(pid, resource.RLIMIT_STACK, (soft, hard))
-    except (FileNotFoundError, ProcessLookupError):  # it has ended, and whoever waits for it says why
+    except (FileNotFoundError, ProcessLookupError):  # It has ended, and whoever waits for it says why.
         return
 
 
@@ -99,5 +99,5 @@ def _cgroup_number(name: str, otherwise: int) -> int:
     """A limit of the container's own; `otherwise` where there is none ("max", version 1, the root group)."""
     try:
         return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # There is no such file, or no number in it ("max").
         return otherwise

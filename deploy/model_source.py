@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 
 DEFAULT_MODEL = ROOT / "models" / "default"
-# As the hub allows them: no "..", no "--", no dot or dash at an end, at most 96 characters.
+# What the hub allows as a name: no "..", no "--", no dot or dash at an end, at most 96 characters.
 HUB_ID = re.compile(r"(?!.*(\.\.|--))(?=.{3,96}\Z)\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 
@@ -48,15 +47,15 @@ def _existing(name: str) -> Path | None:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, UnicodeError):  # a zero byte, or what no file can be called
+    except (ValueError, UnicodeError):  # The name holds a zero byte, or something else that no file can be called.
         raise UserError(
             f"--model {shown(name)}: no directory can have this name; give the path of a directory"
         ) from None
-    except RuntimeError:  # of expanduser
+    except RuntimeError:  # expanduser() knows no such user.
         raise UserError(f"--model {shown(name)}: there is no such user; give the path of a directory") from None
     except OSError as error:
         raise UserError(
-            f"--model {shown(name)}: cannot be looked up ({os.strerror(error.errno)}); give the path of a directory"
+            f"--model {shown(name)}: cannot be looked up ({error.strerror}); give the path of a directory"
         ) from None
     return path
 
@@ -65,7 +64,7 @@ def _check_directory(path: Path, message: str) -> Path:
     try:
         is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
     except OSError as error:
-        raise UserError(f"{message} ({os.strerror(error.errno)})") from None
+        raise UserError(f"{message} ({error.strerror})") from None
     if not is_checkpoint:
         raise UserError(message)
     return path.resolve()
@@ -73,7 +72,7 @@ def _check_directory(path: Path, message: str) -> Path:
 
 def _download(hub_id: str) -> Path:
     """Fetch the files that are used: configuration, safetensors, tokenizer; never code and never pickles."""
-    from huggingface_hub import snapshot_download  # slow to import
+    from huggingface_hub import snapshot_download  # This import is slow, and few starts need it.
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

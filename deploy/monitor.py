@@ -2,28 +2,27 @@
 
 A thread looks four times a second. As soon as somebody is not well it lets Triton say "not ready" (deploy/readiness.py), and
 "ready" again when everybody is. failure() says when the server should end: an engine that was given up, a stub or a
-tritonserver that has been silent for as long as the watchdog allows.
+tritonserver that has been silent for as long as the watchdog allows. Ends of the engine process, which its owner starts
+again by itself, are only told.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from deploy import health, log_files, probe
+from deploy.engine_events import EngineEvents
 from deploy.errors import Failure
 from deploy.processes import Process
-from deploy.readiness import Readiness
+from deploy.readiness import EXPLANATION, Readiness
 
 POLL_S = 0.25
 LIVE_EVERY_S = 1.0
 LIVE_TIMEOUT_S = 1.0
-PAUSE_S = 2.0  # a wait that took so much longer than asked: this process or the whole machine was stopped
-
-log = logging.getLogger("everbatch.monitor")
+PAUSE_S = 2.0  # After a wait that took so much longer than asked, this process or the whole machine had been stopped.
 
 
 class Monitor:
@@ -37,10 +36,14 @@ class Monitor:
         readiness: Readiness,
         dead_stubs: Callable[[], list[Process]],
         watchdog_s: float,
-    ):
-        """`directory`: where the stubs leave their signs of life."""
+        on_event: Callable[[str], None],
+    ) -> None:
+        """`directory`: where the stubs leave their signs of life. `on_event` is called with a sentence for the user, in the
+        monitor's thread.
+        """
         self._url, self._directory, self._log_path = url, directory, log_path
         self._readiness, self._dead_stubs, self._watchdog_s = readiness, dead_stubs, watchdog_s
+        self._on_event, self._engine_events = on_event, EngineEvents(log_path)
         self._verdict = health.Verdict()
         self._answered_at = time.monotonic()
         self._trust_after = self._next_live = 0.0
@@ -61,7 +64,7 @@ class Monitor:
         verdict, silent_s = self._verdict, time.monotonic() - self._answered_at
         if verdict.given_up is not None:
             return Failure(
-                f"the engine of model {verdict.given_up} ended too often and was given up; the log says why it ended",
+                f"the engine of model {verdict.given_up} ended too often and was given up; the log is {self._log_path}",
                 final=True,
             )
         if verdict.silent is not None and verdict.silent.age_s > self._watchdog_s:
@@ -77,6 +80,8 @@ class Monitor:
 
     def _look(self) -> None:
         now = time.monotonic()
+        for event in self._engine_events.fresh():
+            self._on_event(f"{event}; the log is {self._log_path}")
         if now >= self._trust_after:
             self._verdict = health.judge(health.read(self._directory, time.monotonic_ns()))
         self._tell(self._verdict.unready is None and not self._dead_stubs())
@@ -105,13 +110,14 @@ class Monitor:
         was = self._readiness.told_ready
         try:
             self._readiness.tell(ready)
-        except probe.ProbeFailed as failure:  # a server that is stopped or ending; the next look tries again
+        except probe.ProbeFailed as failure:  # The server is stopped or ending. The next look tries again.
             if not self._refused:
-                log.warning("the server was not told that it is %s: %s", "ready" if ready else "not ready", failure)
+                self._on_event(f"the server was not told that it is {'ready' if ready else 'not ready'}: {failure}")
             self._refused = True
             return
         self._refused = False
         if was and not ready:
-            log.warning("not ready: %s", self._verdict.unready or "a stub has ended")
+            log_files.append(self._log_path, EXPLANATION)
+            self._on_event(f"not ready: {self._verdict.unready or 'a stub has ended'}")
         elif ready and not was:
-            log.warning("ready again")
+            self._on_event("ready again")

@@ -14,8 +14,8 @@ from deploy.errors import SetupError
 from deploy.progress import Progress
 
 REQUIREMENTS = ("run.txt", "test.txt", "bench.txt")
-SERVER_REQUIREMENTS = "server.txt"  # installed with --no-deps
-NEEDED_BYTES = 2_500_000_000  # of disk for the environment, pip's temporary files included
+SERVER_REQUIREMENTS = "server.txt"  # pip installs it with --no-deps
+NEEDED_BYTES = 2_500_000_000  # disk space that the environment takes while pip works, with pip's temporary files
 _SIZE = re.compile(r"\([\d.]+ ?[kMG]?B\)")
 
 
@@ -62,7 +62,7 @@ def pip(venv: Path, arguments: list[str], progress: Progress, title: str, lock: 
                 output.append(line)
                 if action := describe(line):
                     progress.note(action)
-        except BaseException:
+        except BaseException:  # pip must not go on alone, whatever ends us: Ctrl-C or SIGTERM, for example.
             process.terminate()
             raise
     if process.returncode != 0:

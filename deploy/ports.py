@@ -75,6 +75,24 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
+def seen_from_elsewhere(host: str) -> str | None:
+    """The address of this machine for others, where `host` means every interface: the one with which this machine would
+    reach the network. None for any other `host`, and where there is no network. Sends nothing.
+    """
+    # Nobody has these addresses: they are reserved for documents.
+    documentation = {"0.0.0.0": "192.0.2.1", "": "192.0.2.1", "::": "2001:db8::1"}
+    if host not in documentation:
+        return None
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as unconnected:
+            # A datagram socket sends nothing here, and only looks up the route.
+            unconnected.connect((documentation[host], 9))
+            return str(unconnected.getsockname()[0])
+    except OSError:  # No network has a route to anywhere, so nobody is elsewhere.
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens on `host`. Asks the resolver; unknown names are not."""
     try:

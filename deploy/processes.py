@@ -43,16 +43,16 @@ def read_stat(pid: int) -> Stat | None:
     """The fields of /proc/PID/stat that are used here, or None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError):  # There is no such process, which None says.
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name may hold spaces and brackets
+    fields = text[text.rindex(")") + 2 :].split()  # The name of a process may hold spaces and brackets.
     return Stat(state=fields[0], parent=int(fields[1]), start=int(fields[19]))
 
 
 def _read_proc(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:  # The process has gone meanwhile, or belongs to another user: in both cases it is none of ours.
         return b""
 
 
@@ -98,8 +98,19 @@ def send_signal(process: Process, signal_number: int) -> None:
         return
     try:
         os.kill(process.pid, signal_number)
-    except ProcessLookupError:
+    except ProcessLookupError:  # It ended since the line above, so there is nothing to signal any more.
         pass
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, from its exit status as subprocess gives it: negative for the signal that ended it."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = f" ({signal.Signals(-status).name})"
+    except ValueError:  # Real-time signals have no names.
+        name = ""
+    return f"was ended by signal {-status}{name}"
 
 
 def kill_run(
@@ -111,13 +122,14 @@ def kill_run(
     spared, ours = set(spare), set(known)
     deadline = time.monotonic() + timeout_s
     while True:
-        ours.update(processes_of_run(run_id))  # one that is ending has no environment any more, and still is there
+        # `known` is needed because a process that is ending has no environment any more.
+        ours.update(processes_of_run(run_id))
         left = [process for process in ours if process.pid not in spared and process.alive()]
         if not left or time.monotonic() > deadline:
             return [process.pid for process in left]
         for process in left:
             send_signal(process, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.02)  # Until it is over, any of them may start another one, so all are looked for again.
 
 
 def shared_memory_files(prefix: str) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import TextIO
 class Progress:
     """Steps that take a while, on standard error, with the seconds since the first one."""
 
-    def __init__(self, stream: TextIO | None = None):
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()

@@ -25,7 +25,7 @@ class QuantizeOptions:
     scheme: str
     output: Path
     kv: str | None = None
-    calibration: str | None = None  # a file, or "none"
+    calibration: str | None = None  # path of a file, or "none"
     group: int | None = None
 
 
@@ -37,7 +37,7 @@ def quantize(options: QuantizeOptions) -> int:
             while True:
                 try:
                     return process.wait()
-                except KeyboardInterrupt:  # a terminal's Ctrl-C has reached it, too; it cleans up
+                except KeyboardInterrupt:  # A terminal's Ctrl-C has reached the process, too. It cleans up and ends.
                     process.terminate()
         finally:
             signal.signal(signal.SIGTERM, previous)

@@ -19,15 +19,16 @@ from deploy import probe
 from deploy.invocation import ADMIN_HEADER
 
 SENTINEL = "everbatch_not_ready"
+EXPLANATION = f"the errors about a model {SENTINEL} are intended: by them /v2/health/ready says that it is not ready"
 TIMEOUT_S = 2.0
-_FILE = {"file:1/sentinel": ""}  # a version directory with a file: without one Triton looks for the model on the disk
+_FILE = {"file:1/sentinel": ""}  # Without a version directory with a file in it Triton looks for the model on the disk.
 _TENSOR = {"name": "unused", "data_type": "TYPE_INT32", "dims": [1]}
 
 
 class Readiness:
     """Switches the readiness that one server tells. Not thread-safe."""
 
-    def __init__(self, url: str, admin_key: str, model: str | None):
+    def __init__(self, url: str, admin_key: str, model: str | None) -> None:
         """`model`: any model of the server, for the ensemble; None = a server without one is left as it is."""
         self._url = url
         self._headers = {ADMIN_HEADER: admin_key}
@@ -43,7 +44,7 @@ class Readiness:
             self._post("unload", {}, (200,))
         else:
             broken = {"backend": SENTINEL, "input": [_TENSOR], "output": [_TENSOR]}
-            self._post("load", {"config": json.dumps(broken), **_FILE}, (400,))  # the load must fail
+            self._post("load", {"config": json.dumps(broken), **_FILE}, (400,))  # 400: the load has failed, as it must
         self.told_ready = ready
 
     def _post(self, action: str, parameters: dict[str, str], expected: tuple[int, ...]) -> None:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.config import EngineConfig
-from deploy import ROOT
+from deploy import COMMAND, ROOT
+from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.triton_server import TritonServer
 
 DEFAULT_MODEL = ROOT / "models" / "default"
@@ -41,10 +42,25 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
+    """(name, address) of each port. A server that listens on every interface has an address for this machine and one for
+    others.
+    """
+    found = []
+    for suffix, address in (("", reachable(host)), (" from elsewhere", seen_from_elsewhere(host))):
+        if address is not None:
+            name = url_host(address)
+            found.append(("HTTP", f"http://{name}:{ports.http}{suffix}"))
+            found.append(("gRPC", f"{name}:{ports.grpc}{suffix}"))
+            if not suffix:  # Others have no business with the metrics (docs/behind-a-proxy.md).
+                found.append(("metrics", f"http://{name}:{ports.metrics}/metrics"))
+    return found
+
+
 class ConsoleReporter:
     """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
 
-    def __init__(self, console: Console, server: TritonServer):
+    def __init__(self, console: Console, server: TritonServer) -> None:
         self._console = console
         self._server = server
         self._phase: str | None = None
@@ -57,33 +73,44 @@ class ConsoleReporter:
         self._finish_phase(now)
         self._phase, self._phase_began = text, now
         if self._console.is_terminal:
-            self._console.print(f"[dim]  ...  {text}[/dim]", end="\r")
+            self._console.print(f"[dim]  ...  {escape(text)}[/dim]", end="\r")
 
     def ready(self) -> None:
         now = time.monotonic()
         self._finish_phase(now)
         server, curl = self._server, '{"text_input": "def main(", "max_tokens": 64, "stream": true}'
         port = f" --url {server.grpc_url}" if server.ports.grpc != 8001 else ""
-        self._console.print(f"[green]ready[/green] after {now - self._began:.1f} s, with one token generated\n")
-        for name, value in (("HTTP", server.http_url), ("gRPC", server.grpc_url), ("metrics", server.metrics_url)):
+        self._line(f"[green]ready[/green] after {now - self._began:.1f} s, with one token generated\n")
+        for name, value in addresses(server.host, server.ports):
             self._console.print(f"  {name:<8} {value}", highlight=False)
         self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
         self._example(f"curl -N {server.http_url}/v2/models/ensemble/generate_stream -d '{curl}'")
-        self._example(f'./everbatch generate "import os" --max-tokens 64{port}')
-        self._example(f"./everbatch chat{port}")
+        self._example(f'{COMMAND} generate "import os" --max-tokens 64{port}')
+        self._example(f"{COMMAND} chat{port}")
         self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
 
     def problem(self, text: str) -> None:
         self._phase = None
-        self._console.print(f"[red]{escape(text)}[/red]", soft_wrap=True)
+        self._line(f"[red]{escape(text)}[/red]")
+
+    def event(self, text: str) -> None:
+        """Something that the server lives through. Any thread may call it."""
+        self._line(f"[yellow]{escape(text)}[/yellow]")
 
     def stopping(self) -> None:
-        self._console.print("stopping: running requests may finish; Ctrl-C again stops at once")
+        self._line("stopping: running requests may finish; Ctrl-C again stops at once")
+
+    def stopped(self) -> None:
+        self._line("stopped; no process of it is left")
 
     def _finish_phase(self, now: float) -> None:
         if self._phase is not None:
-            self._console.print(f"  {now - self._phase_began:5.1f} s  {self._phase}", highlight=False)
+            self._line(f"{now - self._phase_began:5.1f} s  {escape(self._phase)}")
         self._phase = None
+
+    def _line(self, markup: str) -> None:
+        """One event, with the time of day in front."""
+        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {markup}", highlight=False, soft_wrap=True)
 
     def _example(self, command: str) -> None:
         self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from backend.api.config import EngineConfig
 from deploy import IS_CHECKOUT, ROOT
 from deploy.errors import UserError
 
-MAX_SOCKET_PATH = 100  # bytes; sun_path holds 108 with the closing zero, and ranks append a suffix
+MAX_SOCKET_PATH = 100  # bytes: sun_path holds 108 with the closing zero, and ranks append a suffix
 _DECOUPLED = re.compile(r"\bdecoupled\s*:\s*(?:true|false)", re.IGNORECASE)
 
 
@@ -70,7 +70,7 @@ def write_config(directory: Path, config: EngineConfig) -> Path:
 def socket_directory(directory: Path) -> tuple[Path, bool]:
     """Where engine.sock may lie, and whether that is a temporary directory made for it (the caller removes it)."""
     if len(os.fsencode(directory / "engine.sock")) <= MAX_SOCKET_PATH:
-        for stale in (directory / "engine.sock", directory / "owner.pid"):  # of an engine that was killed
+        for stale in (directory / "engine.sock", directory / "owner.pid"):  # An engine that was killed has left them.
             stale.unlink(missing_ok=True)
         return directory, False
     return Path(tempfile.mkdtemp(prefix="everbatch-")), True
@@ -102,7 +102,7 @@ def compile_models(source: Path) -> None:
     for path in sorted(source.glob("*/*/model.py")):
         try:
             py_compile.compile(str(path), quiet=2)
-        except OSError:  # a directory that is not ours to write: no stub writes to it either
+        except OSError:  # The directory is not ours to write, so no stub writes to it either.
             continue
 
 

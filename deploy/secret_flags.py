@@ -40,7 +40,7 @@ def visible(command: list[str], variables: Mapping[str, str]) -> list[str]:
 
 def trace_me() -> bool:
     """In the child: stop at the next exec and wait for reveal() of the parent. False where that is not allowed."""
-    return _libc().ptrace(_TRACEME, 0, 0, 0) == 0
+    return bool(_libc().ptrace(_TRACEME, 0, 0, 0) == 0)
 
 
 def reveal(pid: int) -> None:
@@ -57,7 +57,7 @@ def reveal(pid: int) -> None:
 
 def point_at_variables(pid: int) -> None:
     """Let each `@NAME` in the argv of a process that has not begun to run point at the text of its variable NAME."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the third field and those after it
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third field on
     start_of_stack, env_start, env_end = int(fields[25]), int(fields[47]), int(fields[48])
     memory = os.open(f"/proc/{pid}/mem", os.O_RDWR)
     try:
@@ -65,7 +65,8 @@ def point_at_variables(pid: int) -> None:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         for index, word in enumerate(words):
             if word.startswith(MARK.encode()) and word[1:] in where:
-                os.pwrite(memory, _WORD.pack(where[word[1:]]), start_of_stack + 8 * (index + 1))  # argc comes first
+                # On the stack argc lies before argv[0].
+                os.pwrite(memory, _WORD.pack(where[word[1:]]), start_of_stack + 8 * (index + 1))
     finally:
         os.close(memory)
 
@@ -91,7 +92,7 @@ def _wait_for_the_stop(pid: int) -> None:
             raise NotTraced("it has ended")
         if _runs_with_visible_flags(pid):
             raise NotTraced("tracing is not allowed here")
-        time.sleep(0.001)
+        time.sleep(0.001)  # A wait without WNOHANG would not see a child that runs on untraced, and has no time limit.
     raise NotTraced(f"it did not begin within {_WAIT_S:.0f} s")
 
 

@@ -47,7 +47,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
     if not name and options.model_repository.resolve() != DEFAULT_REPOSITORY.resolve():
-        return config  # a repository of the user's own may need no checkpoint of ours
+        return config  # A repository of the user's own may need no checkpoint of ours.
     path = str(resolve_model(name))
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
@@ -64,6 +64,8 @@ def serve(options: ServeOptions, console: Console) -> int:
         host=options.host,
         exit_timeout_s=options.exit_timeout_s,
     )
+    reporter = ConsoleReporter(console, server)
+    server.on_event = reporter.event
     for line in effective(config):
         console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
     changed = " ".join(f"--set {setting}" for setting in differences(config))
@@ -73,18 +75,18 @@ def serve(options: ServeOptions, console: Console) -> int:
     with StopSignals() as signals:
         if options.verbose:
             threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
-        status = supervise(server, ConsoleReporter(console, server), signals, options.ready_timeout_s)
-    console.print("stopped; no process of it is left")
+        status = supervise(server, reporter, signals, options.ready_timeout_s)
+    reporter.stopped()
     return status
 
 
 def exposed(options: ServeOptions) -> str:
     """What to know before others can reach the server."""
     return (
-        f"warning: others reach this server on {options.host}; Triton limits neither who asks nor how much: some bodies of "
-        "a few MB end it. Let only a proxy with a body limit of 1 MB, time limits, TLS and keys reach ports "
-        f"{options.ports.http} and {options.ports.grpc}, and nobody {options.ports.metrics} "
-        "(deploy/nginx.conf is one for nginx; docs/behind-a-proxy.md)"
+        f"warning: others reach this server on {options.host}, and no authentication is in front of it: Triton asks nobody "
+        "for a key and limits no request, and some bodies of a few MB end it. Let only a proxy with a body limit of 1 MB, "
+        f"time limits, TLS and keys reach ports {options.ports.http} and {options.ports.grpc}, and nobody "
+        f"{options.ports.metrics} (deploy/nginx.conf is one for nginx; docs/behind-a-proxy.md)"
     )
 
 
@@ -99,4 +101,5 @@ def _follow(path: Path, console: Console) -> None:
                 file.seek(position)
                 console.out(file.read().decode(errors="replace"), end="", highlight=False)
                 position = file.tell()
+        # The log may be emptied or replaced at any time, so it is looked at again rather than waited for.
         time.sleep(0.2)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from deploy.readiness import SENTINEL
+
 TAIL_BYTES = 64 << 10
-_NOISE = (  # normal on a machine without a GPU, and Triton's tables and progress messages
+_NOISE = (  # what is normal without a GPU, Triton's tables and progress messages, and the switch of readiness
     re.compile(r"^I\d{4} "),
     re.compile(r"^[+|]"),
     re.compile(
         r"CudaDriverHelper has not been initialized|Unable to allocate pinned system memory|DCGM unable to start"
     ),
     re.compile(r"^Error: Failed to initialize NVML|everbatch: Python environment"),
+    re.compile(SENTINEL),
 )
 _REASON = re.compile(r"(?:ConfigError|EngineUnavailable): (.+)$")
 _UNLOADING = "All models are stopped, unloading models"
-_BY_CHANCE = "boost::interprocess::lock_exception"  # a stub and Triton, at their first message; seen once
+# It was seen once, between a stub and Triton at their first message.
+_BY_CHANCE = "boost::interprocess::lock_exception"
 _ENGINE_PHASE = re.compile(r"everbatch\.supervisor: engine: (.+)$")
 
 

@@ -22,13 +22,13 @@ from typing import Protocol, Self
 from deploy.errors import Failure, ServerFailed
 from deploy.triton_server import StartCancelled
 
-MAX_FAILURES = 5  # in a row, without being ready in between
+MAX_FAILURES = 5  # failures in a row, without being ready in between
 MAX_FIRST_STARTS = 3
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 MIN_RESTART_S = 60.0
-RESTART_FACTOR = 3.0  # of the first start
+RESTART_FACTOR = 3.0  # A restart may take so many times as long as the first start took.
 POLL_S = 0.25
 
 
@@ -89,7 +89,7 @@ class StopSignals:
 class BackOff:
     """How long to wait after a failure, and when to give up."""
 
-    def __init__(self, limit: int = MAX_FAILURES, window_s: float = WINDOW_S):
+    def __init__(self, limit: int = MAX_FAILURES, window_s: float = WINDOW_S) -> None:
         self.limit, self.window_s = limit, window_s
         self._in_a_row = 0
         self._times: deque[float] = deque()
@@ -112,7 +112,7 @@ class BackOff:
 class _Supervision:
     """One run of supervise()."""
 
-    def __init__(self, server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float):
+    def __init__(self, server: Server, reporter: Reporter, signals: StopSignals, ready_timeout_s: float) -> None:
         self.server, self.reporter, self.signals = server, reporter, signals
         self.timeout_s = self.first_timeout_s = ready_timeout_s
         self.starts = 0

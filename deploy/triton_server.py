@@ -14,6 +14,7 @@ enough.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -34,6 +35,7 @@ from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
     Process,
     catches,
+    describe_end,
     kill_run,
     processes_of_run,
     remove_shared_memory,
@@ -42,14 +44,15 @@ from deploy.processes import (
 )
 from deploy.readiness import Readiness
 
-SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own; each server appends its run id
-KILL_MARGIN_S = 2.0  # past the exit timeout, when an open gRPC stream still holds the server
+SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own prefix, to which each server appends its run id
+KILL_MARGIN_S = 2.0  # time past the exit timeout, for a server that an open gRPC stream still holds
 FOLLOWERS_S = 2.0
-UNLOAD_S = (
-    4.0  # once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then
-)
-# never unloads (seen with 24.10, about every third time): no use in waiting out the exit timeout
+# Once all requests are over. Triton's gRPC front may keep a finished request, and with it a model that then never unloads
+# (seen with 24.10, about every third time), so it is of no use to wait until the exit timeout is over.
+UNLOAD_S = 4.0
 _POLL_S = 0.1
+
+log = logging.getLogger("everbatch.server")
 
 
 class StartCancelled(Exception):
@@ -72,11 +75,14 @@ class TritonServer:
         probe_model: str | None = "ensemble",
         extra_flags: tuple[str, ...] = (),
         extra_environment: dict[str, str] | None = None,
-    ):
+        on_event: Callable[[str], None] = log.warning,
+    ) -> None:
         """Describe a server; nothing happens yet.
 
         `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text
         model that must generate one token before the server counts as ready; None asks the readiness endpoint only.
+        `on_event`: called with a sentence when something happens that the server lives through (an engine that ended, not
+        ready, ready again), in a thread of its own.
         """
         self.config = config
         self.host = host
@@ -84,8 +90,9 @@ class TritonServer:
         self.run_dir = Path(run_dir or rundir.default_run_directory(f"server-{self.ports.http}")).resolve()
         self.log_path = log_path or self.run_dir / "server.log"
         self.exit_timeout_s = exit_timeout_s
+        self.on_event = on_event
         self.admin_key = secrets.token_hex(16)
-        self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)  # .ci/run finds its own by it
+        self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)
         self._model_repository = model_repository
         self._probe_model = probe_model
         self._extra_flags = extra_flags
@@ -94,7 +101,7 @@ class TritonServer:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._temporary_socket_directory: Path | None = None
         self._stubs: list[Process] = []
-        self._known: list[Process] = []  # of ours when the stop began
+        self._known: list[Process] = []  # all processes of this server at the beginning of stop()
         self._health_directory: Path | None = None
         self._monitor: Monitor | None = None
         self._memory_limit: int | None = None
@@ -180,7 +187,7 @@ class TritonServer:
         on_phase("loading the models")
         while not probe.is_ready(self.http_url):
             self._check_start(deadline, timeout_s, cancelled)
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # Triton tells nobody that its models are loaded, so it is asked again.
             said = server_log.engine_phase(server_log.tail(self.log_path))
             if said is not None and said != phase:
                 phase = said
@@ -233,9 +240,9 @@ class TritonServer:
     def failure(self) -> Failure | None:
         """Why a server that was ready must be ended now; None = all is well, or wait_ready() has not returned yet."""
         if not self.running():
-            return Failure(f"tritonserver ended with status {self.exit_status}")
+            return Failure(f"tritonserver {describe_end(self.exit_status or 0)}; {log_files.where(self.log_path)}")
         if dead := self.dead_stubs():
-            return Failure(f"stub process {dead[0].pid} died")
+            return Failure(f"stub process {dead[0].pid} died; {log_files.where(self.log_path)}")
         if self._monitor is not None and (found := self._monitor.failure()):
             return found
         return self._too_large()
@@ -266,7 +273,7 @@ class TritonServer:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
+            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone.
             env={"PYTHONPATH": str(ROOT)},
         )
 
@@ -276,7 +283,7 @@ class TritonServer:
             try:
                 secret_flags.reveal(self.pid)
             except secret_flags.NotTraced:
-                pass  # it runs with its flags in sight, and has said so in the log; or it has ended, which is seen later
+                pass  # It runs with its flags in sight and has said so in the log, or it has ended, which is seen later.
             except OSError as error:
                 self._process.kill()
                 self._process.wait()
@@ -306,6 +313,7 @@ class TritonServer:
             Readiness(self.http_url, self.admin_key, model),
             self.dead_stubs,
             self.config.triton.watchdog_timeout_s,
+            self.on_event,
         )
         self._monitor.start()
 
@@ -317,7 +325,7 @@ class TritonServer:
     def _too_large(self) -> Failure | None:
         try:
             resident = memory.resident_bytes(self.pid)
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended; the next look says so
+        except (FileNotFoundError, ProcessLookupError):  # It has just ended, and the next look says so.
             return None
         if self._memory_limit is None or resident <= self._memory_limit:
             return None
@@ -333,7 +341,7 @@ class TritonServer:
             if reason := server_log.reason(server_log.tail(self.log_path)):
                 raise ServerFailed(reason)
             raise ServerFailed(
-                f"tritonserver ended with status {self.exit_status} while it started; the whole log is {self.log_path}",
+                f"tritonserver {describe_end(self.exit_status or 0)} while it started; the whole log is {self.log_path}",
                 self.log_tail(),
                 by_chance=server_log.died_by_chance(server_log.tail(self.log_path)),
             )
@@ -362,14 +370,12 @@ class TritonServer:
         deadline = time.monotonic() + timeout_s
         unloading = False
         while self.running() and time.monotonic() < deadline and not cancelled():
-            time.sleep(_POLL_S / 2)
+            time.sleep(_POLL_S / 2)  # Its end, a line of its log and `cancelled` are waited for, all three.
             if not unloading and server_log.is_unloading(server_log.tail(self.log_path)):
                 unloading, deadline = True, min(deadline, time.monotonic() + UNLOAD_S)
-        followers = min(
-            deadline, time.monotonic() + FOLLOWERS_S
-        )  # stubs and engine notice by themselves that it is gone
+        followers = min(deadline, time.monotonic() + FOLLOWERS_S)
         while processes_of_run(self.run_id) and time.monotonic() < followers and not cancelled():
-            time.sleep(_POLL_S / 2)
+            time.sleep(_POLL_S / 2)  # Stubs and engine end by themselves, and may start others until then.
 
     def _sweep(self) -> None:
         """Kill and remove whatever is left, then let the janitor go (it finds nothing to do)."""
@@ -384,7 +390,7 @@ class TritonServer:
             shutil.rmtree(self._temporary_socket_directory, ignore_errors=True)
             self._temporary_socket_directory = None
         if self._janitor is not None:
-            self._janitor.communicate()  # closes its input, which is what it waits for
+            self._janitor.communicate()  # This closes its input, which is what it waits for.
             self._janitor = None
         self._stubs = []
         if left:

@@ -33,7 +33,7 @@ listed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,13 +99,16 @@ class Penalties(NamedTuple):
 
 
 def allowed_of(mask: Tensor, vocab: int) -> Tensor:
-    """mask int32 [rows, words] -> bool [rows, vocab]."""
+    """Unpacks mask int32 [rows, words] to bool [rows, vocab]."""
     token = torch.arange(vocab, device=mask.device)
     return ((mask[:, token // 32] >> (token % 32)) & 1) > 0
 
 
 def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits float32 [rows, vocab], temperature [rows] -> int64 [rows, vocab], at most 2^40; 0 without a finite maximum."""
+    """Returns the weights int64 [rows, vocab], at most 2^40, of logits float32 [rows, vocab] at temperature [rows].
+
+    The weights of a row without a finite maximum are 0.
+    """
     maximum = logits.amax(1, keepdim=True)
     t = (maximum - logits).double() * (LOG2_E / temperature.double())[:, None]
     whole = (2.0**52 + 2.0**38 - t.nan_to_num(62.0).clamp(max=62) * 2.0**32).long()
@@ -143,7 +146,7 @@ def reference(logits: Tensor, rows: Rows, penalties: Penalties | None = None, ma
 
 
 def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None, mask: Tensor | None = None) -> Tensor:
-    """logits [rows, vocab] float32 or bfloat16, mask int32 [rows, ceil(vocab / 32)] -> token ids int64 [rows].
+    """Chooses token ids int64 [rows] from logits [rows, vocab] float32 or bfloat16; mask int32 [rows, ceil(vocab / 32)].
 
     A 0 bit of the mask forbids its token. Nothing passes a mask yet: it waits for guided decoding, rows 000-42
     to 000-47 of docs/features.md. Raises ValueError for a vocabulary that is too large.
@@ -179,7 +182,7 @@ def choose_tokens(logits: Tensor, rows: Rows, penalties: Penalties | None = None
 
 
 def _seen(penalties: Penalties | None, count: int, vocab: int) -> Tensor | None:
-    """[rows, vocab] int32: 2^30 if the token occurs in the row, plus its count in the output; 0 if it does not occur."""
+    """Returns int32 [rows, vocab]: 2^30 plus the count in the output for tokens that occur in the row, 0 for the others."""
     if penalties is None:
         return None
     length = penalties.tokens.shape[1]
@@ -210,7 +213,7 @@ def _count_kernel(
 
 @jit
 def _asked_of(temperature, top_k, top_p, min_p, row, vocab):
-    """(k, or vocab without a top-k; whether the row is greedy, whether it has filters, whether it needs all weights' sum)"""
+    """Returns (k, or vocab without a top-k; whether it is greedy, has filters, needs all weights' sum) of a row."""
     k = tl.load(top_k + row)
     greedy = (tl.load(temperature + row) == 0) | (k == 1)
     k = tl.where((k > 0) & (k < vocab), k, vocab)
@@ -246,7 +249,7 @@ def _maxima_of(maxima, row, groups, GROUPS: tl.constexpr):
 
 @jit
 def _masses_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima,  # as in _maxima_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima,  # see _maxima_kernel
     temperature,  # [rows] float32
     top_k,  # [rows] int64
     top_p, min_p,  # [rows] float64
@@ -279,9 +282,9 @@ def _masses_kernel(
 
 @jit
 def _choose_kernel(
-    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # as in _masses_kernel
+    logits, mask, seen, repetition, presence, frequency, maxima, temperature, top_k, top_p, min_p,  # see _masses_kernel
     seed, counter,  # [rows] int64
-    masses, tallies,  # as in _masses_kernel
+    masses, tallies,  # see _masses_kernel
     listed,  # [rows, groups] int32, scratch
     keys,  # [rows, vocab] int64, scratch
     out,  # [rows] int64
@@ -363,11 +366,19 @@ def variants() -> dict[str, Variant]:
     types |= {"keys": "*i64", "out": "*i64"} | dict.fromkeys(("repetition", "presence", "frequency"), "*fp32")
     types |= dict.fromkeys(("vocab", "groups", "chunks", "splits", "length"), "i32")
     types |= dict.fromkeys(("tokens", "slots", "num_prompt", "num_tokens"), "*i64")
-    sizes = {"GROUP": GROUP, "GROUPS": 2048, "CHUNK": CHUNK, "CHUNKS": 64, "LOOPS": 8, "SPLITS": 8, "TILE": TILE}
+    sizes: dict[str, object] = {
+        "GROUP": GROUP,
+        "GROUPS": 2048,
+        "CHUNK": CHUNK,
+        "CHUNKS": 64,
+        "LOOPS": 8,
+        "SPLITS": 8,
+        "TILE": TILE,
+    }
     sizes |= {"COEFFICIENTS": COEFFICIENTS}
     plain = dict.fromkeys(("mask", "seen", "repetition", "presence", "frequency"))
 
-    def variant(kernel: object, logits: str, given: dict[str, object]) -> Variant:
+    def variant(kernel: Any, logits: str, given: dict[str, object]) -> Variant:
         names = kernel.arg_names
         constants = {name: value for name, value in given.items() if name in names}
         kinds = {

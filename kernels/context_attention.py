@@ -83,7 +83,7 @@ TILES = {
     (90, True): Tiles(128, 64, 8, 3),
 }
 IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
-MIN_ROWS = 32  # the least number of rows that a kernel is compiled for, so that small batches share one
+MIN_ROWS = 32  # kernels are compiled for at least this many rows, so that small batches share one
 ARCHITECTURES = (80, 90)
 
 
@@ -127,12 +127,14 @@ def reference(
 
 
 def _read(pool: KVPool, blocks: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
+    """Reads the keys and the values of some cells, each float64 [cells, kv_heads, head_dim]."""
     if pool.params is None:
-        return pool.data[blocks, cells].double().unbind(1)
+        k, v = pool.data[blocks, cells].double().unbind(1)
+        return k, v
     q = unpack(pool.data[blocks, cells], pool.bits)  # [cells, 2, kv_heads, head_dim]
     scale, least = pool.params[blocks, cells].flatten(0, 2).unbind(1)
-    return dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
+    k, v = dequantize_rows(q.flatten(0, 2), scale, least).double().view(q.shape).unbind(1)
+    return k, v
 
 
 def context_attention(
@@ -145,7 +147,7 @@ def context_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [tokens, heads, head_dim] -> a new tensor like it. The KV of q's tokens must be in the pool already.
+    """Attends with q [tokens, heads, head_dim]; returns a new tensor like q. The KV of q's tokens must be in the pool already.
 
     pool     one layer's pool; a plain one has q's dtype
     starts   int32 [rows + 1]: row r's queries are tokens [starts[r], starts[r + 1]); tokens after the last row are undefined
@@ -183,7 +185,7 @@ def _constants(
     tiles: Tiles, head_dim: int, group: int, block_size: int, bits: int, window: int | None, rows: int
 ) -> dict[str, object]:
     width = head_dim // 2 if bits == 4 else head_dim
-    made = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
+    made: dict[str, object] = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
     made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
     return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}
 
@@ -383,9 +385,8 @@ def variants() -> dict[str, Variant]:
         else:
             constants["sinks"] = None
         instructions = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA" if many else "HMMA", "LDGSTS")}
-        options = {"instructions": instructions, "architectures": architectures}
-        warps, stages = tiles.num_warps, tiles.num_stages
-        return Variant(_context_attention_kernel, types, constants, warps, stages, tuple(strides), **options)
+        warps, stages, kernel = tiles.num_warps, tiles.num_stages, _context_attention_kernel
+        return Variant(kernel, types, constants, warps, stages, tuple(strides), instructions, architectures)
 
     return {
         "bf16": variant(16, 64),

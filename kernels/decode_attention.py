@@ -79,7 +79,9 @@ def decode_attention(
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> Tensor:
-    """q [rows, heads, head_dim] -> a new tensor like q. Raises ValueError unless head_dim is a power of two from 32 on.
+    """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
+
+    Raises ValueError unless head_dim is a power of two from 32 on.
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
     a query sees, its own included. pool is one layer's; a plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
@@ -108,7 +110,7 @@ def decode_attention(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
         **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
     )  # fmt: skip
-    if splits > 1:
+    if parts is not None and stats is not None:
         merge_splits(parts, stats, lengths, out, split_tokens, window, sinks)
     return out
 
@@ -136,7 +138,7 @@ def _for_values(
     ROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """x transposed to [ROW, N] and permuted: the columns that an eighth of the dot's threads holds are neighbours in x."""
+    """Transposes x to [ROW, N] and permutes it: the columns that an eighth of the dot's threads holds are neighbours in x."""
     return _apart(x, N, ROW, BITS).reshape(N, 8, ROW // 8).permute(2, 1, 0).reshape(ROW, N)
 
 
@@ -222,7 +224,9 @@ def _decode_kernel(
         q_sum += tl.sum(q_b.to(tl.float32), 0)
     q_sum *= scale
     m_i = tl.full([COLUMNS], float("-inf"), tl.float32)
-    l_i = tl.zeros([8, COLUMNS], tl.float32)  # in eight parts, as the threads hold them; added up at the end
+    l_i = tl.zeros(
+        [8, COLUMNS], tl.float32
+    )  # it is kept in eight parts, as the threads hold them, and added up at the end
     acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
     acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
     shift = tl.zeros([8, COLUMNS], tl.float32)  # a term to add to each element of acc at the end
@@ -312,7 +316,7 @@ def _decode_kernel(
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("q", "out"), "*bf16") | {"lengths": "*i32", "tables": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("parts", "stats"), "*fp32")
-    strides = ("stride_block", "stride_token", "stride_side", "stride_head")
+    strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 

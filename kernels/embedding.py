@@ -9,6 +9,8 @@ to the table's type; the product is computed in float32 and rounded once. Withou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ TILE = 1 << 10
 
 
 def reference(table: Tensor, ids: Tensor, scale: float | None = None, first: int = 0) -> Tensor:
-    """table [vocab, hidden], ids int64 [tokens] -> [tokens, hidden] in table's dtype."""
+    """Looks ids int64 [tokens] up in table [vocab, hidden]; returns [tokens, hidden] in table's dtype."""
     row = ids - first
     known = (row >= 0) & (row < len(table))
     y = torch.where(known[:, None], table[torch.where(known, row, 0)], 0)
@@ -29,7 +31,7 @@ def reference(table: Tensor, ids: Tensor, scale: float | None = None, first: int
 
 
 def embedding(table: Tensor, ids: Tensor, scale: float | None = None, first: int = 0) -> Tensor:
-    """table [vocab, hidden], ids int64 [tokens] -> [tokens, hidden] in table's dtype, a new tensor."""
+    """Looks ids int64 [tokens] up in table [vocab, hidden]; returns a new tensor [tokens, hidden] in table's dtype."""
     if not runs_on(table):
         return reference(table, ids, scale, first)
     vocab, hidden = table.shape
@@ -74,7 +76,7 @@ def _num_warps(block: int) -> int:
 def variants() -> dict[str, Variant]:
     types = {"table": "*bf16", "ids": "*i64", "out": "*bf16", "vocab": "i32", "hidden": "i32", "first": "i32"}
     block = _block(4096)
-    common = {
+    common: dict[str, Any] = {
         "divisible": ("vocab", "hidden"),
         "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128", "STG.E.128")),
     }

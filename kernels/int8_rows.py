@@ -28,7 +28,7 @@ class Int8Rows(NamedTuple):
 
 
 def reference(y: Tensor) -> Int8Rows:
-    """y [rows, k]."""
+    """Quantises y [rows, k]."""
     y = y.float()
     largest = y.abs().amax(1)
     largest = torch.where(largest < MIN_MAGNITUDE, 0.0, largest)
@@ -38,9 +38,10 @@ def reference(y: Tensor) -> Int8Rows:
 
 
 def group_sums(q: Tensor) -> Tensor:
-    """q int8 [rows, k] -> int32 [rows, ceil(k / GROUP)]."""
+    """Sums each group of GROUP columns of q int8 [rows, k]; returns int32 [rows, ceil(k / GROUP)]."""
     filled = F.pad(q, (0, -q.shape[1] % GROUP))
-    return filled.unflatten(1, (-1, GROUP)).sum(2, dtype=torch.int32)
+    grouped: Tensor = filled.unflatten(1, (-1, GROUP))
+    return grouped.sum(2, dtype=torch.int32)
 
 
 def empty(rows: int, k: int, device: torch.device) -> Int8Rows:

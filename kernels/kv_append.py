@@ -238,7 +238,7 @@ def _kv_append_kernel(
 def variants() -> dict[str, Variant]:
     types = dict.fromkeys(("qkv", "q", "pool"), "*bf16") | dict.fromkeys(("positions", "cells"), "*i64")
     types |= dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
-    strides = ("stride_block", "stride_token", "stride_side", "stride_head")
+    strides: tuple[str, ...] = ("stride_block", "stride_token", "stride_side", "stride_head")
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys(strides, "i32")
     without_norms = {"q_norm": None, "k_norm": None}
@@ -255,7 +255,8 @@ def variants() -> dict[str, Variant]:
     for name, (heads, kv_heads, head_dim, bits, norms) in shapes.items():
         config = _config(heads, kv_heads, head_dim)
         num_warps = config.pop("num_warps")
-        constants = config | {
+        constants: dict[str, object] = {
+            **config,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,

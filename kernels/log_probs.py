@@ -17,7 +17,7 @@ its neighbours.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class LogProbs(NamedTuple):
 
 
 def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
-    """logits [rows, vocab], any float dtype; ids int64 [rows]; n <= vocab. In float64, rounded at the end."""
+    """Computes in float64 and rounds at the end: logits [rows, vocab] of any float type, ids int64 [rows], n <= vocab."""
     x = logits.double()
     m_i = x.amax(1, keepdim=True)
     shifted = torch.where(x > -torch.inf, x - m_i, -torch.inf)
@@ -53,7 +53,9 @@ def reference(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
 
 
 def log_probs(logits: Tensor, ids: Tensor, n: int) -> LogProbs:
-    """logits [rows, vocab] float32 or 16-bit, ids int64 [rows], n <= vocab. An id that is no token gets -inf.
+    """Log-probabilities by logits [rows, vocab] float32 or 16-bit of ids int64 [rows] and the n <= vocab most likely tokens.
+
+    An id that is no token gets -inf.
 
     For n > MAX_TOP it computes the reference. Raises ValueError for n > vocab.
     """
@@ -207,7 +209,10 @@ def variants() -> dict[str, Variant]:
     made = {}
     common = {"maxima": "*fp32", "sums": "*fp32", "vocab": "i32", "stride": "i32", "groups": "i32"}
     constants = {"GROUP": GROUP, "SPLIT": SPLIT}
-    options = {"divisible": ("vocab", "stride"), "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128",))}
+    options: dict[str, Any] = {
+        "divisible": ("vocab", "stride"),
+        "instructions": dict.fromkeys((80, 90, 100), ("LDG.E.128",)),
+    }
     for kind in ("bf16", "fp32"):
         types = common | {"logits": f"*{kind}", "group_maxima": "*fp32"}
         made[f"scan-{kind}-top"] = Variant(_scan_kernel, types, constants, 8, **options)

@@ -1,14 +1,14 @@
-"""LoRA (Hu et al. 2021) for a batch in which each token has an adapter of its own, or none.
+"""Waits for rows 000-19, 001-48 and 002-45 of docs/features.md: LoRA, with an adapter of its own for each token, or none.
 
-No caller in the product yet: it waits for rows 000-19, 001-48 and 002-45 of docs/features.md. Batching several adapters follows
-S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and the kernels of vLLM.
+The method is that of Hu et al. 2021. Batching several adapters follows S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and
+the kernels of vLLM.
 
     h[slice, t, r] = sum over k of x[t, k] * a[slice, adapter(t), r, k]                        (shrink)
     y[t, n]       += scale[adapter(t)] * sum over r of h[slice(n), t, r] * b[adapter(t), n, r]   (expand)
 
 The slices of a fused projection (query, key, value; gate, up) are columns offsets[slice] .. offsets[slice + 1] of y, and share x.
 Stacks are padded to `max_rank`; rows beyond an adapter's rank are never used. Tokens of one adapter are gathered into tiles
-(`group_rows` of kernels/moe.py, once a step for all layers), so that each tile is a matrix product. Tokens without an adapter are
+(kernels/group_rows.py, once a step for all layers), so that each tile is a matrix product. Tokens without an adapter are
 in no tile: nothing is computed for them, and their y stays unchanged.
 
 With few tokens, shrink divides k over several programs, each of which writes a part of h; expand adds the parts in order.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
-from kernels.moe import Groups, group_rows
+from kernels.group_rows import Groups, group_rows
 
 # (tokens, ranks of the adapters, max_rank, k, widths of the slices)
 CASES = [
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 
 TILES = {16: Tiles(256, 256, 8, 4, 4), 64: Tiles(256, 128, 1, 4, 4)}  # block_m -> the other sizes
-SPLIT_K = 1024  # the least k of a split; a multiple of every block of k
+SPLIT_K = 1024  # the smallest number of columns of a split; a multiple of every block of k
 
 
 def group_tokens(adapters: Tensor, num_adapters: int) -> Groups:
@@ -52,7 +52,7 @@ def group_tokens(adapters: Tensor, num_adapters: int) -> Groups:
 
 
 def reference_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapters: Tensor) -> Tensor:
-    """x [tokens, k], a [slices, adapters, max_rank, k] -> float64 [1, slices, tokens, max_rank]."""
+    """Returns h float64 [1, slices, tokens, max_rank] of x [tokens, k] and a [slices, adapters, max_rank, k]."""
     slices, _, max_rank, _ = a.shape
     h = torch.zeros(1, slices, len(x), max_rank, dtype=torch.float64, device=x.device)
     for adapter, rank in enumerate(ranks.tolist()):
@@ -65,7 +65,7 @@ def reference_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapters: Tensor) -> T
 def reference_expand(
     y: Tensor, h: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, offsets: tuple[int, ...], adapters: Tensor
 ) -> Tensor:
-    """y [tokens, n], h [parts, slices, tokens, max_rank], b [adapters, n, max_rank] -> float64 [tokens, n]."""
+    """Returns y [tokens, n] with h [parts, slices, tokens, max_rank] times b [adapters, n, max_rank] added, in float64."""
     total = y.double()
     for adapter, rank in enumerate(ranks.tolist()):
         tokens = (adapters == adapter).nonzero()[:, 0]
@@ -90,7 +90,7 @@ def lora(
 
 
 def shrink(x: Tensor, a: Tensor, ranks: Tensor, groups: Groups) -> Tensor:
-    """x [tokens, k], a [slices, adapters, max_rank, k], ranks int32 [adapters]; groups from `group_tokens`.
+    """Multiplies x [tokens, k] by a [slices, adapters, max_rank, k]; ranks int32 [adapters], groups from `group_tokens`.
 
     Returns h float32 [parts, slices, tokens, max_rank], whose parts `expand` adds. Tokens without an adapter, or with one of
     rank 0, are undefined.
@@ -175,7 +175,7 @@ def _shrink_kernel(
     tokens,
     adapters,
     k,
-    split_k,  # of a part; a multiple of BLOCK_K
+    split_k,  # columns of a part; a multiple of BLOCK_K
     SLICES: tl.constexpr,
     MAX_RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr,  # a power of two, at least 16

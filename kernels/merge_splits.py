@@ -62,7 +62,9 @@ def merge_splits(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> None:
-    """parts float32 [rows, heads, splits, head_dim], stats float32 [rows, heads, splits, 2] -> out [rows, heads, head_dim].
+    """Merges parts float32 [rows, heads, splits, head_dim] by stats float32 [rows, heads, splits, 2].
+
+    The result is written to out [rows, heads, head_dim].
 
     lengths int32 or int64 [rows]; split in tokens; window 0: none; sinks float32 [heads].
     """

@@ -19,7 +19,7 @@ others run one by one. On a GPU the kernels of decode_attention.py and context_a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,12 @@ from kernels.context_attention import context_attention
 from kernels.decode_attention import SPLIT_TOKENS, decode_attention
 
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)  # tokens
-DECODE_HEAD_DIMS = (32, 64, 128, 256)  # those of decode_attention.py; rows of others go to context_attention.py
+DECODE_HEAD_DIMS = (
+    32,
+    64,
+    128,
+    256,
+)  # decode_attention.py takes these; rows of other dimensions go to context_attention.py
 # Queries of a context row that share a mask. It bounds the mask's memory, and skips keys that none of the queries sees.
 QUERIES_AT_ONCE = 256
 
@@ -60,7 +65,7 @@ class GenerationGroup(NamedTuple):
 class QuerySlice(NamedTuple):
     """Consecutive queries of one context row, and the cells of its gather that they see."""
 
-    tokens: slice  # of the flat batch
+    tokens: slice  # where the queries are in the flat batch
     cells: slice
     mask: Tensor | None  # [queries, cells] in the query's dtype; None = plain causal, as many queries as keys
 
@@ -175,11 +180,12 @@ def num_leading_single(num_queries: NDArray[np.int64], head_dim: int) -> int:
 
 
 def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
-    """q [num_tokens, heads, head_dim] -> a new tensor like q."""
+    """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q."""
     if len(plan.generation) == 1 and plan.generation[0].tokens is None:
         return _attend_generation(q, pool, plan.generation[0])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.generation:
+        assert group.tokens is not None  # it is None only where the group is the whole batch
         out.index_copy_(0, group.tokens, _attend_generation(q.index_select(0, group.tokens), pool, group))
     for row in plan.context:
         _attend_context(q, out, pool, row)
@@ -187,7 +193,10 @@ def reference(q: Tensor, pool: KVPool, plan: AttentionPlan) -> Tensor:
 
 
 def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
-    """q [num_tokens, heads, head_dim] -> a new tensor like q. The KV of this step's tokens must be in the pool already."""
+    """Attends with q [num_tokens, heads, head_dim]; returns a new tensor like q.
+
+    The KV of this step's tokens must be in the pool already.
+    """
     if isinstance(plan, AttentionPlan):
         return reference(q, pool, plan)
     scale, window = q.shape[-1] ** -0.5, plan.window
@@ -198,6 +207,7 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
         parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, split_tokens=plan.split))
     if plan.context is not None:
         starts, lengths, tables = plan.context
+        assert starts is not None  # it is None only for generation rows
         parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window=window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -205,9 +215,9 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
 def _place_rows(
     rows: AttentionRows, num_queries: NDArray[np.int64], head_dim: int, device: torch.device
 ) -> tuple[DeviceRows | None, DeviceRows | None]:
-    """(the leading rows of one query, the rows after them). Each array has memory of its own, because kernels need alignment."""
+    """Returns the leading rows of one query, and the rows after them. Arrays are separate, because kernels need alignment."""
 
-    def put(array: NDArray) -> Tensor:
+    def put(array: NDArray[Any]) -> Tensor:
         return place(np.ascontiguousarray(array, dtype=np.int32), device)
 
     first = num_leading_single(num_queries, head_dim)
@@ -291,7 +301,7 @@ def _plan_context(
 
 
 def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks int64 [n] -> their KV [n, block_size, 2, kv_heads, head_dim] in dtype, a new tensor."""
+    """Gathers the KV of blocks int64 [n] in dtype: a new tensor [n, block_size, 2, kv_heads, head_dim]."""
     data = pool.data.index_select(0, blocks)
     if pool.params is None:
         return data
@@ -300,7 +310,7 @@ def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_generation(q: Tensor, pool: KVPool, group: GenerationGroup) -> Tensor:
-    """q [rows, heads, head_dim] -> the same shape. The query heads of a kv head become the queries of one product."""
+    """Attends with q [rows, heads, head_dim]. The query heads of a kv head become the queries of one product."""
     kv = gather_blocks(pool, group.blocks, q.dtype)
     kv = kv.view(q.shape[0], -1, *kv.shape[2:])  # [rows, cells, 2, kv_heads, head_dim]
     head, tail = group.seen_by_all.start, group.seen_by_all.stop

@@ -19,12 +19,12 @@ CASES = [(1, 64), (7, 96), (33, 256), (2, 3, 40)]  # shapes of x; the last dimen
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., hidden], weight [hidden] -> [..., hidden] in x's dtype."""
+    """Normalises x [..., hidden] by weight [hidden]; returns [..., hidden] in x's dtype."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def reference_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
-    """x [rows, hidden]."""
+    """Normalises and quantises x [rows, hidden]."""
     return int8_rows.reference(F.rms_norm(x.float(), weight.shape, weight.float(), eps))
 
 
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual [..., hidden] -> (normed sum, sum), two new tensors."""
+    """Adds x and residual [..., hidden]; returns two new tensors, the normed sum and the sum."""
     if not runs_on(x):
         total = x + residual
         return reference(total, weight, eps), total
@@ -50,20 +50,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
-    """x [rows, hidden]."""
+    """Normalises and quantises x [rows, hidden]."""
     if not runs_on(x):
         return reference_int8(x, weight, eps)
-    rows = int8_rows.empty(*x.shape, x.device)
+    rows = int8_rows.empty(x.shape[0], x.shape[1], x.device)
     _launch(x.contiguous(), None, weight, eps, rows.q, None, rows.scale, rows.sums)
     return rows
 
 
 def add_rms_norm_int8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Int8Rows, Tensor]:
-    """x, residual [rows, hidden] -> (normed sum, sum)."""
+    """Adds x and residual [rows, hidden]; returns the normed sum, quantised, and the sum."""
     if not runs_on(x):
         total = x + residual
         return reference_int8(total, weight, eps), total
-    rows, total = int8_rows.empty(*x.shape, x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = int8_rows.empty(x.shape[0], x.shape[1], x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x.contiguous(), residual.contiguous(), weight, eps, rows.q, total, rows.scale, rows.sums)
     return rows, total
 

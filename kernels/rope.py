@@ -16,10 +16,10 @@ CASES = [(1, 1, 2), (1, 1, 8), (5, 3, 16), (17, 8, 64), (3, 2, 80)]  # (num_toke
 
 
 def rope_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos, sin [num_tokens, head_dim / 2] -> the factors of x and of rolled x, each [num_tokens, 1, head_dim]."""
+    """Makes the factors of x and of rolled x, each [num_tokens, 1, head_dim], of cos and sin [num_tokens, head_dim / 2]."""
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
 def reference(x: Tensor, straight: Tensor, crossed: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim]; factors of `rope_factors` in x's dtype -> x rotated, a new tensor."""
+    """Rotates x [num_tokens, heads, head_dim] by factors of `rope_factors` in x's dtype; returns a new tensor."""
     return torch.addcmul(x * straight, x.roll(x.shape[-1] // 2, -1), crossed)

@@ -21,18 +21,18 @@ TILE = 1 << 10  # columns of a program of the plain form
 
 
 def reference(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 * intermediate] -> [..., intermediate]."""
+    """Gates gate_up [..., 2 * intermediate]; returns [..., intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def reference_int8(gate_up: Tensor) -> Int8Rows:
-    """gate_up [rows, 2 * intermediate]."""
+    """Gates and quantises gate_up [rows, 2 * intermediate]."""
     return int8_rows.reference(reference(gate_up.float()))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 * intermediate] -> [..., intermediate], a new tensor."""
+    """Gates gate_up [..., 2 * intermediate]; returns a new tensor [..., intermediate]."""
     if not runs_on(gate_up):
         return reference(gate_up)
     intermediate = gate_up.shape[-1] // 2
@@ -44,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_int8(gate_up: Tensor) -> Int8Rows:
-    """gate_up [rows, 2 * intermediate]."""
+    """Gates and quantises gate_up [rows, 2 * intermediate]."""
     if not runs_on(gate_up):
         return reference_int8(gate_up)
     intermediate = gate_up.shape[1] // 2

@@ -94,9 +94,10 @@ TILES = {
 
 
 def pack(q: Tensor, group: int) -> Tensor:
-    """q uint8 [n, k], 0..15 -> uint8 [n, k / 2]."""
+    """Packs q uint8 [n, k], 0..15, to uint8 [n, k / 2]."""
     low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
-    return (low | high << 4).flatten(1)
+    packed: Tensor = low | high << 4
+    return packed.flatten(1)
 
 
 def unpack(packed: Tensor, group: int) -> Tensor:
@@ -109,12 +110,12 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
     """Quantise weight [n, k], of any float type, to the nearest; scales are in `dtype`. Groups of zeros stay zeros."""
     grouped = weight.float().unflatten(1, (-1, group))  # [n, groups, group]
     if zero_points:
-        least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        scale = ((most - least) / 15).to(dtype)
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scale = ((high - low) / 15).to(dtype)
     else:
         scale = (grouped.abs().amax(2) / 7).to(dtype)
     divisor = torch.where(scale > 0, scale.float(), torch.inf)
-    zero = (-least / divisor).round().clamp(0, 15) if zero_points else torch.full_like(divisor, SYMMETRIC_ZERO)
+    zero = (-low / divisor).round().clamp(0, 15) if zero_points else torch.full_like(divisor, SYMMETRIC_ZERO)
     q = ((grouped / divisor[:, :, None]).round() + zero[:, :, None]).clamp(0, 15).to(torch.uint8)
     zeros = zero.to(dtype).T.contiguous() if zero_points else None
     return Weight4(pack(q.flatten(1), group), scale.T.contiguous(), zeros, group)
@@ -122,19 +123,22 @@ def quantize(weight: Tensor, group: int, zero_points: bool = True, dtype: torch.
 
 def dequantize(weight: Weight4) -> Tensor:
     """The weight as float32 [n, k], not rounded to x's type."""
-    q = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
+    q: Tensor = unpack(weight.packed, weight.group).float().unflatten(1, (-1, weight.group))
     zero = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float().T[:, :, None]
     return ((q - zero) * weight.scales.float().T[:, :, None]).flatten(1)
 
 
 def reference(x: Tensor, weight: Weight4, bias: Tensor | None) -> Tensor:
-    """x [m, k] -> [m, n] in x's type."""
+    """Multiplies x [m, k] by the weight; returns [m, n] in x's type."""
     y = x.float() @ dequantize(weight).to(x.dtype).float().T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] bfloat16 or float16, contiguous weights with scales of the same type, bias [n] -> [m, n] in x's type."""
+    """Multiplies x [m, k] bfloat16 or float16 by the weight, adds bias [n], and returns [m, n] in x's type.
+
+    The weight's tensors are contiguous, and its scales have x's type.
+    """
     if x.dtype not in MAGIC or not runs_on(x):
         return reference(x, weight, bias)
     if weight.scales.dtype != x.dtype or weight.group not in GROUPS:
@@ -173,8 +177,7 @@ def w4a16(x: Tensor, weight: Weight4, bias: Tensor | None = None) -> Tensor:
         num_stages=tiles.num_stages,
     )
     if parts is not None:
-        grid = (m, -(-n // REDUCED_AT_ONCE))
-        _reduce_kernel[grid](parts, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
+        _reduce_kernel[(m, -(-n // REDUCED_AT_ONCE))](parts, bias, out, m, n, SPLITS=splits, BLOCK_N=REDUCED_AT_ONCE)
     return out
 
 
@@ -254,7 +257,7 @@ def _parameters(table, group, features, n, IN_WORDS: tl.constexpr):
 
 @jit
 def _floats(q, DTYPE: tl.constexpr, ASM: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """q uint8 -> (low bits, high bits) as floats, each plus BIAS."""
+    """Returns the low bits and the high bits of q uint8 as floats, each plus BIAS."""
     if not IN_PAIRS:
         return floats_of_int4(q, DTYPE, ASM)
     elif DTYPE == tl.float16:

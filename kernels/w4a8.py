@@ -109,7 +109,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
     w, group_scales = weight.float(), None
     if per_group:
         scale = w.abs().amax(1) / MAX_8
-        w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # in units of the int8 weight
+        w = (w / _divisor(scale)[:, None]).unflatten(1, (-1, GROUP))  # its unit is that of the int8 weight
         step = _better_step(w)
         group_scales = step.to(torch.int8).T.contiguous()
     else:
@@ -126,7 +126,7 @@ def quantize(weight: Tensor, per_group: bool) -> Weight4A8:
 
 
 def _better_step(w: Tensor) -> Tensor:
-    """w [n, groups, columns] -> whole steps [n, groups]: the exact step rounded down or up, whichever has less squared error."""
+    """The whole steps [n, groups] of w [n, groups, columns]: the exact step rounded to the side with less squared error."""
     fitting = _spread(w) / 15
     fine, coarse = fitting.floor().clamp(min=1), fitting.ceil().clamp(1, MAX_GROUP_SCALE)
     fine_error, coarse_error = ((_rounded(w, s)[0] * s[:, :, None] - w).square().sum(2) for s in (fine, coarse))
@@ -134,14 +134,14 @@ def _better_step(w: Tensor) -> Tensor:
 
 
 def _rounded(w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """w [n, groups, columns], step [n, groups] -> (q - zero, shaped like w; zero [n, groups]), all whole numbers."""
+    """Rounds w [n, groups, columns] by step [n, groups]; returns q - zero, shaped like w, and zero [n, groups], all whole."""
     w = w / _divisor(step)[:, :, None]
     zero = (-w.amin(2).clamp(max=0)).round().clamp(max=15)[:, :, None]
     return torch.minimum(torch.maximum(w.round(), -zero), 15 - zero), zero[:, :, 0]
 
 
 def _spread(w: Tensor) -> Tensor:
-    """w [n, groups, columns] -> [n, groups]: the width of the range of each group's values and 0."""
+    """The width of the range of each group's values and 0, [n, groups], of w [n, groups, columns]."""
     return w.amax(2).clamp(min=0) - w.amin(2).clamp(max=0)
 
 
@@ -170,7 +170,10 @@ def reference(x: Int8Rows, weight: Weight4A8, bias: Tensor | None, dtype: torch.
 
 
 def w4a8(x: Int8Rows, weight: Weight4A8, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """x [m, k], weight [n, k] in contiguous tensors, bias [n] -> [m, n] in dtype. ValueError for shapes that do not fit."""
+    """Multiplies x [m, k] by weight [n, k] in contiguous tensors, adds bias [n], and returns [m, n] in dtype.
+
+    Raises ValueError for shapes that do not fit.
+    """
     (m, k), n = x.q.shape, len(weight.packed)
     if k != 2 * weight.packed.shape[1]:
         raise ValueError(f"x has {k} columns, the weight {2 * weight.packed.shape[1]}: they must be the same")
@@ -298,7 +301,7 @@ def _bytes(table, group, features, n, IN_WORDS: tl.constexpr):
 
 @jit
 def _group_weights(q, scale, zero, ASM: tl.constexpr):
-    """q uint8 [BLOCK_N, 64], scale and zero int32 [BLOCK_N, 1] -> int8: (low - zero) * scale, (high - zero) * scale."""
+    """The int8 weights (low - zero) * scale, (high - zero) * scale of q uint8 [BLOCK_N, 64]; scale, zero int32 [BLOCK_N, 1]."""
     if ASM is None:
         low = ((q & 15).to(tl.int32) - zero) * scale
         high = ((q >> 4).to(tl.int32) - zero) * scale
@@ -314,7 +317,7 @@ def _group_weights(q, scale, zero, ASM: tl.constexpr):
 
 @jit
 def _nibbles(q, ASM: tl.constexpr):
-    """q uint8 [BLOCK_N, 64] -> (low bits, high bits), each int8."""
+    """Returns the low bits and the high bits of q uint8 [BLOCK_N, 64], each int8."""
     if ASM is None:
         return (q & 15).to(tl.int8), (q >> 4).to(tl.int8)
     else:

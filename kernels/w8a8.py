@@ -76,7 +76,7 @@ def w8a8(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [m, k], q_w int8 [n, k], scale_w float32 [n], bias [n] -> [m, n] in dtype. q_w must be contiguous."""
+    """Multiplies x [m, k] by q_w int8 [n, k], contiguous, with scale_w float32 [n]; adds bias [n]; returns [m, n] in dtype."""
     (m, k), n = x.q.shape, len(q_w)
     if k > MAX_K:
         raise ValueError(f"k = {k}: int32 sums are exact up to {MAX_K} only")
@@ -122,14 +122,15 @@ def add_parts(parts: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | No
 
 
 def quantize(x: Tensor) -> Int8Rows:
-    """x [rows, k] as int8 rows."""
+    """Quantises x [rows, k] to int8 rows."""
     if not runs_on(x):
         return int8_rows.reference(x)
     x = x.contiguous()
-    made = int8_rows.empty(*x.shape, x.device)
-    if len(x):
-        block = next_power_of_two(x.shape[1])
-        _quantize_kernel[(len(x),)](x, *made, x.shape[1], BLOCK=block, num_warps=_num_warps(block))
+    rows, k = x.shape
+    made = int8_rows.empty(rows, k, x.device)
+    if rows:
+        block = next_power_of_two(k)
+        _quantize_kernel[(rows,)](x, *made, k, BLOCK=block, num_warps=_num_warps(block))
     return made
 
 
@@ -212,7 +213,7 @@ def _reduce_kernel(
 
 @jit
 def scaled(total, x_scale, scale_w, bias, features, n):
-    """total int32 [rows, features], x_scale [rows, 1] or a scalar -> y float32. All kernels use it, for equal bits."""
+    """Scales total int32 [rows, features] by x_scale [rows, 1] or a scalar; returns float32. Shared, for equal bits."""
     y = total.to(tl.float32) * x_scale * tl.load(scale_w + features, features < n, other=0)[None, :]
     if bias is not None:
         y += tl.load(bias + features, features < n, other=0).to(tl.float32)[None, :]
@@ -262,7 +263,9 @@ def variants() -> dict[str, Variant]:
     for name, m in (("qkv", 16), ("gate_up", 16), ("down", 64), ("gate_up", 256), ("gate_up", 8192)):
         n, k = shapes[name]
         tiles = _tiles(90, m)
-        constants = {"EVEN_K": True} | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True))
+        constants: dict[str, object] = {"EVEN_K": True} | dict(
+            zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles[:3], strict=True)
+        )
         split = {"parts": "*i32"} if _splits(tiles, m, n, k) > 1 else {}
         absent = {"bias": None} | ({} if split else {"parts": None})
         made[f"{name}-{m}"] = Variant(

@@ -52,7 +52,7 @@ class Quick:
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
-        self.left_out: dict[str, int] = defaultdict(int)  # by "directory or file (reason)"
+        self.left_out: dict[str, int] = defaultdict(int)  # number of tests by "directory or file (reason)"
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         kept: list[pytest.Item] = []
@@ -76,7 +76,7 @@ class Quick:
 
 
 def _place(nodeid: str) -> str:
-    """What SLOW names, or the file."""
+    """The place that SLOW names, or the file."""
     return next((name for name in SLOW if nodeid.startswith(name)), nodeid.split("::", 1)[0])
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from backend.api import EngineConfig, Request, SessionConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.core.sequence import SessionKey
+from backend.api.request import RequestId, SessionId
+from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from benchmarks import pictures
@@ -40,25 +41,33 @@ def run() -> Trace:
     core = EngineCore(EngineConfig(section, kv, scheduler), InProcessWorkerGroup(section, scheduler, kv))
     trace = Trace([], [])
     for index, (session, num_tokens, start) in enumerate(TURNS):
-        known = 0 if start else core.sessions.get(SessionKey("", session)).num_tokens
+        known = 0 if start else _session(core, session).num_tokens
         core.begin_poll()
         prompt = [(17 * index + 3 * i) % core.model.vocab_size for i in range(num_tokens)]
-        core.enqueue(index, Request(prompt, OUTPUT_TOKENS, session=SessionConfig(session, start=start)))
+        config = SessionConfig(SessionId(session), start=start)
+        core.enqueue(RequestId(index), Request(prompt, OUTPUT_TOKENS, session=config))
         first = len(trace.columns)
         while core.has_work:
             core.step()
             trace.columns.append(_look(core))
-        seq = core.sessions.get(SessionKey("", session))
-        trace.notes.append((first, _note(known, num_tokens, seq.num_recomputed_tokens), session))
+        trace.notes.append((first, _note(known, num_tokens, _session(core, session).num_recomputed_tokens), session))
     return trace
 
 
+def _session(core: EngineCore, session: int) -> Sequence:
+    seq = core.sessions.get(SessionKey("", SessionId(session)))
+    assert seq is not None, f"session {session} has not started"
+    return seq
+
+
 def _look(core: EngineCore) -> dict[int, tuple[int, bool]]:
-    owners = {}
+    owners: dict[int, tuple[int, bool]] = {}
     for session in NAMES:
-        seq = core.sessions.get(SessionKey("", session))
+        seq = core.sessions.get(SessionKey("", SessionId(session)))
         table = core.kv.state.tables.get(seq.seq_id) if seq else None
-        for handle in table.handles if table else ():
+        if table is None:
+            continue
+        for handle in table.handles:
             if core.kv.state.blocks.is_current(handle):
                 owners[handle.block_id] = (session, table.is_locked)
     return owners

@@ -1,4 +1,4 @@
-"""Write model_repository/*/config.pbtxt from the tensor tables of backend/serving/tensors.py.
+"""Write model_repository/*/config.pbtxt from the tensor tables of backend/serving/fronts.
 
 python tools/generate_model_configs.py                        # the committed files
 python tools/generate_model_configs.py --output DIR --unary   # decoupled: false, for ModelInfer and /infer clients
@@ -13,17 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from backend.serving.model_config import write_configs  # noqa: E402
+from backend.serving.model_config import write_repositories  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "model_repository", help="the model repository to write into"
-    )
+    parser.add_argument("--output", type=Path, default=ROOT, help="where model_repository and deploy/profiles lie")
     parser.add_argument("--unary", action="store_true", help="decoupled: false")
     arguments = parser.parse_args()
-    for path in write_configs(arguments.output, decoupled=not arguments.unary):
+    for path in write_repositories(arguments.output, decoupled=not arguments.unary):
         print(path.relative_to(arguments.output))
 
 

@@ -136,7 +136,7 @@ def save_weights(weights: dict[str, Tensor], directory: Path, num_shards: int = 
         save_file(weights, directory / "model.safetensors", {"format": "pt"})
         return
     names = sorted(weights)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = names[shard::num_shards]

@@ -24,7 +24,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -98,6 +98,13 @@ def conversation(snippets: list[Snippet], first: int, rng: random.Random) -> lis
     return messages
 
 
+def chat_text(tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]], asks: bool = False) -> str:
+    """The chat as the template writes it; `asks` adds the beginning of the assistant's next turn."""
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
+    assert isinstance(text, str)
+    return text
+
+
 class Corpus:
     """The token pools that training rows are drawn from; every document ends with <|endoftext|>."""
 
@@ -108,7 +115,7 @@ class Corpus:
         chats = [conversation(group, i, rng) for group in groups for i in range(len(group)) for _ in range(2)]
         self.documents = {
             "snippets": self._encode(tokenizer, [snippet.source + "\n" for group in groups for snippet in group]),
-            "chats": self._encode(tokenizer, [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]),
+            "chats": self._encode(tokenizer, [chat_text(tokenizer, chat) for chat in chats]),
         }
         self.starts = [0]  # where each file begins in `stream`
         for document in files:
@@ -171,12 +178,19 @@ def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
     settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings.pop("backend", None)
     path.write_text(json.dumps(settings, indent=2) + "\n")
-    return AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `train_tokenizer` saved in `folder`, as AutoTokenizer loads it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama of 5.2 million float32 parameters with grouped-query attention and tied embeddings."""
-    config = LlamaConfig(
+    settings: dict[str, Any] = dict(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=640,
@@ -192,7 +206,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -207,7 +221,7 @@ def export(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) -> Non
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config
-    copy.to(torch.bfloat16).save_pretrained(scratch)
+    copy.bfloat16().save_pretrained(scratch)
     shutil.copytree(tokenizer_folder, scratch, dirs_exist_ok=True)
     for path in sorted(scratch.iterdir()):
         path.chmod(0o644)
@@ -216,6 +230,8 @@ def export(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) -> Non
 
 
 # ---- training
+
+Counters = tuple[int, float, int, float]  # steps, seconds, tokens, running mean of the loss
 
 
 def learning_rate(step: int, progress: float, peak: float) -> float:
@@ -228,7 +244,7 @@ def validation_loss(model: LlamaForCausalLM, ids: torch.Tensor, precision: str) 
     """Mean next-token loss in nats over the held-out files; ids [tokens] is cut into rows of 512."""
     model.eval()
     rows = ids[: len(ids) // 512 * 512].view(-1, 512)
-    losses = []
+    losses: list[float] = []
     for part in rows.split(8):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             losses += [model(input_ids=part, labels=part).loss.item()] * len(part)
@@ -240,10 +256,13 @@ def validation_loss(model: LlamaForCausalLM, ids: torch.Tensor, precision: str) 
 def samples(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, length: int = 64) -> Iterator[str]:
     """Greedy continuations of `length` tokens at most of the fixed prompts and of one chat."""
     chat = [{"role": "user", "content": "Write the function read_lines."}]
+    generator: Any = model  # the annotations of `generate` do not fit the class that has it
     model.eval()
-    for prompt in [*PROMPTS, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)]:
+    for prompt in [*PROMPTS, chat_text(tokenizer, chat, asks=True)]:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        yield tokenizer.decode(model.generate(**inputs, max_new_tokens=length, do_sample=False)[0])
+        text = tokenizer.decode(generator.generate(**inputs, max_new_tokens=length, do_sample=False)[0])
+        assert isinstance(text, str)
+        yield text
     model.train()
 
 
@@ -255,23 +274,24 @@ def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: t
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return float(loss.item())
 
 
-def save(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corpus: Corpus, counters: tuple) -> None:
-    """Write what `restore` needs, atomically; `counters` = step, seconds, tokens, running mean of the loss."""
+def save(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corpus: Corpus, counters: Counters) -> None:
+    """Write what `restore` needs, atomically."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": corpus.rng.getstate()}
     torch.save(state | {"counters": counters}, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
 
 
-def restore(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corpus: Corpus) -> tuple:
+def restore(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, corpus: Corpus) -> Counters:
     """Load what `save` wrote and return its counters."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     corpus.rng.setstate(state["rng"])
-    return state["counters"]
+    step, seconds, tokens, mean = state["counters"]
+    return step, seconds, tokens, mean
 
 
 def train(
@@ -349,7 +369,7 @@ def main() -> None:
     while held_size < sum(map(len, texts)) / 100:  # 1 % of the characters
         held, held_size = held + 1, held_size + len(texts[held])
     kept = args.work / "tokenizer"
-    tokenizer = AutoTokenizer.from_pretrained(kept) if kept.exists() else train_tokenizer(texts[held:], kept)
+    tokenizer = load_tokenizer(kept) if kept.exists() else train_tokenizer(texts[held:], kept)
     corpus = Corpus(tokenizer, texts[held:], rng)
     held_out = torch.tensor([token for ids in Corpus._encode(tokenizer, texts[:held]) for token in ids])
     model = build_model(tokenizer)

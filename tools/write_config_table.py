@@ -24,7 +24,8 @@ def table() -> str:
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for section in _fields(classes["EngineConfig"]):
         for field in _fields(classes[ast.unparse(section.annotation)]):
-            lines.append(_row(f"{section.target.id}.{field.target.id}", field, text.splitlines()[field.lineno - 1]))
+            key = f"{ast.unparse(section.target)}.{ast.unparse(field.target)}"
+            lines.append(_row(key, field, text.splitlines()[field.lineno - 1]))
     return "\n".join(lines)
 
 
@@ -33,6 +34,8 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 
 def _row(key: str, field: ast.AnnAssign, line: str) -> str:
+    if field.value is None:
+        raise ValueError(f"{key} has no default")
     default = ast.literal_eval(field.value)
     if not line.partition("  # ")[2]:
         raise ValueError(f"{key} has no comment on its line")

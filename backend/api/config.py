@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.errors import ConfigError
+from backend.api.origins import Origins
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
@@ -101,6 +102,7 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
+    one_response_per_token: bool = False  # off: tokens that wait for a busy sender share a response
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
@@ -122,18 +124,28 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 def load_config(file: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> EngineConfig:
     """Read a JSON file (or nothing) and apply `section.key=value` overrides in order.
 
-    Raises ConfigError naming the key for unknown keys, wrong types and values out of range.
+    Raises ConfigError naming the key and the file or override that it is from, for unknown keys, wrong types and values
+    out of range.
     """
     tree: dict[str, Any] = {}
+    origins = Origins()
     if file is not None:
         tree = _read_tree(Path(file))
+        origins.add_file(Path(file).name, tree)
     for override in overrides:
-        _apply_override(tree, override)
+        origins.add_override(_apply_override(tree, override), override)
+    try:
+        return _checked(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{origins.of(str(error))}") from None
+
+
+def _checked(tree: dict[str, Any]) -> EngineConfig:
     _check_keys(tree)
     try:
         config = msgspec.convert(tree, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(_in_our_words(str(error))) from None
+        raise ConfigError(_in_our_words(str(error), tree)) from None
     check_config(config)
     return config
 
@@ -156,14 +168,15 @@ def _unknown_key(key: str, known: list[str]) -> ConfigError:
     return ConfigError(f"configuration: {key} is no known key; {hint}")
 
 
-def _in_our_words(message: str) -> str:
-    """msgspec's message with the key in front, and with the choices where there are some."""
-    problem, _, path = message.partition(" - at `$.")
+def _in_our_words(message: str, tree: dict[str, Any]) -> str:
+    """msgspec's message with the key and its value in front, and with the choices where there are some."""
+    problem, _, path = message.replace(" | null", "").partition(" - at `$.")
     key = path.rstrip("`")
     section, _, name = key.partition(".")
     hint = get_type_hints(get_type_hints(EngineConfig)[section]).get(name) if section and name else None
     choices = f"; allowed are {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
-    return f"configuration: {key or 'the file'}: {problem}{choices}"
+    value = tree.get(section, {}).get(name) if name else tree.get(section)
+    return f"configuration: {key} is {json.dumps(value)[:200]}: {problem.replace('`', '')}{choices}"
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -178,8 +191,10 @@ def _read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one leaf of `tree`. A value that is not JSON is taken as a string: `model.dtype=bfloat16` needs no quotes."""
+def _apply_override(tree: dict[str, Any], override: str) -> str:
+    """Set one leaf of `tree`, and return its key. A value that is not JSON is taken as a string: `model.dtype=bfloat16`
+    needs no quotes.
+    """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) != 2:
@@ -192,6 +207,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not isinstance(section, dict):
         raise ConfigError(f"override {override!r}: {keys[0]} is no section")
     section[keys[1]] = value
+    return ".".join(keys)
 
 
 MAX_SECONDS = 1e9  # for time spans: finite, so that deadlines in nanoseconds are integers
@@ -238,6 +254,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+def _range_in_words(least: float, greatest: float) -> str:
+    return f"{least:.10g} or more" if greatest == math.inf else f"{least:.10g} to {greatest:.10g}"
+
+
 def check_config(config: EngineConfig) -> None:
     """Raise ConfigError for a value out of its range or two values that contradict each other."""
     for key, (least, greatest) in _RANGES.items():
@@ -245,7 +265,7 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(getattr(config, section), name)
         if value is not None and not least <= value <= greatest:
             raise ConfigError(
-                f"{key} is {value}, allowed is {least:g} to {greatest:g}; change it with --set {key}=VALUE"
+                f"{key} is {value}, allowed is {_range_in_words(least, greatest)}; change it with --set {key}=VALUE"
             )
     if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
         raise ConfigError(

@@ -73,7 +73,7 @@ class SessionError(InvalidRequest):
     `status` is the code TurboMind's clients know.
     """
 
-    def __init__(self, status: SessionStatus, reason: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT):
+    def __init__(self, status: SessionStatus, reason: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> None:
         super().__init__(f"session error {int(status)} ({status.name.lower()}): {reason}")
         self.status = status
         self.code = code

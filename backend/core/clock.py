@@ -27,7 +27,7 @@ class SystemClock:
 class ManualClock:
     """A clock that stands still until `advance`d; for tests and simulation."""
 
-    def __init__(self, start_ns: int = 1_000_000_000):
+    def __init__(self, start_ns: int = 1_000_000_000) -> None:
         self._now_ns = start_ns
 
     def advance(self, seconds: float) -> None:

@@ -51,6 +51,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     model: ModelInfo
     model_path: str  # directory that holds the tokenizer
     config: EngineConfig
+    max_kv_tokens: int = 0  # what the KV pool holds of one sequence
 
 
 class Responses(Struct, frozen=True, tag="responses"):

@@ -125,7 +125,9 @@ class Sequence:
     num_reused_blocks: int
     _random_state_before: tuple[int, int]  # for undo_turn
 
-    def __init__(self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int):
+    def __init__(
+        self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int
+    ) -> None:
         self.seq_id = seq_id
         self.session_key = SessionKey(request.cache_salt, request.session.id) if request.session else None
         self.namespace = request.namespace

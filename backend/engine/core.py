@@ -43,7 +43,7 @@ class WorkerFailure(EverbatchError):
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None):
+    def __init__(self, config: EngineConfig, workers: WorkerGroup, clock: Clock | None = None) -> None:
         """Load the model, size the KV pool, prepare the persistent batch. Raises ConfigError."""
         self.config = config
         self.clock = clock or SystemClock()
@@ -84,6 +84,11 @@ class EngineCore:
         return self.statistics.iteration
 
     @property
+    def max_kv_tokens(self) -> int:
+        """What the whole pool holds, in tokens: no sequence can be longer than about this."""
+        return self.kv.usable_blocks * self.kv.block_size
+
+    @property
     def num_live(self) -> int:
         """Requests accepted and not finished."""
         return len(self._live)
@@ -117,11 +122,13 @@ class EngineCore:
     def cancel(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
         """End a request wherever it is; its blocks and slot are free at once. Unknown ids are ignored.
 
-        `keep_output_tokens` cuts the log of a session behind that many output tokens of this turn.
+        `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
+        That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
         seq = self._live.get(request_id)
         if seq is not None:
-            self._finish(seq, FinishReason.CANCELLED, keep_output_tokens)
+            reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
+            self._finish(seq, reason, keep_output_tokens)
 
     def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool, namespace: str = "") -> None:
         """Interrupt the running turn of a session; `end` erases the session as well. Answered under `request_id`.

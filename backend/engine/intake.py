@@ -22,7 +22,7 @@ from backend.scheduler.scheduler import Scheduler
 class Intake:
     def __init__(
         self, limits: LimitsConfig, model: ModelInfo, kv: KVCacheManager, scheduler: Scheduler, sessions: SessionTable
-    ):
+    ) -> None:
         self._caps = limits
         self._model = model
         self._kv = kv

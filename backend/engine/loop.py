@@ -22,7 +22,7 @@ PublishStats = Callable[[EngineStats], None]
 
 
 class EngineLoop:
-    def __init__(self, core: EngineCore, stats_period_s: float = 1.0):
+    def __init__(self, core: EngineCore, stats_period_s: float = 1.0) -> None:
         self._core = core
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0

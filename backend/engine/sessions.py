@@ -21,7 +21,7 @@ BYTES_PER_SESSION = 2048  # everything else
 
 
 class SessionTable:
-    def __init__(self, config: SessionsConfig, erase: Callable[[Sequence], None]):
+    def __init__(self, config: SessionsConfig, erase: Callable[[Sequence], None]) -> None:
         """`erase` is called with each idle session that leaves the table, to release its blocks."""
         self._config = config
         self._erase = erase

@@ -21,7 +21,7 @@ class Gauges(msgspec.Struct, frozen=True):
 
 
 class Statistics:
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: Clock) -> None:
         self.counters = EngineCounters()
         self.iteration = 0  # steps that have landed; the number of the one that is landing
         self._clock = clock

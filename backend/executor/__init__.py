@@ -1,4 +1,4 @@
-"""Executor: the public API object. Works in process or against the engine process; imports no torch by itself."""
+"""Executor is the public API object. Its engine runs in this process or in an engine process. Importing it loads no torch."""
 
 from backend.executor.executor import Executor
 

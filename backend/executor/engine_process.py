@@ -1,7 +1,7 @@
 """The engine process: `python -m backend.executor.engine_process --config FILE --socket PATH`.
 
-Its standard output is the channel to its supervisor, one JSON object a line: {"phase": ...}, {"ready": true} or
-{"error": "one sentence"}. Logs go to standard error. It ends when its standard input does, so it never outlives its parent.
+It reports to its supervisor on standard output, with one JSON object a line: {"phase": ...}, {"ready": true} or
+{"error": "one sentence"}. Logs go to standard error. It ends when its standard input ends, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from backend.wire.engine_server import EngineServer
 
 log = logging.getLogger("everbatch.engine")
 
-# How long an idle OpenMP thread spins before it sleeps. libgomp's default spins for milliseconds; as soon as another process
-# (the server, a stub) holds one of the cores, each parallel region then waits for a thread that spins in vain.
+# This is how often an idle OpenMP thread looks for work before it sleeps. By libgomp's default it spins for milliseconds. When
+# another process (the server, a stub) holds one of the cores, each parallel region then waits for a thread that spins in vain.
 SPIN_COUNT = "10000"
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--socket", required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the supervisor acts on it
     threading.Thread(target=_die_with_parent, name="engine-parent-watch", daemon=True).start()
     try:
         serve(load_config(arguments.config), arguments.socket)
@@ -47,9 +47,9 @@ def main() -> int:
 
 
 def serve(config: EngineConfig, socket_path: str) -> None:
-    """Load, listen, run until SIGTERM. Raises ConfigError when the model or the pool cannot be had."""
+    """Load the model, listen on the socket, and run until SIGTERM. Raises ConfigError when model or KV pool cannot be made."""
     started = time.monotonic()
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch's OpenMP is loaded
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when torch is loaded
     _tell({"phase": "loading torch"})
     from backend.worker.group import InProcessWorkerGroup
 
@@ -62,7 +62,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     server = EngineServer(
         socket_path,
         loop.post,
-        lambda index: Hello(index, core.model, str(workers.model_path), config),
+        lambda index: Hello(index, core.model, str(workers.model_path), config, core.max_kv_tokens),
         present_turn=lambda: loop.present_turn,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
@@ -87,10 +87,10 @@ def serve(config: EngineConfig, socket_path: str) -> None:
 
 
 def calm_garbage_collector() -> None:
-    """Call once all is loaded: what exists stays, and what a step makes and drops is seldom looked through.
+    """Exempt all objects that exist now from garbage collection, and collect the others seldom. Call it when all is loaded.
 
-    Otherwise a full collection visits every object of torch (60 ms within a step), and small ones take a fifth of the host's
-    time at 256 rows. Nothing in the engine makes cycles step by step.
+    Otherwise a full collection visits every object of torch, which takes 60 ms within a step, and the small collections take
+    a fifth of the host's time at 256 rows. They would find little, because no step of the engine makes reference cycles.
     """
     gc.collect()
     gc.freeze()
@@ -103,7 +103,7 @@ def _tell(line: dict[str, object]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Standard input is a pipe whose other end only the parent holds: its end of file means the parent is gone."""
+    """End this process when standard input ends: only the parent holds the other end of that pipe, so the parent is gone."""
     while os.read(0, 4096):
         pass
     os._exit(0)

@@ -1,9 +1,10 @@
 """EngineProcess: starts the engine process and keeps it running.
 
-Its death is noticed at once (its output ends). It is started again after a pause: 0.5 s, then twice as long each time, at most
-30 s. A quiet minute, in which it was ready and well, makes the next death the first again. When it dies once more after
-MAX_RESTARTS restarts within WINDOW_S, without a quiet minute between them, it is given up, loudly, and `has_given_up` stays true.
-It cannot outlive this process: its standard input is a pipe that ends with us.
+The supervisor notices a death at once, because the process's output ends. It starts the process again after a pause of 0.5 s,
+which doubles with each death up to 30 s. If the process was ready and well for more than a minute before it died, the pauses
+begin anew. After MAX_RESTARTS restarts within WINDOW_S without such a minute, the next death is the last: the process is given
+up with a critical log line, and `has_given_up` stays true. It cannot outlive this process, whose end closes the pipe that is
+its standard input.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -25,31 +27,31 @@ from backend.api.errors import ConfigError, EngineUnavailable
 
 log = logging.getLogger("everbatch.supervisor")
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_PAUSE_S, LONGEST_PAUSE_S, QUIET_S = 0.5, 30.0, 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S, QUIET_S = 0.5, 30.0, 60.0
 MAX_RESTARTS, WINDOW_S = 5, 600.0
 STOP_GRACE_S = 5.0
 
 
 class RestartPolicy:
-    """When a process that died is started again, and when no more. Told of every death, in order."""
+    """Decides when a process that has died is started again, and when not any more. It has to hear of every death, in order."""
 
     def __init__(self) -> None:
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._pause_s = FIRST_PAUSE_S
 
     def pause_after_death(self, now_s: float, served_s: float) -> float | None:
-        """Seconds until the next start; None: give up. `served_s`: how long it was ready and well before it died."""
+        """Seconds to wait before the next start; None to give up. `served_s` is how long it was ready and well before it died."""
         if served_s > QUIET_S:
             self._deaths.clear()
             self._pause_s = FIRST_PAUSE_S
         if len(self._deaths) == MAX_RESTARTS and now_s - self._deaths[0] < WINDOW_S:
             return None
         self._deaths.append(now_s)
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
         return pause_s
 
     def describe(self, now_s: float) -> str:
-        """Why it was given up, for clients and logs."""
+        """One sentence for clients and logs that says why the process was given up."""
         within_s = now_s - self._deaths[0]
         return (
             f"the engine died {MAX_RESTARTS + 1} times in {within_s:.0f} s and is not started again; restart the server"
@@ -57,7 +59,8 @@ class RestartPolicy:
 
 
 class EngineProcess:
-    def __init__(self, config: EngineConfig, socket_path: str):
+    def __init__(self, config: EngineConfig, socket_path: str) -> None:
+        """Write the configuration to a file beside the socket. Nothing is started yet."""
         self._config_path = Path(socket_path).with_name("engine-config.json")
         self._socket_path = socket_path
         self._config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,16 +68,16 @@ class EngineProcess:
         self._limits = config.triton
         self._policy = RestartPolicy()
         self._process: subprocess.Popen[str] | None = None
-        self._ready_at_s: float | None = None  # of the process that runs now
-        self._stuck_s = 0.0  # of its life, before it was killed for it
-        self._first_result: str | None = None  # "" = ready, else the error of the first start
+        self._ready_at_s: float | None = None  # when the present process became ready; None while it loads
+        self._stuck_s = 0.0  # how long the present process had been stuck when it was killed for that
+        self._first_result: str | None = None  # how the first start ended: "" when it became ready, else the error
         self._first_known = threading.Event()
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # a process is started, or ended, by one thread at a time
+        self._lock = threading.Lock()  # held to start or end a process, which one thread does at a time
         self.num_restarts = 0
         self.num_deaths = 0
-        self.num_signs = 0  # starts and status lines (watch.Watched)
-        self.why_given_up = ""  # one sentence
+        self.num_signs = 0  # the number of starts and status lines (see watch.Watched)
+        self.why_given_up = ""  # one sentence, once the process has been given up
 
     @property
     def has_given_up(self) -> bool:
@@ -86,7 +89,7 @@ class EngineProcess:
 
     @property
     def patience_s(self) -> float | None:
-        """How long it may give no sign of life: less when it is ready than while it loads. None while there is none."""
+        """How many seconds it may give no sign of life. It may be longer while it loads. None while no process runs."""
         process = self._process
         if process is None or process.poll() is not None:
             return None
@@ -94,13 +97,18 @@ class EngineProcess:
 
     @property
     def longest_turn_s(self) -> float:
-        """How long it may be in one step. A legal one can take long: 40 s were seen for 2,048 prompt tokens of a model of 1.1 B
-        on two cores that nobody else used, and more than 60 s on busy ones.
+        """How many seconds it may be in one step.
+
+        A proper step can take long: with 2,048 prompt tokens and a model of 1.1 billion parameters, two idle cores took 40 s
+        and two busy ones more than 60 s.
         """
         return self._limits.step_timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start, and block until the engine is ready. Raises ConfigError or EngineUnavailable with its own words."""
+        """Start the process, and block until the engine is ready, for at most `timeout_s` seconds.
+
+        Raises ConfigError with the reason that the process gave, or EngineUnavailable when the time is over.
+        """
         self._spawn()
         threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True).start()
         if not self._first_known.wait(timeout_s):
@@ -111,7 +119,7 @@ class EngineProcess:
             raise ConfigError(self._first_result)
 
     def stop(self) -> None:
-        """End the process: politely, then by force. No restart follows."""
+        """End the process with SIGTERM, and with SIGKILL after STOP_GRACE_S. It is not started again."""
         with self._lock:
             self._stopping.set()
             process = self._process
@@ -125,14 +133,19 @@ class EngineProcess:
             process.wait()
 
     def kill(self, reason: str, stuck_s: float) -> None:
-        """End a process that hangs; it is started again. By force: one that is stopped would not notice anything else."""
+        """End a process that hangs, so that it is started again. Only SIGKILL also ends a process that is stopped.
+
+        `reason` completes a sentence of the log. `stuck_s` is for how long it has hung, which does not count as served.
+        """
         with self._lock:
-            log.error("the engine process %s %s; it is killed", self.pid, reason)
+            process = self._process
+            assert process is not None, "only a process that runs is watched"
+            log.error("the engine process %s %s; it is killed", process.pid, reason)
             self._stuck_s = stuck_s
-            self._process.kill()
+            process.kill()
 
     def _spawn(self) -> None:
-        """Start a process, unless it is too late for one."""
+        """Start a process, unless `stop` has been called. Raises OSError when it cannot be started."""
         python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
         arguments = ["--config", str(self._config_path), "--socket", self._socket_path]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -152,10 +165,12 @@ class EngineProcess:
             self.num_signs += 1
 
     def _supervise(self) -> None:
-        """Read what the process says; when it ends, start it again unless it was stopped or never became ready."""
+        """Follow the process. When it ends, start it again, unless it was stopped, given up or never became ready."""
         while True:
-            self._listen()
-            code = self._process.wait()
+            process = self._process
+            assert process is not None and process.stdout is not None, "_spawn has started it with a pipe"
+            self._listen(process.stdout)
+            code = process.wait()
             if not self._first_known.is_set():
                 self._first_result = f"the engine process ended with code {code} while it was loading; its log says why"
                 self._first_known.set()
@@ -172,10 +187,11 @@ class EngineProcess:
             try:
                 self._spawn()
             except OSError as error:
-                log.error("the engine process cannot be started: %s", error.strerror)  # which counts as its next death
+                # The next turn of this loop finds the old process again, and counts one more death.
+                log.error("the engine process cannot be started: %s", error.strerror)
 
     def _book_death(self, now_s: float) -> float | None:
-        """Returns the pause before the next start, None when there will be none."""
+        """Count a death. Returns the seconds to wait before the next start, or None when there will be none."""
         served_s = 0.0 if self._ready_at_s is None else now_s - self._ready_at_s - self._stuck_s
         pause_s = self._policy.pause_after_death(now_s, served_s)
         if pause_s is None:
@@ -183,9 +199,9 @@ class EngineProcess:
         self.num_deaths += 1
         return pause_s
 
-    def _listen(self) -> None:
-        """Follow the process's status lines until its output ends."""
-        for line in self._process.stdout:
+    def _listen(self, output: Iterable[str]) -> None:
+        """Take in the process's status lines until its output ends."""
+        for line in output:
             status = _status_of(line)
             if status is None:
                 log.info("engine: %s", line.rstrip())
@@ -204,7 +220,7 @@ class EngineProcess:
 
 
 def _status_of(line: str) -> dict[str, str] | None:
-    """A status line's content; None for anything else that was written to the standard output."""
+    """The content of a status line; None for any other line that something wrote to the standard output."""
     try:
         status = json.loads(line)
     except (ValueError, RecursionError):

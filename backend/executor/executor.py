@@ -1,10 +1,11 @@
-"""Executor: enqueue, await, cancel, statistics; in TensorRT-LLM's sense and with its semantics.
+"""Executor: enqueues, awaits and cancels requests, and has the engine's statistics, with the semantics of TensorRT-LLM's.
 
-An Executor talks to one engine through a Transport. It keeps, for each live request, who is to be told: a mailbox
-(`enqueue_request` + `await_responses`) or a callback (`submit`). If the engine is lost, each live request is answered with
-an UNAVAILABLE error, so that there is exactly one final response per accepted request, whatever happens.
+An Executor talks to one engine through a Transport. For each live request it remembers where the responses go: into a
+mailbox (`enqueue_request` and `await_responses`) or to a callback (`submit`). If the engine is lost, each live request is
+answered with an UNAVAILABLE error. So each accepted request gets exactly one final response, whatever happens.
 
-An engine process that gives no sign of life (watch.py) is not ready: new requests are refused at once, those in flight wait.
+While an engine process gives no sign of life (watch.py) the Executor is not ready: it refuses new requests at once, and those
+in flight wait.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("everbatch.executor")
 OnResponse = Callable[[Response], None]
 LOST = "the engine process ended while the request ran; send it again in a few seconds"
-BOOK_DEATH_S = 1.0  # within it the supervisor has seen a death, and decided what comes after it
+MAX_DEATH_WAIT_S = 1.0  # By then the supervisor has noticed a death, and decided whether the engine is started again.
 
 
 class Executor:
-    def __init__(self, transport: Transport, process: EngineProcess | None = None):
-        """Use one of the class methods below. `process`: the engine process that this Executor owns, if any."""
+    def __init__(self, transport: Transport, process: EngineProcess | None = None) -> None:
+        """Use one of the class methods below instead. `process` is the engine process that this Executor owns, if any."""
         self._transport = transport
         self._process = process
         self._hello: Hello | None = None
@@ -64,7 +65,7 @@ class Executor:
         self._counter = itertools.count(1)
         self._shut_down = False
         self._connected = False
-        self._num_deaths = 0  # of the engine process, before the present connection
+        self._num_deaths = 0  # how often the engine process had died when the present connection was made
         self._watch: Watch | None = None
         if transport.is_remote:
             self._watch = Watch(process)
@@ -73,12 +74,15 @@ class Executor:
 
     @classmethod
     def in_process(cls, config: EngineConfig, workers: WorkerGroup, model_path: str = "") -> Executor:
-        """An engine in a thread of this process."""
+        """Run an engine in a thread of this process."""
         return cls(InProcessTransport(EngineCore(config, workers), model_path))
 
     @classmethod
     def from_directory(cls, model_path: str | Path, config: EngineConfig | None = None) -> Executor:
-        """An engine in this process over a checkpoint directory. Raises ConfigError: `File does not exist` when there is none."""
+        """Run an engine in this process with the checkpoint in a directory.
+
+        Raises ConfigError, which says `File does not exist` when there is none.
+        """
         from backend.worker.group import InProcessWorkerGroup
 
         config = config or EngineConfig()
@@ -88,7 +92,7 @@ class Executor:
 
     @classmethod
     def from_buffers(cls, tensors: Mapping[str, Any], json_config: str, config: EngineConfig | None = None) -> Executor:
-        """As `from_directory`, over tensors in memory by their checkpoint names and the text of config.json."""
+        """Run an engine in this process with tensors in memory, by their names in a checkpoint, and the text of config.json."""
         from backend.worker.group import InProcessWorkerGroup
 
         config = config or EngineConfig()
@@ -99,7 +103,7 @@ class Executor:
 
     @classmethod
     def launch(cls, config: EngineConfig, socket_path: str) -> Executor:
-        """Start an engine process and supervise it. Blocks until it is ready; raises what kept it from starting."""
+        """Start an engine process, supervise it, and block until it is ready. Raises ConfigError or EngineUnavailable."""
         from backend.executor.engine_supervisor import EngineProcess
 
         process = EngineProcess(config, socket_path)
@@ -112,7 +116,10 @@ class Executor:
 
     @classmethod
     def attach(cls, socket_path: str, wait_s: float = 0.0) -> Executor:
-        """Become a client of an engine that somebody else launches. Waits up to `wait_s` seconds for it, then goes on trying."""
+        """Become a client of an engine that another process launches.
+
+        Waits up to `wait_s` seconds for it. After that it still tries to reach the engine, in the background.
+        """
         executor = cls(SocketTransport(socket_path))
         if wait_s:
             wait_until(executor.is_ready, wait_s)
@@ -120,7 +127,7 @@ class Executor:
 
     @property
     def hello(self) -> Hello | None:
-        """What the engine said of itself; None until it was reached first."""
+        """The engine's description of itself; None until the engine has been reached once."""
         return self._hello
 
     def is_ready(self) -> bool:
@@ -129,30 +136,32 @@ class Executor:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the engine that this Executor owns died too often and is not started again. False for an attached one."""
+        """Whether this Executor owns an engine that died too often and is not started again. False if it owns none."""
         return self._process is not None and self._process.has_given_up
 
     def enqueue_request(self, request: Request) -> RequestId:
-        """Queue a request for `await_responses`. Returns at once. Raises as `submit` does, also after `shutdown`."""
+        """Send a request whose responses `await_responses` fetches. Returns at once, and raises what `submit` raises."""
         return self._submit(request, self._mailboxes.put, mailbox=True)
 
     def enqueue_requests(self, requests: list[Request]) -> list[RequestId]:
         return [self.enqueue_request(request) for request in requests]
 
     def submit(self, request: Request, on_response: OnResponse) -> RequestId:
-        """Queue a request whose responses go to a callback: in order, from one thread; it must not block.
+        """Send a request whose responses go to a callback. Returns at once.
 
-        Raises EngineUnavailable, or InvalidRequest when the request is too large to be sent; everything else that is wrong
-        with it is answered as an error response.
+        One thread at a time calls the callbacks of all requests, in the order of the responses, so they must not block. Raises
+        EngineUnavailable (also after `shutdown`), or InvalidRequest when the request is too large to be sent. Everything else
+        that is wrong with the request is answered with an error response.
         """
         return self._submit(request, on_response)
 
     def await_responses(
         self, ids: RequestId | list[RequestId] | timedelta | None = None, timeout: timedelta | float | None = None
     ) -> list[Response] | list[list[Response]]:
-        """Fetch responses of requests that were enqueued: of any (None), of one id, or of several (a list of lists).
+        """Fetch responses of enqueued requests: of all (None), of one id, or of several ids, which gives a list of lists.
 
-        Blocks until there is one, at most `timeout` (seconds or timedelta; None = for ever); then the list is empty.
+        Blocks until there is a response, at most for `timeout` (seconds or timedelta; None waits for ever), after which the
+        list is empty. Raises EngineUnavailable after `shutdown`.
         """
         self._check_open()
         if isinstance(ids, timedelta):
@@ -169,14 +178,17 @@ class Executor:
         return self._mailboxes.num_ready(request_id)
 
     def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
-        """Ask for the end of a request; it answers with a final result. Unknown and finished ids are ignored."""
+        """Ask the engine to end a request, which then gets a final result. Unknown and finished ids are ignored.
+
+        With `keep_output_tokens`, a session's log keeps only so many output tokens of this turn.
+        """
         with self._lock:
             known = request_id in self._live
         if known:
             self._try_send(Cancel(request_id, keep_output_tokens))
 
     def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
-        """Interrupt the running turn of a namespace's session, and erase it if `end`; the answer is one final response."""
+        """Interrupt the running turn of a session, and with `end` erase the session. The answer is one final response."""
         request_id = self._register(on_response)
         self._send_or_forget(StopSession(request_id, session_id, end, namespace))
         return request_id
@@ -185,11 +197,14 @@ class Executor:
         return self.is_ready()
 
     def latest_stats(self) -> EngineStats | None:
-        """The engine's newest statistics, at most a period old."""
+        """The newest statistics that the engine has sent, which it does once in a period; None before the first."""
         return self._stats
 
     def shutdown(self, drain: bool = False) -> None:
-        """End. Live requests are answered with an error, or first finished (`drain`, in process only). Wakes all waiters."""
+        """End the Executor, with the engine if it is its own, and wake all waiters.
+
+        Live requests are answered with an error. An engine in this process can finish them first (`drain`).
+        """
         if self._shut_down:
             return
         self._shut_down = True
@@ -220,7 +235,7 @@ class Executor:
                 raise EngineUnavailable("the engine is not ready yet; try again in a few seconds")
             request_id = RequestId(self._hello.client_index << CLIENT_SHIFT | next(self._counter))
             if mailbox:
-                self._mailboxes.open(request_id)  # before anything can be put into it
+                self._mailboxes.open(request_id)  # The box must be there before its first response.
             self._live[request_id] = on_response
         return request_id
 
@@ -241,7 +256,7 @@ class Executor:
             log.info("a command was dropped: the engine is gone, and with it the request")
 
     def _check_works(self) -> None:
-        if self.has_given_up:
+        if self._process is not None and self._process.has_given_up:
             raise EngineUnavailable(self._process.why_given_up)
         if self._watch is not None and self._connected and not self._watch.is_fresh:
             raise EngineUnavailable(
@@ -280,11 +295,12 @@ class Executor:
             return
         try:
             on_response(response)
-        except Exception:  # it is somebody else's, and all other requests hang on this thread
+        except Exception:
+            # The callback is the caller's code, and a fault in it must not end the thread that serves all other requests.
             log.exception("the callback of request %d failed", response.request_id)
 
     def _on_lost(self) -> None:
-        """The engine is gone: nothing that was sent to it will be answered by it."""
+        """Answer all live requests with an error, because the engine is gone and will not answer them."""
         with self._lock:
             self._connected = False
             lost = list(self._live)
@@ -295,9 +311,12 @@ class Executor:
             self._tell(Response(request_id, error_or_none=message, error_code=ErrorCode.UNAVAILABLE))
 
     def _loss(self) -> str:
-        """What those are told who waited for the engine. Waits for the supervisor's decision when it is ours that died."""
+        """The message for requests that were lost with the engine.
+
+        If this Executor owns the engine, it waits until the supervisor has decided whether the engine is started again.
+        """
         if self._process is None or self._shut_down:
             return LOST
         process, seen = self._process, self._num_deaths
-        wait_until(lambda: process.num_deaths > seen or self._shut_down, BOOK_DEATH_S)
+        wait_until(lambda: process.num_deaths > seen or self._shut_down, MAX_DEATH_WAIT_S)
         return process.why_given_up or LOST

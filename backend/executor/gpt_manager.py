@@ -1,14 +1,14 @@
-"""GptManager: TensorRT-LLM's older callback interface over the same engine (docs/features.md, 001).
+"""GptManager: TensorRT-LLM's older interface with callbacks, over the same engine (docs/features.md, 001).
 
-A worker thread, spawned by the constructor, runs the token loop. Each iteration, in this order:
+The constructor starts a worker thread that runs the token loop. Each iteration calls in this order:
 
-    get_inference_requests(max_count)    new requests; -1 = as many as you like
-    ... one step of the persistent batch ...
-    send_response(id, response, is_final, error)     for whatever became ready; all state of a final id is gone by then
-    poll_stop_signals()                  ids to end properly; unknown ones are ignored
-    return_stats(stats)                  only while there are active requests
+    get_requests(max_count)          returns the new requests, at most `max_count`
+    EngineCore.step()                runs one step of the persistent batch
+    send_response(id, response, is_final, error)     gets each response; all state of an id is gone before its final one
+    poll_stop_signals()              returns the ids of requests to be ended; unknown ids are ignored
+    return_stats(stats)              gets the statistics, only if a request was active
 
-The ids are the caller's: any unsigned 64-bit number that is not being processed.
+The caller chooses the ids: any unsigned 64-bit number that is not in use by a live request.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class GptManager:
         poll_stop_signals: PollStopSignals = lambda: (),
         return_stats: ReturnStats = lambda stats: None,
         idle_period_s: float = 0.001,
-    ):
-        """All callbacks are called from the worker thread. `idle_period_s`: pause between polls while nothing is active."""
+    ) -> None:
+        """The worker thread calls all callbacks. While nothing is active it polls for requests every `idle_period_s` seconds."""
         self._core = core
         self._get_requests = get_requests
         self._send_response = send_response
@@ -49,7 +49,7 @@ class GptManager:
         self.worker_thread.start()
 
     def shutdown(self) -> None:
-        """Accept nothing more, finish what is active, end the worker thread."""
+        """Take in no more requests, finish the active ones, and end the worker thread."""
         self._ending.set()
         self.worker_thread.join()
 

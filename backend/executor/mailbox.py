@@ -1,7 +1,7 @@
-"""Mailboxes: responses that wait to be fetched by `await_responses`, per request id.
+"""Mailboxes: keeps responses by request id until `await_responses` fetches them.
 
-Life of an id: open -> responses arrive -> the final one arrives -> it is fetched -> closed. Waiting on a closed id yields
-one error response, for there will never be another (docs/features.md 000-06).
+The box of a request is opened before the request is sent, and goes when its final response has been fetched. Whoever asks
+for a box that is gone gets one error response, because there will never be another response (docs/features.md 000-06).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from backend.api.response import Response
 
 
 class Mailboxes:
+    """Any thread may call its methods."""
+
     def __init__(self) -> None:
         self._boxes: dict[RequestId, list[Response]] = {}
         self._changed = threading.Condition()
@@ -26,7 +28,7 @@ class Mailboxes:
             self._boxes[request_id] = []
 
     def forget(self, request_id: RequestId) -> None:
-        """The request was never sent. Unknown ids are ignored."""
+        """Drop the box of a request that was never sent. Unknown ids are ignored."""
         with self._changed:
             self._boxes.pop(request_id, None)
 
@@ -36,24 +38,28 @@ class Mailboxes:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake every waiter; from now on waiting returns what is there."""
+        """Wake all waiters. From now on nobody waits, and a call returns what is there."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def num_ready(self, request_id: RequestId | None) -> int:
+        """How many responses wait to be fetched, of one id or of all (None)."""
         with self._changed:
             boxes = self._boxes.values() if request_id is None else [self._boxes.get(request_id, [])]
             return sum(map(len, boxes))
 
     def take_any(self, timeout_s: float | None) -> list[Response]:
-        """All responses of all ids, once there is one; [] at the timeout."""
+        """Wait for a response of any id, and return all that are there; [] after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or any(self._boxes.values()), timeout_s)
             return [response for request_id in list(self._boxes) for response in self._empty(request_id)]
 
     def take(self, request_id: RequestId, timeout_s: float | None) -> list[Response]:
-        """Responses of one id, once there is one; [] at the timeout; one error when the id is closed."""
+        """Wait for a response of one id, and return all its responses; [] after the timeout.
+
+        An id whose box is gone, or never was there, gives one error response.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._boxes.get(request_id) != [], timeout_s)
             if request_id not in self._boxes:
@@ -62,7 +68,7 @@ class Mailboxes:
             return self._empty(request_id)
 
     def take_each(self, request_ids: Iterable[RequestId], timeout_s: float | None) -> list[list[Response]]:
-        """As `take` for several ids, in their order, within one timeout."""
+        """Call `take` for several ids one after the other, with one timeout for all of them."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         return [self.take(i, None if end is None else max(0.0, end - time.monotonic())) for i in request_ids]
 

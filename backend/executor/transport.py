@@ -1,7 +1,7 @@
-"""How an Executor reaches an engine: in this process, or over the engine process's socket.
+"""A Transport is an Executor's way to its engine, which runs in this process or behind the engine process's socket.
 
-A transport calls `on_message` from one thread, in order, and `on_lost` when the engine is gone; a SocketTransport then tries
-to reach it again until it is closed. Neither callback may raise.
+One thread of a transport calls `on_message` with the engine's messages, in order, and `on_lost` when the engine is gone. A
+SocketTransport then tries to reach the engine again until it is closed. Neither callback may raise.
 """
 
 from __future__ import annotations
@@ -17,25 +17,31 @@ from backend.engine.loop import EngineLoop
 
 
 class Transport(Protocol):
-    is_remote: bool  # the engine is another process, which sends heartbeats and may stop to
+    is_remote: bool  # whether the engine is another process, which sends heartbeats and has to be watched
 
-    def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None: ...
+    def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        """Begin to deliver messages. It is called once."""
+        ...
 
     def send(self, command: Command) -> None:
-        """Never blocks. Raises EngineUnavailable when there is no engine to send to, InvalidRequest when it cannot be sent."""
+        """Send a command without blocking.
+
+        Raises EngineUnavailable when no engine can be reached, and InvalidRequest when the command is too large or cannot be
+        encoded.
+        """
         ...
 
     def close(self, drain: bool) -> None:
-        """End for good; returns when no more messages will come."""
+        """End the transport. When this returns no more messages will come."""
         ...
 
 
 class InProcessTransport:
-    """An EngineLoop in a thread of this process."""
+    """Runs an EngineLoop in a thread of this process."""
 
     is_remote = False
 
-    def __init__(self, core: EngineCore, model_path: str = ""):
+    def __init__(self, core: EngineCore, model_path: str = "") -> None:
         self._core = core
         self._model_path = model_path
 
@@ -43,7 +49,7 @@ class InProcessTransport:
         self._loop = EngineLoop(self._core)
         arguments = (lambda responses: on_message(Responses(responses)), lambda stats: on_message(Stats(stats)))
         self._thread = threading.Thread(target=self._loop.run, args=arguments, name="engine-loop", daemon=True)
-        on_message(Hello(1, self._core.model, self._model_path, self._core.config))
+        on_message(Hello(1, self._core.model, self._model_path, self._core.config, self._core.max_kv_tokens))
         self._thread.start()
 
     def send(self, command: Command) -> None:

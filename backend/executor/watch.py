@@ -1,11 +1,11 @@
-"""Watch: whether the engine gives signs of life; the owner of the engine process ends one that does not.
+"""Watch: tells whether the engine gives signs of life. The owner of the engine process kills one that gives none.
 
-    0 s ... STALE_S        nothing is known to be wrong
-    STALE_S ... patience   not ready: new requests are refused, those in flight wait
-    beyond                 the owner kills the process; its death answers them, and it is started again
+    silent for less than STALE_S    the engine is taken to be well
+    for longer                      the Executor is not ready: new requests are refused, and those in flight wait
+    for longer than its patience    the owner kills the process, whose requests end with an error; it is started again
 
-Silence is counted in ticks of the watch's own thread, not in seconds. A stub that was itself stopped, or starved, comes back to
-the heartbeats that wait in its socket and has missed one tick.
+Silence is counted in ticks of the watch's own thread, not in seconds. A stub that was itself stopped or starved has missed its
+own ticks too, and then finds the heartbeats that wait in its socket. So it does not take the engine for dead.
 """
 
 from __future__ import annotations
@@ -18,45 +18,47 @@ from backend.core.messages import HEARTBEAT_S
 
 log = logging.getLogger("everbatch.executor")
 TICK_S = HEARTBEAT_S
-STALE_S = 1.25
+STALE_S = 1.25  # seconds of silence after which the Executor is not ready
 
 
 class Watched(Protocol):
-    """backend.executor.engine_supervisor.EngineProcess, as far as it is watched."""
+    """The part of backend.executor.engine_supervisor.EngineProcess that is used here."""
 
     @property
     def num_signs(self) -> int:
-        """Grows with each start and each status line: signs of life before there are heartbeats."""
+        """A number that grows with each start and each status line, the signs of life before the first heartbeat."""
         ...
 
     @property
     def patience_s(self) -> float | None:
-        """How long it may be silent. None while there is no process."""
+        """How many seconds it may be silent; None while no process runs."""
         ...
 
     @property
     def longest_turn_s(self) -> float:
-        """How long it may be in one turn of its loop, which is one step of the model."""
+        """How many seconds it may be in one turn of its loop, which is one step of the model."""
         ...
 
-    def kill(self, reason: str, stuck_s: float) -> None: ...
+    def kill(self, reason: str, stuck_s: float) -> None:
+        """End the process, which has been stuck for `stuck_s` seconds. `reason` says in words what it did."""
+        ...
 
 
 class Watch:
-    def __init__(self, process: Watched | None = None):
-        """`process`: the one that this watch may kill; None for an engine of somebody else's."""
+    def __init__(self, process: Watched | None = None) -> None:
+        """`process` is the engine process that this watch may kill; None for an engine that another process owns."""
         self._process = process
         self._silent_s = 0.0
         self._turn_age_s = 0.0
         self._num_signs = 0
         self._has_killed = False
-        self.is_connected = False  # while there is no connection, silence is nothing to warn of
+        self.is_connected = False  # Silence without a connection is not worth a warning.
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
 
     @property
     def silent_s(self) -> float:
-        """For how long there has been no sign of life."""
+        """The seconds since the last sign of life, counted in ticks."""
         return self._silent_s
 
     @property
@@ -70,13 +72,14 @@ class Watch:
         self._stopping.set()
 
     def beat(self, turn_age_s: float) -> None:
-        """The engine lives, and has been in its present turn for so long."""
+        """Take in a heartbeat. The engine has been in its present turn for `turn_age_s` seconds."""
         if not self.is_fresh and self.is_connected:
             log.warning("the engine gives signs of life again, after %.1f s", self._silent_s)
         self._silent_s = 0.0
         self._turn_age_s = turn_age_s
 
     def tick(self) -> None:
+        """Count one tick of silence, and kill the owned process if it has been silent or in one step for too long."""
         was_fresh = self.is_fresh
         self._silent_s += TICK_S
         if was_fresh and not self.is_fresh and self.is_connected:

@@ -33,7 +33,7 @@ class Block:
 
     __slots__ = ("block_id", "is_shareable", "ref_count", "unique_id")
 
-    def __init__(self, block_id: BlockId):
+    def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.unique_id = 0

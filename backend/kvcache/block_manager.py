@@ -25,18 +25,16 @@ class OutOfBlocks(RuntimeError):
 class BlockManager:
     def __init__(
         self, num_blocks: int, chunk_blocks: int = -1, on_evict: Callable[[BlockId], None] = lambda block_id: None
-    ):
+    ) -> None:
         """`chunk_blocks`: how many blocks get memory at a time; -1 all at once, 0 the square root of `num_blocks`."""
         self.num_blocks = num_blocks
         self.chunk_blocks = {-1: num_blocks, 0: max(1, math.isqrt(num_blocks))}.get(chunk_blocks, chunk_blocks)
-        self.blocks: list[Block] = []  # those backed by memory, and those taken out of service by `resize`
+        self.blocks: list[Block] = []  # those backed by memory
         self._free: list[BlockId] = []
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
-        self._withdrawn: list[BlockId] = []  # out of service after a shrink
         self._num_active = 0
         self._next_unique_id = 1
         self._on_evict = on_evict
-        self._shrink_to: int | None = None  # a shrink that active blocks still hold up
         self.num_allocated_total = 0
         self.num_evicted_total = 0
         self._grow()
@@ -62,16 +60,6 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks a plan may count on: free ones and evictable ones."""
         return self.num_blocks - self._num_active
-
-    @property
-    def capacity(self) -> int:
-        """Blocks there will be once a pending shrink is through: the limit to judge by what can never fit."""
-        return self.num_blocks if self._shrink_to is None else self._shrink_to
-
-    @property
-    def num_owed(self) -> int:
-        """Blocks that a pending shrink takes out of service as soon as they are released."""
-        return self.num_blocks - self.capacity
 
     def ref_count(self, block_id: BlockId) -> int:
         """How many running sequences hold the block."""
@@ -126,7 +114,6 @@ class BlockManager:
             self._cached[block_id] = None
         else:
             self._clear(block)
-        self._shed()
 
     def verify(self, handles: Iterable[BlockHandle]) -> int:
         """Return how many handles from the front still name the content they were made for. Dropped entries pass."""
@@ -142,14 +129,6 @@ class BlockManager:
         if block_id in self._cached:
             del self._cached[block_id]
             self._clear(self.blocks[block_id])
-            self._shed()
-
-    def resize(self, num_blocks: int) -> None:
-        """Change the size of the pool. Shrinking evicts cached blocks now; active ones leave as they are released."""
-        while self._withdrawn and self._in_service < num_blocks:
-            self._free.append(self._withdrawn.pop())
-        self._shrink_to = num_blocks
-        self._shed()
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the equation when the pool's books do not balance."""
@@ -159,7 +138,7 @@ class BlockManager:
         assert free >= 0 and free + cached + active == self.num_blocks, (
             f"free {free} + cached {cached} + active {active} != num_blocks {self.num_blocks}"
         )
-        backed = len(self._free) + cached + active + len(self._withdrawn)
+        backed = len(self._free) + cached + active
         assert backed == len(self.blocks), f"{backed} blocks in the books, {len(self.blocks)} are backed"
         for block_id in self._cached:
             block = self.blocks[block_id]
@@ -168,12 +147,8 @@ class BlockManager:
             block = self.blocks[block_id]
             assert block.ref_count == 0 and not block.unique_id, f"free block {block_id} is held or holds something"
 
-    @property
-    def _in_service(self) -> int:
-        return len(self.blocks) - len(self._withdrawn)
-
     def _grow(self) -> None:
-        room = self.num_blocks - self._in_service
+        room = self.num_blocks - len(self.blocks)
         for _ in range(min(self.chunk_blocks, room)):
             self.blocks.append(Block(BlockId(len(self.blocks))))
             self._free.append(self.blocks[-1].block_id)
@@ -191,15 +166,3 @@ class BlockManager:
         block.is_shareable = False
         self._free.append(block.block_id)
         self._on_evict(block.block_id)
-
-    def _shed(self) -> None:
-        """While a shrink is pending: take free blocks out of service, evicting where necessary, until the target is met."""
-        if self._shrink_to is None:
-            return
-        while self._in_service > self._shrink_to and (self._free or self._cached):
-            if not self._free:
-                self.evict_lru()
-            self._withdrawn.append(self._free.pop())
-        self.num_blocks = max(self._shrink_to, self._in_service)
-        if self._in_service <= self._shrink_to:
-            self._shrink_to = None

@@ -53,7 +53,7 @@ class KVCacheManager:
         num_slots: int,
         sliding_window: int | None = None,
         max_chunk_tokens: int = 1 << 30,
-    ):
+    ) -> None:
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens)
         self.state = CacheState(config, num_blocks, num_slots, self.geometry)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
@@ -158,7 +158,10 @@ class KVCacheManager:
         self._discard(table.cut(self.geometry.blocks_for(num_tokens)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all of a running parent's blocks; nothing is allocated. Writing to a shared block copies it."""
+        """Waits for rows 000-32 and 003-27 of docs/features.md: let `child` share all of a running parent's blocks.
+
+        Nothing is allocated. Writing to a shared block copies it.
+        """
         table = self._tables[parent.seq_id]
         self._blocks.mark_shareable(table.handles)
         for handle in table.held():
@@ -176,10 +179,6 @@ class KVCacheManager:
         """How many blocks from the first lost one on a sequence that is not running has lost."""
         table = self._tables.get(seq.seq_id)
         return 0 if table is None else len(table.handles) - self._blocks.verify(table.handles)
-
-    def resize(self, num_blocks: int) -> None:
-        """Change the pool's size; a shrink takes effect as running sequences let go of blocks."""
-        self._blocks.resize(num_blocks)
 
     def lose_everything(self) -> None:
         """Evict every cached block, because the workers' memory can no longer be trusted. Nothing may be running."""

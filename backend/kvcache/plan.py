@@ -4,8 +4,6 @@ The snapshot is an overlay: reference counts that would differ (`_delta`) and th
 (`available`). Which block is taken or evicted is decided at commit, in the order in which the grants were made.
 
     available = free + cached - (cached blocks this plan locks) - (new blocks this plan takes) + (blocks its pauses free)
-
-Of the blocks that pauses free, a pending shrink of the pool takes its due first (`_owed`).
 """
 
 from __future__ import annotations
@@ -57,12 +55,11 @@ class _Found:
 
 
 class KVPlan:
-    def __init__(self, state: CacheState):
+    def __init__(self, state: CacheState) -> None:
         self._state = state
         self._geometry = state.geometry
         self._delta: dict[BlockId, int] = {}
         self.available = state.blocks.num_available
-        self._owed = state.blocks.num_owed
         self.free_slots = state.slots.num_free
         self.grants: dict[SequenceId, Grant] = {}  # in the order they were made
         self.pauses: list[Sequence] = []
@@ -123,15 +120,9 @@ class KVPlan:
         for handle in self._state.tables[seq.seq_id].held():
             self._delta[handle.block_id] = self._delta.get(handle.block_id, 0) - 1
             if self._ref_count(handle.block_id) == 0:
-                self._gain_block()
+                self.available += 1
         self.free_slots += 1
         self.pauses.append(seq)
-
-    def _gain_block(self) -> None:
-        if self._owed:
-            self._owed -= 1
-        else:
-            self.available += 1
 
     def _find(self, seq: Sequence) -> _Found:
         """The longer one of what survived of the sequence's own KV and what the trie knows. At least one token is left to run."""

@@ -25,7 +25,7 @@ ROOT = BlockHandle(BlockId(-1), -1)  # of a namespace: no block
 class TrieNode:
     __slots__ = ("children", "handle", "key", "namespace", "ordered_keys", "parent")
 
-    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = ""):
+    def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = "") -> None:
         self.parent = parent  # None when cut off, and for roots
         self.key = key
         self.handle = handle  # ROOT for roots
@@ -43,7 +43,7 @@ class TrieNode:
 
 
 class PrefixTrie:
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._roots: dict[str, TrieNode] = {}
         self._nodes: dict[BlockId, TrieNode] = {}

@@ -8,7 +8,7 @@ from backend.core.step import SequenceId, SlotId
 
 
 class SlotManager:
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots))
         self._owner: dict[SlotId, SequenceId] = {}

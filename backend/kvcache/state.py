@@ -19,7 +19,7 @@ from backend.kvcache.tables import BlockTable
 
 
 class CacheState:
-    def __init__(self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry):
+    def __init__(self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry) -> None:
         self.geometry = geometry
         self.trie = PrefixTrie(config.block_size)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
@@ -33,7 +33,7 @@ class CacheState:
     @property
     def usable_blocks(self) -> int:
         """What one sequence can ever get: the pool less the watermark."""
-        return self.blocks.capacity - self.watermark_blocks
+        return self.blocks.num_blocks - self.watermark_blocks
 
     def trusts(self, seq: Sequence) -> bool:
         """Whether the sequence may know how much of its prompt others have computed."""

@@ -36,7 +36,7 @@ log = logging.getLogger("everbatch.layers")
 
 def make_triton_linear(dtype: torch.dtype) -> MakeLinear:
     """Returns the MakeLinear of a model that computes in `dtype`. Where Triton does not run, it calls make_torch_linear."""
-    said = set()
+    said: set[str] = set()
 
     def say(line: str, *values: object) -> None:
         if line not in said:
@@ -74,14 +74,15 @@ _SLOW_GROUPS = (
 class W8A8Linear:
     takes_int8 = True
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype):
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         """`weight` has one scale a row."""
         self._q, self._scale = weight.q.contiguous(), weight.scale[:, 0].contiguous()
         self._bias, self._dtype = bias, dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self._q.shape)
+        n, k = self._q.shape
+        return n, k
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +96,7 @@ class W8A8Linear:
 class W4A16Linear:
     takes_int8 = False
 
-    def __init__(self, weight: Weight4, bias: Tensor | None):
+    def __init__(self, weight: Weight4, bias: Tensor | None) -> None:
         """Scales and zeros of `weight` are in the model's dtype, bfloat16 or float16."""
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         self._weight = Weight4(weight.packed.contiguous(), weight.scales.contiguous(), zeros, weight.group)
@@ -117,8 +118,10 @@ class W4A16Linear:
 class W4A8Linear:
     takes_int8 = True
 
-    def __init__(self, weight: Weight4A8, bias: Tensor | None, dtype: torch.dtype):
-        self._weight = Weight4A8(*(part if part is None else part.contiguous() for part in weight))
+    def __init__(self, weight: Weight4A8, bias: Tensor | None, dtype: torch.dtype) -> None:
+        scales = None if weight.group_scales is None else weight.group_scales.contiguous()
+        packed, scale, zeros = weight.packed.contiguous(), weight.scale.contiguous(), weight.zeros.contiguous()
+        self._weight = Weight4A8(packed, scale, scales, zeros)
         self._bias, self._dtype = bias, dtype
 
     @property

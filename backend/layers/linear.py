@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kernels import w4a8, w4a16
 from kernels.common.quantize import dequantize, quantize_activations, row_slices
-from kernels.int8_rows import Int8Rows
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -52,8 +51,11 @@ class Linear(Protocol):
     def num_bytes(self) -> int:
         """Memory of weight, scales and bias."""
 
-    def __call__(self, x: Tensor | Int8Rows) -> Tensor:
-        """x [tokens, k] in the model's dtype, or in int8 where `takes_int8` -> [tokens, n] in the model's dtype."""
+    def __call__(self, x: Any) -> Tensor:
+        """x [tokens, k] -> [tokens, n] in the model's dtype.
+
+        x is a Tensor in the model's dtype; where `takes_int8`, it may be Int8Rows instead. No type says that of both.
+        """
 
 
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
@@ -73,9 +75,9 @@ def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
 def in_eight_bits(weight: Weight4 | Weight4A8) -> QuantizedWeight:
     """The same weight as int8, exactly: 4-bit values less their zero point fit int8, and the scales stay."""
     if isinstance(weight, Weight4A8):
-        q, scale = w4a8.as_int8(weight)
-        return QuantizedWeight(q, scale[:, None], q.shape[1], "w8a8")
-    q = w4a16.unpack(weight.packed, weight.group).view(torch.int8).unflatten(1, (-1, weight.group))
+        values, scale = w4a8.as_int8(weight)
+        return QuantizedWeight(values, scale[:, None], values.shape[1], "w8a8")
+    q: Tensor = w4a16.unpack(weight.packed, weight.group).view(torch.int8).unflatten(1, (-1, weight.group))
     q -= w4a16.SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.T[:, :, None].to(torch.int8)
     return QuantizedWeight(q.flatten(1), weight.scales.T.float().contiguous(), weight.group, "int8")
 
@@ -85,12 +87,13 @@ class DenseLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self._weight.shape)
+        n, k = self._weight.shape
+        return n, k
 
     @property
     def num_bytes(self) -> int:
@@ -105,20 +108,22 @@ class PackedLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias = bias
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self._weight.shape)
+        n, k = self._weight.shape
+        return n, k
 
     @property
     def num_bytes(self) -> int:
         return num_bytes_of(self._weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
 
 
 class QuantizedLinear:
@@ -129,12 +134,13 @@ class QuantizedLinear:
 
     takes_int8 = False
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None):
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self._weight.q.shape)
+        n, k = self._weight.q.shape
+        return n, k
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,7 @@ weight = (q - zero) * scale, 4 bits. Layers of modules_to_not_convert are stored
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +42,7 @@ class _Config(Struct):
 class AwqLayers(QuantizedLayers):
     group: int | None  # columns that share a scale; None = the whole row
 
-    scheme: ClassVar[Scheme] = "w4a16"
+    scheme: Scheme = field(default="w4a16", init=False)
     marker: ClassVar[str] = ".qweight"
 
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4:

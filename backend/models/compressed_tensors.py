@@ -13,7 +13,7 @@ Source: the compressed-tensors library, `compressors/` and `quantization/quant_a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +62,7 @@ class Int4Layers(QuantizedLayers):
     group: int | None  # columns that share a scale; None = the whole row
     is_symmetric: bool
 
-    scheme: ClassVar[Scheme] = "w4a16"
+    scheme: Scheme = field(default="w4a16", init=False)
     marker: ClassVar[str] = ".weight_scale"
 
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4:

@@ -98,7 +98,8 @@ class ModelConfig(Struct, frozen=True):
     @property
     def sliding_window(self) -> int | None:
         """The widest window if every layer has one; None if any layer attends to all tokens."""
-        return None if None in self.windows else max(self.windows)
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
 
     def with_window(self, num_tokens: int | None) -> ModelConfig:
         """The same, with no layer that attends to more than the last `num_tokens` tokens; None changes nothing."""
@@ -132,7 +133,8 @@ def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple
 
 
 def _of_object(content: dict[str, Any]) -> ModelConfig:
-    names = convert(content.get("architectures"), list[str] | None, FILE, "architectures") or ["none"]
+    given = content.get("architectures")
+    names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
     if names[0] not in ARCHITECTURES:
         raise ConfigError(
             f"config.json: architectures {shown(names)}: {shown(names[0])} is not supported; supported are "

@@ -1,6 +1,4 @@
-"""Conversion of W_q and W_k between the rotary layouts of Meta and of Hugging Face.
-
-No caller yet: row 004-27 of docs/features.md, which waits for the conversion tool of row 004-33.
+"""Waits for rows 004-27 and 004-33 of docs/features.md: W_q and W_k between the rotary layouts of Meta and of Hugging Face.
 
 Meta's Llama rotates neighbouring rows (0,1), (2,3), ...; Hugging Face's pairs row i with row i + head_dim/2. The weights differ
 by a permutation of the rows of each head and are otherwise the same.
@@ -15,9 +13,11 @@ from torch import Tensor
 
 def meta_to_hf(weight: Tensor, num_heads: int) -> Tensor:
     """Permute rows [num_heads * head_dim, ...] from pairs to halves; a quantised weight's row scales are permuted alike."""
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    pairs: Tensor = weight.unflatten(0, (num_heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def hf_to_meta(weight: Tensor, num_heads: int) -> Tensor:
     """The inverse of `meta_to_hf`."""
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    halves: Tensor = weight.unflatten(0, (num_heads, 2, -1))
+    return halves.transpose(1, 2).flatten(0, 2)

@@ -10,7 +10,7 @@ weight = (q - zero) * scale, 4 bits. AutoGPTQ also stores a bias of zeros for la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,7 @@ class GptqLayers(QuantizedLayers):
     group: int | None  # columns that share a scale; None = the whole row
     version: int
 
-    scheme: ClassVar[Scheme] = "w4a16"
+    scheme: Scheme = field(default="w4a16", init=False)
     marker: ClassVar[str] = ".qweight"
 
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backend.api.config import Quantization
 from backend.api.errors import ConfigError
-from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, make_torch_linear
+from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
 from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
@@ -31,7 +31,7 @@ class LinearOptions(NamedTuple):
 
 
 class LinearBuilder:
-    def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions):
+    def __init__(self, source: TensorSource, checkpoint: QuantizedLayers | None, options: LinearOptions) -> None:
         """`checkpoint` is the format of weights that are already quantised. Raises ConfigError if `options` contradict it."""
         if checkpoint is not None and options.quantization not in ("none", checkpoint.scheme):
             raise ConfigError(
@@ -45,7 +45,7 @@ class LinearBuilder:
     def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False) -> Linear:
         """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does."""
         if self._checkpoint is not None and self._are_quantized(rows, self._checkpoint.marker):
-            weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
+            weight: Weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
             if not has_bias:  # GPTQ's writers store a bias of zeros for such a layer
                 self._source.drop_zeros(name + ".bias" for name in rows)
         elif self._checkpoint is None and self._options.quantization != "none":

@@ -66,13 +66,14 @@ class Llama:
         a layer. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         eps, tables = self.config.norm_eps, (self.cos, self.sin)
-        x, delta = embedding(self.embedding, token_ids), None  # [num_tokens, hidden]; delta is still to be added to x
+        x = embedding(self.embedding, token_ids)  # [num_tokens, hidden]
+        delta: Tensor | None = None  # like x, and still to be added to it
         for layer, pool, window in zip(self.layers, pools, self.config.windows, strict=True):
             normed, x = add_norm(x, delta, layer.input_norm, eps, layer.attention.qkv.takes_int8)
             delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps)
             normed, x = add_norm(x, delta, layer.post_norm, eps, layer.mlp.gate_up.takes_int8)
             delta = mlp(normed, layer.mlp)
-        return x + delta
+        return x if delta is None else x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that sample."""

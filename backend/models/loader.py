@@ -5,7 +5,6 @@ safetensors only: a pickle-based file could run code while it is read, so it is 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,7 +37,7 @@ def resolve_model_path(path: str) -> Path:
         is_file = Path(path).exists()
     except OSError as error:  # too long a name, or a directory on the way that this user may not enter
         raise ConfigError(
-            f"model {shown(path)}: cannot be looked up ({os.strerror(error.errno)}); give a checkpoint directory"
+            f"model {shown(path)}: cannot be looked up ({error.strerror}); give a checkpoint directory"
         ) from None
     if is_file:
         raise ConfigError(f"model {shown(path)}: is no directory; give the directory of a checkpoint")
@@ -52,7 +51,7 @@ def resolve_model_path(path: str) -> Path:
 class Checkpoint:
     """A parsed config.json and the tensors that go with it. Nothing large is read before `build`."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]):
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         """Raises ConfigError when the configuration has more layers than the tensors have."""
         _check_layers(config, tensors)
         self.config = config
@@ -155,7 +154,7 @@ class _LazyTensors(Mapping[str, Tensor]):
     is opened anew for each tensor: the pages are released together with the tensor.
     """
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
         for path in paths:
             for name in tensor_names(path):
@@ -170,7 +169,8 @@ class _LazyTensors(Mapping[str, Tensor]):
         path = self._paths[name]
         try:
             with _open(path) as file:
-                return file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
         except SafetensorError:  # torch has no such type, or the file has changed since its header was read
             raise ConfigError(f"{path.name}: tensor {shown(name)} cannot be read; convert it to a float type") from None
 

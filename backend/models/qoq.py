@@ -9,7 +9,7 @@ Source: OmniServe's converter; kernels/common/qserve_checkpoint.py describes the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +33,7 @@ class _Config(Struct):
 class QoqLayers(QuantizedLayers):
     is_grouped: bool
 
-    scheme: ClassVar[Scheme] = "w4a8"
+    scheme: Scheme = field(default="w4a8", init=False)
     marker: ClassVar[str] = ".qweight"
 
     def take(self, source: TensorSource, name: str, n: int, k: int) -> Weight4A8:

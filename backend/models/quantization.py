@@ -25,7 +25,9 @@ _KV_DTYPES: dict[int, KvDtype] = {8: "int8", 4: "int4"}
 def parse_quantization(raw: dict[str, Any]) -> tuple[QuantizedLayers | None, KvDtype | None]:
     """Returns how linear layers are stored and the type of the KV cache; None means floats. Raises ConfigError."""
     key = "quantization_config" if raw.get("quantization_config") else "compression_config"
-    section = convert(raw.get(key), dict[str, Any] | None, "config.json", key)
+    if raw.get(key) is None:
+        return None, None
+    section = convert(raw[key], dict[str, Any], "config.json", key)
     if not section:
         return None, None
     method = convert(section.get("quant_method", "unknown"), str, "config.json", f"{key}.quant_method")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kernels.w4a16 import GROUPS, SYMMETRIC_ZERO, Weight4
 
 Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
 Held = QuantizedWeight | Weight4 | Weight4A8
+Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8)
 
 MAX_GROUP = 1 << 16  # columns that share a scale
 SUPPORTED = (
@@ -87,17 +88,44 @@ def stack(parts: Sequence[Held]) -> Held:
     """Stack projections with equal columns as one layer. This is exact, because every row has its own scales."""
     first = parts[0]
     if isinstance(first, QuantizedWeight):
-        q, scale = (torch.cat([part[index] for part in parts]) for index in range(2))
-        return first._replace(q=q, scale=scale)
+        return _stack_int8(first, _all_of(QuantizedWeight, parts))
     if isinstance(first, Weight4):
-        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts], 1)
-        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():  # kernels need not read zeros that are all symmetric
-            zeros = None
-        packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.scales for part in parts], 1)
-        return Weight4(packed, scales, zeros, first.group)
+        return _stack_4_bits(first, _all_of(Weight4, parts))
+    return _stack_4_bits_for_int8(_all_of(Weight4A8, parts))
+
+
+def _stack_int8(first: QuantizedWeight, parts: list[QuantizedWeight]) -> QuantizedWeight:
+    return first._replace(q=torch.cat([part.q for part in parts]), scale=torch.cat([part.scale for part in parts]))
+
+
+def _stack_4_bits(first: Weight4, parts: list[Weight4]) -> Weight4:
+    zeros = _side_by_side([part.zeros for part in parts])
+    if zeros is not None and (zeros == SYMMETRIC_ZERO).all():  # kernels need not read zeros that are all symmetric
+        zeros = None
+    packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.scales for part in parts], 1)
+    return Weight4(packed, scales, zeros, first.group)
+
+
+def _stack_4_bits_for_int8(parts: list[Weight4A8]) -> Weight4A8:
     return Weight4A8(
         torch.cat([part.packed for part in parts]),
         torch.cat([part.scale for part in parts]),
-        None if first.group_scales is None else torch.cat([part.group_scales for part in parts], 1),
+        _side_by_side([part.group_scales for part in parts]),
         torch.cat([part.zeros for part in parts], 1),
     )
+
+
+def _side_by_side(tables: list[Tensor | None]) -> Tensor | None:
+    """Tables [groups, n] as one [groups, sum of n]; None if the projections have none."""
+    present = [table for table in tables if table is not None]
+    assert len(present) in (0, len(tables)), (
+        "some projections of a layer have a table of zeros or scales, others have none"
+    )
+    return torch.cat(present, 1) if present else None
+
+
+def _all_of(kind: type[Part], parts: Sequence[Held]) -> list[Part]:
+    """`parts`, which are all of one kind: a checkpoint has one format."""
+    made = [part for part in parts if isinstance(part, kind)]
+    assert len(made) == len(parts), "the projections of a layer are quantised in several formats"
+    return made

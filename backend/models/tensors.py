@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorSource:
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device):
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = tensors
         # Rotary frequencies are computed from the configuration, so stored ones are ignored.
         self._left = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}

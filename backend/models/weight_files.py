@@ -53,7 +53,7 @@ def tensor_names(path: Path) -> list[str]:
             header = file.read(_header_bytes(path.name, file.read(8), num_bytes))
     except OSError as error:
         raise ConfigError(
-            f"{path.name} cannot be read ({os.strerror(error.errno)}); let this user read it, or fetch it again"
+            f"{path.name} cannot be read ({error.strerror}); let this user read it, or fetch it again"
         ) from None
     entries = _entries(path.name, header)
     end = 0
@@ -96,10 +96,10 @@ def _header_bytes(file: str, start: bytes, num_bytes: int) -> int:
     if len(start) < 8:
         raise ConfigError(f"{file} is no safetensors file, or is cut short: it has {num_bytes} bytes; fetch it again")
     length = int.from_bytes(start, "little")
-    most = min(num_bytes - 8, MAX_HEADER_BYTES)
-    if not 2 <= length <= most:
+    longest = min(num_bytes - 8, MAX_HEADER_BYTES)
+    if not 2 <= length <= longest:
         raise ConfigError(
-            f"{file} is no safetensors file, or is cut short: it says that its header has {length} bytes, 2 to {most} are "
+            f"{file} is no safetensors file, or is cut short: it says that its header has {length} bytes, 2 to {longest} are "
             f"possible; fetch it again"
         )
     return length

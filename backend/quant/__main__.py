@@ -1,10 +1,10 @@
-"""`python -m backend.quant`: see `./everbatch quantize --help`. Exit status 2 for a wrong use, 1 for a failure."""
+"""The command `python -m backend.quant`, which `./everbatch quantize` runs. It exits with 2 for wrong use, 1 for a failure."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +28,7 @@ console = Console()
 
 
 def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
-    """The text in tokens, None for `none`. Raises ConfigError."""
+    """The calibration text in tokens; None if `calibration` is `none`. Raises ConfigError."""
     if calibration == NO_CALIBRATION:
         return None
     if calibration:
@@ -43,8 +43,8 @@ def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
     return rows_of(texts, directory, read_model_config(directory).max_position)
 
 
-def progress(layers: Iterable[int]) -> Iterator[int]:
-    """Tells which layer is at work: on a terminal in one line that changes, else in a line each."""
+def progress(layers: Sequence[int]) -> Iterator[int]:
+    """Yield each layer and print its number: on a terminal in one line that is rewritten, elsewhere in a new line."""
     total = len(layers)
     if not console.is_terminal:
         for index in layers:
@@ -58,6 +58,7 @@ def progress(layers: Iterable[int]) -> Iterator[int]:
 
 
 def show(made: Made, wanted: Wanted, output: Path) -> None:
+    """Print the errors of each kind of layer, the sizes before and after, and how to serve the checkpoint."""
     if made.errors:
         table = Table(title="error of the outputs on the calibration text, mean over the layers")
         table.add_column("linear layer")

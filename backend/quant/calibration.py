@@ -1,12 +1,12 @@
-"""What flows through the linear layers of a float model when it reads a text, layer by layer.
+"""Records statistics of the inputs of a float model's linear layers while it reads a text, layer by layer.
 
 Only one layer's weights are in memory, in float32: a layer is run as a model of one layer, whose embedding table is the hidden
-states of all tokens. What is kept of the inputs of a linear layer does not grow with the text:
+states of all tokens. The statistics of a linear layer's inputs do not grow with the text:
 
-    most       [k]                     the greatest |x| of each channel
+    max_abs    [k]                     max |x| of each channel
     hessian    [k, k]                  the mean of x x^T
-    sample     [<= 512, k]             some tokens, from all of the text
-    keys       [kv_heads, head_dim]    the greatest |key| of each channel, after RoPE
+    sample     [<= 512, k]             the inputs of some tokens, from all of the text
+    keys       [kv_heads, head_dim]    max |key| of each channel, after RoPE
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.layers.linear import DenseLinear
+from backend.layers.linear import DenseLinear, Weight
 from backend.models.config import ModelConfig
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
@@ -35,16 +35,16 @@ SAMPLED = 512  # tokens
 
 
 class Inputs(NamedTuple):
-    """Of one linear layer."""
+    """The statistics of the inputs of one linear layer."""
 
-    most: Tensor
+    max_abs: Tensor
     hessian: Tensor
     sample: Tensor
 
     def divided(self, scale: Tensor) -> Inputs:
-        """The inputs that are left when each channel has been divided by scale [k]."""
+        """The statistics of the same inputs, each channel divided by scale [k]."""
         hessian = self.hessian / scale / scale[:, None]
-        return Inputs(self.most / scale, hessian, self.sample / scale)
+        return Inputs(self.max_abs / scale, hessian, self.sample / scale)
 
 
 class LayerInputs(NamedTuple):
@@ -58,7 +58,7 @@ class LayerInputs(NamedTuple):
 class Calibration:
     """A text on its way through the model."""
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor):
+    def __init__(self, config: ModelConfig, embedding: Tensor, rows: Tensor) -> None:
         """rows [rows, length] int64: token ids, each row a text of its own. embedding [vocab, hidden]."""
         self._config = config
         self._hidden = F.embedding(rows, embedding).float()  # [rows, length, hidden]
@@ -66,7 +66,7 @@ class Calibration:
 
     @torch.inference_mode()
     def advance(self, index: int, layer: Layer) -> LayerInputs:
-        """Run layer `index`, whose tensors are `layer`; the next call is for the next layer. Raises ConfigError."""
+        """Run layer `index`, whose tensors are `layer`; call it for each layer in order. Raises ConfigError."""
         config = msgspec.structs.replace(
             self._config,
             num_layers=1,
@@ -80,7 +80,8 @@ class Calibration:
         tensors |= {"model.embed_tokens.weight": torch.zeros(1, hidden), "model.norm.weight": torch.ones(hidden)}
         made: list[_Recorder] = []
 
-        def make(weight: Tensor, bias: Tensor | None) -> _Recorder:
+        def make(weight: Weight, bias: Tensor | None) -> _Recorder:
+            assert isinstance(weight, Tensor)  # the configuration above says that nothing is quantised
             made.append(_Recorder(weight, bias, self._sampled_of_each))
             return made[-1]
 
@@ -96,32 +97,33 @@ class Calibration:
             keys = torch.maximum(keys, pool.data[:, :, 0].abs().amax((0, 1)))
         if not self._hidden.isfinite().all():
             raise ConfigError(f"decoder layer {index} makes numbers that are not finite; the checkpoint is damaged")
-        return LayerInputs(*(recorder.inputs() for recorder in made[1:]), keys)  # the first is the output head
+        qkv, out, gate_up, down = (recorder.inputs() for recorder in made[1:])  # the first is the output head
+        return LayerInputs(qkv, out, gate_up, down, keys)
 
 
 class _Recorder(DenseLinear):
-    """A float linear layer that watches its inputs."""
+    """A float linear layer that records its inputs."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int):
+    def __init__(self, weight: Tensor, bias: Tensor | None, sampled: int) -> None:
         super().__init__(weight, bias)
         k = weight.shape[1]
         self._sampled = sampled
         self._num_tokens = 0
-        self._most, self._squares = torch.zeros(k), torch.zeros(0)
+        self._max_abs, self._squares = torch.zeros(k), torch.zeros(0)
         self._samples: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._num_tokens:
             self._squares = torch.zeros(x.shape[1], x.shape[1])
         self._num_tokens += len(x)
-        self._most = torch.maximum(self._most, x.abs().amax(0))
+        self._max_abs = torch.maximum(self._max_abs, x.abs().amax(0))
         self._squares.addmm_(x.T, x)
         count = min(self._sampled, len(x))
         self._samples.append(x[torch.arange(count) * len(x) // count].clone())
         return super().__call__(x)
 
     def inputs(self) -> Inputs:
-        return Inputs(self._most, self._squares / self._num_tokens, torch.cat(self._samples))
+        return Inputs(self._max_abs, self._squares / self._num_tokens, torch.cat(self._samples))
 
 
 def forward_rows(model: Llama, rows: Tensor, kv_bits: int | None = None) -> tuple[Tensor, list[KVPool]]:

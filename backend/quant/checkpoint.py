@@ -1,6 +1,6 @@
 """Checkpoint folders: one float layer at a time is read, one quantised layer at a time written.
 
-The folder is written under another name beside its place and renamed at the end, so that what stands there is whole.
+The folder is written under another name in the same parent folder and renamed at the end, so that it is never half there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ INDEX = "model.safetensors.index.json"
 
 
 class FloatCheckpoint:
-    """A checkpoint that is not quantised. Raises ConfigError for one that is, or that cannot be read."""
+    """A checkpoint of float weights. Raises ConfigError if it is quantised or cannot be read."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         checkpoint = open_directory(directory)
         if checkpoint.config.quantization is not None:
@@ -43,7 +43,7 @@ class FloatCheckpoint:
         self._tensors = checkpoint.tensors
 
     def layer(self, index: int) -> tuple[Layer, torch.dtype]:
-        """Tensors of decoder layer `index` in float32 by their names within it, and the type they are stored in."""
+        """Returns the tensors of decoder layer `index` in float32, by their names within the layer, and their stored type."""
         prefix = f"model.layers.{index}."
         stored = {
             name.removeprefix(prefix): self._tensors[name]
@@ -56,7 +56,7 @@ class FloatCheckpoint:
         return {name: tensor.float() for name, tensor in stored.items()}, dtype
 
     def others(self) -> Layer:
-        """Embedding, last norm and output head, as they are stored."""
+        """Returns the embedding, the last norm and the output head as they are stored."""
         return {name: self._tensors[name] for name in self._tensors if not name.startswith("model.layers.")}
 
     def embedding(self) -> Tensor:
@@ -67,9 +67,9 @@ class FloatCheckpoint:
 
 
 class Writer:
-    """safetensors of a checkpoint, in shards of SHARD_BYTES at least."""
+    """Writes the weights of a checkpoint as safetensors files, each of at least SHARD_BYTES but the last."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
@@ -82,13 +82,13 @@ class Writer:
             self._flush()
 
     def finish(self, config: dict[str, Any]) -> None:
-        """Write what is left, config.json, and an index if there are several shards."""
+        """Write the remaining tensors, config.json, and an index if there are several shards."""
         self._flush()
         (self._directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if len(self._shards) == 1:
             self._part(0).rename(self._directory / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
             self._part(number).rename(self._directory / file)
@@ -110,7 +110,7 @@ class Writer:
 
 @contextmanager
 def new_folder(output: Path, source: Path) -> Iterator[Path]:
-    """A folder to write to, with the source's tokenizer; it becomes `output` if all goes well, else it is removed."""
+    """Yields a folder that holds the source's tokenizer. It is renamed to `output` at the end, or removed after an error."""
     check_output(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
@@ -127,7 +127,7 @@ def new_folder(output: Path, source: Path) -> Iterator[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Raises ConfigError when something is there already."""
+    """Raises ConfigError if `output` is a file or a folder that is not empty."""
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"output folder {output} is not empty; give a new one, or empty it")
     if output.exists() and not output.is_dir():

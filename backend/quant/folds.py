@@ -1,14 +1,16 @@
-"""Scales moved between a layer's tensors without changing what the layer computes.
+"""Moves scales between the tensors of a decoder layer without changing what the layer computes.
 
-A layer is its tensors by their names within the layer, float32 (`Layer`). Every function here changes some of them so that the
-layer's output is the same but for rounding: the inputs of a linear layer are divided by a scale, its columns multiplied.
+A `Layer` maps names within the layer to float32 tensors. Every function here divides the inputs of a linear layer by a scale and
+multiplies its columns by the same scale, so that the output of the decoder layer stays the same but for rounding. The division
+is folded into the tensors that make those inputs:
 
-    norm -> qkv, gate_up     the norm's weight takes the division (SmoothQuant, Xiao et al., 2023)
-    value -> out             v's rows take it: a value channel reaches o's columns of every query head of its kv head
-    up -> down               up's rows take it: silu(gate) * up is linear in up
-    key -> query             k's rows take the division, q's rows the product (SmoothAttention, QServe, Lin et al., 2024). RoPE
-                             mixes channels i and i + head_dim / 2, so that they need one scale. Where q and k are normalised
-                             (Qwen3), the weights of these norms take it, which all heads share
+    norm -> qkv, gate_up     the norm's weight is divided (SmoothQuant, Xiao et al., 2023)
+    value -> out             the rows of v are divided; a value channel reaches the columns of o for every query head of its kv
+                             head, so that those share a scale
+    up -> down               the rows of up are divided, because silu(gate) * up is linear in up
+    key -> query             the rows of k are divided, those of q multiplied (SmoothAttention, QServe, Lin et al., 2024). RoPE
+                             mixes channels i and i + head_dim / 2, so that they share a scale. Where q and k are normalised
+                             (Qwen3), the weights of these norms are changed instead; all heads share them
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ Q_NORM, K_NORM = "self_attn.q_norm", "self_attn.k_norm"
 
 
 def fold_norm(layer: Layer, norm: str, linears: tuple[str, ...], scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale [hidden], positive -> the scale that was folded: the nearest for which the norm's weight is exact in `dtype`."""
+    """Fold scale [hidden], positive, into a norm and the linear layers that read it.
+
+    Returns the scale that was folded: the nearest one for which the norm's weight is exact in `dtype`.
+    """
     weight = layer[norm + ".weight"]
     stored = (weight / scale).to(dtype).float()
     is_possible = (stored != 0) & stored.isfinite() & (weight != 0)
@@ -39,19 +44,22 @@ def fold_norm(layer: Layer, norm: str, linears: tuple[str, ...], scale: Tensor, 
 
 
 def fold_value(layer: Layer, scale: Tensor, config: ModelConfig) -> None:
-    """scale [heads * head_dim] of o's columns, the same for all query heads of a kv head."""
+    """Multiply the columns of o by scale [heads * head_dim], which is the same for all query heads of a kv head."""
     _multiply_rows(layer, V, 1 / one_per_kv_head(scale, config)[:, 0].flatten())
     layer[OUT + ".weight"] = layer[OUT + ".weight"] * scale
 
 
 def fold_up(layer: Layer, scale: Tensor) -> None:
-    """scale [intermediate] of down's columns."""
+    """Multiply the columns of down by scale [intermediate]."""
     _multiply_rows(layer, UP, 1 / scale)
     layer[DOWN + ".weight"] = layer[DOWN + ".weight"] * scale
 
 
 def fold_key(layer: Layer, scale: Tensor, config: ModelConfig) -> None:
-    """scale [kv_heads, head_dim], the same for i and i + head_dim / 2; with norms of q and k the same for all heads."""
+    """Divide keys by scale [kv_heads, head_dim], and multiply queries by it.
+
+    The scale is the same for channels i and i + head_dim / 2, and for all heads if q and k are normalised.
+    """
     if config.qk_norm:
         layer[K_NORM + ".weight"] = layer[K_NORM + ".weight"] / scale[0]
         layer[Q_NORM + ".weight"] = layer[Q_NORM + ".weight"] * scale[0]
@@ -61,7 +69,7 @@ def fold_key(layer: Layer, scale: Tensor, config: ModelConfig) -> None:
 
 
 def one_per_kv_head(of_heads: Tensor, config: ModelConfig) -> Tensor:
-    """[heads * head_dim] -> [kv_heads, query heads of each, head_dim]."""
+    """View of_heads [heads * head_dim] as [kv_heads, query heads per kv head, head_dim]."""
     return of_heads.view(config.num_kv_heads, -1, config.head_dim)
 
 

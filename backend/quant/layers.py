@@ -1,4 +1,4 @@
-"""One decoder layer, smoothed and quantised."""
+"""Smooths and quantises one decoder layer."""
 
 from __future__ import annotations
 
@@ -36,20 +36,23 @@ KINDS = {"qkv": (Q, K, V), "out": (OUT,), "gate_up": (GATE, UP), "down": (DOWN,)
 
 
 class Errors(NamedTuple):
-    """Of the outputs of one kind of linear layer on the sample, relative."""
+    """Relative errors of the outputs of one kind of linear layer on the sample."""
 
-    plain: float  # rounded to nearest
-    smoothed: float  # the same after smoothing
-    written: float  # as the checkpoint has it
+    plain: float  # with weights rounded to nearest
+    smoothed: float  # with weights smoothed, then rounded to nearest
+    written: float  # with the weights of the written checkpoint
 
 
 class Quantized(NamedTuple):
-    tensors: Layer  # what the checkpoint holds of the layer, by names within it
-    errors: dict[str, Errors]  # by kind; empty without calibration
+    tensors: Layer  # the layer's tensors in the written checkpoint, by names within the layer
+    errors: dict[str, Errors]  # kind -> errors; empty without calibration
 
 
 def smooth(layer: Layer, inputs: LayerInputs, config: ModelConfig, scheme: Scheme, dtype: torch.dtype) -> LayerInputs:
-    """Fold the best scales into all linear layers of a layer; their inputs as they are then. `dtype`: of stored norms."""
+    """Fold the best scales into all linear layers of a decoder layer. Returns the inputs that the linear layers have then.
+
+    `dtype` is the type in which norms are stored.
+    """
 
     def tied(x: Tensor) -> Tensor:
         of_heads = one_per_kv_head(x, config)
@@ -72,13 +75,17 @@ def smooth(layer: Layer, inputs: LayerInputs, config: ModelConfig, scheme: Schem
 
 
 def stacked(layer: Layer, kind: str) -> Tensor:
+    """The weights of all projections of a kind as one weight [n, k]."""
     return torch.cat([layer[name + ".weight"] for name in KINDS[kind]])
 
 
 def quantize_layer(
     layer: Layer, inputs: LayerInputs | None, config: ModelConfig, scheme: Scheme, dtype: torch.dtype, int4_keys: bool
 ) -> Quantized:
-    """`layer` is used up. `inputs`: None = round to nearest, and no folds. `dtype`: of the tensors that stay floats."""
+    """Smooth and quantise a decoder layer; the tensors of `layer` are changed.
+
+    Without `inputs` all weights are rounded to nearest, and nothing is smoothed. `dtype` is that of tensors that stay floats.
+    """
     plain = {}
     if inputs is not None:
         plain = {

@@ -1,8 +1,8 @@
-"""A float checkpoint folder becomes a quantised one."""
+"""Makes a quantised checkpoint folder of a float one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ KV_BITS = {"int8": 8, "int4": 4}
 
 class Wanted(NamedTuple):
     scheme: str
-    group: int | None = None  # --group; None = the scheme's own choice
-    kv: str | None = None  # int8, int4, or that of the model
+    group: int | None = None  # columns that share a scale (--group); None leaves the choice to the scheme
+    kv: str | None = None  # the type of the KV cache, int8 or int4; None means the model's own
 
 
 class Made(NamedTuple):
-    errors: dict[str, Errors]  # by kind of linear layer, the mean over the decoder layers; empty without calibration
+    errors: dict[str, Errors]  # kind of linear layer -> mean over the decoder layers; empty without calibration
     bytes_before: int
     bytes_after: int
 
@@ -38,9 +38,12 @@ def quantize_checkpoint(
     output: Path,
     wanted: Wanted,
     rows: Tensor | None,
-    progress: Callable[[Iterable[int]], Iterable[int]] = lambda layers: layers,
+    progress: Callable[[Sequence[int]], Iterable[int]] = lambda layers: layers,
 ) -> Made:
-    """Write `output`. rows [rows, length]: the calibration text in tokens; None = no calibration. Raises ConfigError."""
+    """Write the quantised checkpoint to the folder `output`. Raises ConfigError.
+
+    rows [rows, length] is the calibration text in tokens; without it there is no calibration.
+    """
     source = FloatCheckpoint(directory)
     config = source.config
     scheme = make_scheme(wanted.scheme, wanted.group, widths(config), source.layer(0)[1])
@@ -56,25 +59,26 @@ def quantize_checkpoint(
             errors.append(made.errors)
         writer.add(source.others())
         raw = read_object(directory, "config.json")
+        assert raw is not None  # FloatCheckpoint has read it
         writer.finish(raw | {"quantization_config": _section(scheme, wanted.kv)})
     return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
 
 
 def check_source(directory: Path, wanted: Wanted) -> None:
-    """Raise ConfigError for what `quantize_checkpoint` would refuse for the model's sake."""
+    """Raise ConfigError if `quantize_checkpoint` would refuse this model."""
     source = FloatCheckpoint(directory)
     make_scheme(wanted.scheme, wanted.group, widths(source.config), source.layer(0)[1])
 
 
 def widths(config: ModelConfig) -> set[tuple[int, int]]:
-    """(n, k) of every projection of a layer."""
+    """The shapes (n, k) of the projections of a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inter = config.hidden_size, config.intermediate_size
     return {(q, hidden), (kv, hidden), (hidden, q), (inter, hidden), (hidden, inter)}
 
 
 def _section(scheme: Scheme, kv: str | None) -> dict[str, Any]:
-    """quantization_config. KV is quantised token by token while serving: nothing else of it is stored."""
+    """The quantization_config of config.json. Of the KV only its type is stored: it is quantised while serving."""
     section = scheme.config()
     if kv is not None:
         section["kv_cache_scheme"] = dict(

@@ -1,9 +1,9 @@
-"""The formats that checkpoints are written in: the grid of a weight, its tensors, and what config.json says of them.
+"""The formats that checkpoints are written in: the grid of a weight, its tensors, and their quantization_config.
 
-    w8a8     compressed-tensors "int-quantized": int8, one scale a row
-    w4a16    compressed-tensors "pack-quantized": 4 bits in groups along k, the scale of the weights' own type. Eight numbers an
-             int32, the first in the lowest bits, each + 8; zero points likewise, but packed along n
-    w4a8     QServe's (kernels/common/qserve_checkpoint.py), with groups of 128 and two levels of scales, or one scale a row
+    w8a8     compressed-tensors "int-quantized": int8 with one scale a row
+    w4a16    compressed-tensors "pack-quantized": 4 bits in groups along k, with scales in the type of the weights. An int32
+             has eight numbers, each plus 8, the first in the lowest bits; zero points are packed alike, but along n
+    w4a8     QServe's format (kernels/common/qserve_checkpoint.py), groups of 128 with two levels of scales, or one scale a row
 
 The output head and the embedding stay floats in all of them.
 """
@@ -19,7 +19,8 @@ from backend.api.errors import ConfigError
 from backend.quant.grids import Grid
 from kernels.common.qserve_checkpoint import TILE, to_qserve
 from kernels.common.quantize import quantize_weight
-from kernels.w4a8 import GROUP, MAX_8, MAX_GROUP_SCALE, Weight4A8
+from kernels.int8_rows import GROUP
+from kernels.w4a8 import MAX_8, MAX_GROUP_SCALE, Weight4A8
 from kernels.w4a16 import GROUPS, pack
 
 ZERO_ROWS = 8  # zero points are packed along n, eight to a word
@@ -27,20 +28,20 @@ ZERO_ROWS = 8  # zero points are packed along n, eight to a word
 
 class Scheme(Protocol):
     name: str
-    bits: int  # of a weight
+    bits: int  # bits of a weight
     has_int8_activations: bool
 
     def groups(self, k: int) -> int:
-        """Scales of a row of k columns."""
+        """The number of scales of a row of k columns."""
 
     def grid(self, weight: Tensor, ratio: Tensor) -> Grid:
-        """weight [n, k] float32, ratio [n, groups] of its range that is spanned."""
+        """The grid of weight [n, k] float32 that spans `ratio` [n, groups] of the range of each group."""
 
     def tensors(self, name: str, q: Tensor, grid: Grid) -> dict[str, Tensor]:
-        """q float32 [n, k] on the grid -> what the checkpoint holds of the projection `name`."""
+        """The checkpoint's tensors of the projection `name`, whose weight is q float32 [n, k] on the grid."""
 
     def config(self) -> dict[str, Any]:
-        """quantization_config."""
+        """The quantization_config of config.json."""
 
 
 class W8A8:
@@ -52,7 +53,7 @@ class W8A8:
         return 1
 
     def grid(self, weight: Tensor, ratio: Tensor) -> Grid:
-        _, scale = quantize_weight(ratio * weight, weight.shape[1])  # its largest is what counts
+        _, scale = quantize_weight(ratio * weight, weight.shape[1])  # only the largest weight of a row counts
         zero = torch.zeros_like(scale)
         return Grid(scale, zero, zero - 127, zero + 127)
 
@@ -69,7 +70,7 @@ class W4A16:
     bits = 4
     has_int8_activations = False
 
-    def __init__(self, group: int, has_zeros: bool, dtype: torch.dtype):
+    def __init__(self, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
         self._group, self._has_zeros, self._dtype = group, has_zeros, dtype
 
     def groups(self, k: int) -> int:
@@ -78,9 +79,9 @@ class W4A16:
     def grid(self, weight: Tensor, ratio: Tensor) -> Grid:
         grouped = weight.unflatten(1, (-1, self._group))
         if self._has_zeros:
-            least, most = _range(grouped, ratio)
-            step = ((most - least) / 15).to(self._dtype).float()
-            zero = (-least / _divisor(step)).round().clamp(0, 15)
+            low, high = _range(grouped, ratio)
+            step = ((high - low) / 15).to(self._dtype).float()
+            zero = (-low / _divisor(step)).round().clamp(0, 15)
         else:
             step = (grouped.abs().amax(2) * ratio / 7).to(self._dtype).float()
             zero = torch.full_like(step, 8)
@@ -105,7 +106,7 @@ class W4A8:
     bits = 4
     has_int8_activations = True
 
-    def __init__(self, per_group: bool):
+    def __init__(self, per_group: bool) -> None:
         self._per_group = per_group
 
     def groups(self, k: int) -> int:
@@ -113,15 +114,15 @@ class W4A8:
 
     def grid(self, weight: Tensor, ratio: Tensor) -> Grid:
         if not self._per_group:
-            least, most = _range(weight[:, None], ratio)
-            step = ((most - least) / 15).half().float()
-            zero = (-least / _divisor(step)).round().clamp(0, 15)
+            low, high = _range(weight[:, None], ratio)
+            step = ((high - low) / 15).half().float()
+            zero = (-low / _divisor(step)).round().clamp(0, 15)
             return Grid(step, zero, torch.zeros_like(step), torch.full_like(step, 15))
         scale = (weight.abs().amax(1, keepdim=True) / MAX_8).half().float()
         in_eight_bits = (weight / _divisor(scale)).clamp(-MAX_8, MAX_8).unflatten(1, (-1, GROUP))
-        least, most = _range(in_eight_bits, ratio)
-        multiple = ((most - least) / 15).ceil().clamp(1, MAX_GROUP_SCALE)
-        zero = (-least / multiple).round().clamp(0, 15)
+        low, high = _range(in_eight_bits, ratio)
+        multiple = ((high - low) / 15).ceil().clamp(1, MAX_GROUP_SCALE)
+        zero = (-low / multiple).round().clamp(0, 15)
         lowest = (zero - (128 / multiple).floor()).clamp(min=0)
         highest = (zero + (127 / multiple).floor()).clamp(max=15)
         return Grid(multiple * scale, zero, lowest, highest, scale[:, 0])
@@ -141,7 +142,10 @@ class W4A8:
 
 
 def make_scheme(name: str, group: int | None, widths: set[tuple[int, int]], dtype: torch.dtype) -> Scheme:
-    """`group`: --group, None where it was left out. `widths`: (n, k) of all projections. Raises ConfigError."""
+    """The scheme of this name. Raises ConfigError if it does not fit the model.
+
+    `group` is the option --group, None if it was left out; `widths` are the shapes (n, k) of all projections.
+    """
     if name == "w8a8":
         if group not in (None, -1):
             raise ConfigError(f"--group is {group}, but w8a8 has one scale a row; leave it out")
@@ -168,7 +172,7 @@ def make_scheme(name: str, group: int | None, widths: set[tuple[int, int]], dtyp
 
 
 def pack_words(q: Tensor) -> Tensor:
-    """[rows, columns] of 0..15 -> int32 [rows, ceil(columns / 8)], eight to a word, the first in the lowest bits."""
+    """Pack q [rows, columns], 0..15, to int32 [rows, ceil(columns / 8)]: eight to a word, the first in the lowest bits."""
     rows, columns = q.shape
     words = torch.zeros(rows, -(-columns // 8) * 8, dtype=torch.int64)
     words[:, :columns] = q.long()
@@ -178,7 +182,7 @@ def pack_words(q: Tensor) -> Tensor:
 
 
 def _range(grouped: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, groups, columns] -> `ratio` of least and greatest of each group, 0 among them."""
+    """The range of each group of grouped [n, groups, columns], which includes 0, times `ratio`: (its low end, its high end)."""
     return grouped.amin(2).clamp(max=0) * ratio, grouped.amax(2).clamp(min=0) * ratio
 
 
@@ -187,7 +191,7 @@ def _divisor(step: Tensor) -> Tensor:
 
 
 def _arguments(bits: int, strategy: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs."""
+    """The QuantizationArgs of compressed-tensors."""
     return dict(
         num_bits=bits,
         type="int",

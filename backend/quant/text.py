@@ -13,7 +13,7 @@ from backend.text.tokenizer import Tokenizer
 
 ROWS, ROW_TOKENS = 16, 512
 MIN_TOKENS = 64
-# For the default model, which has read Python's standard library: none of the files that were kept from it.
+# The default model was trained on Python's standard library. None of these files was held out of its training.
 BUILT_IN = (
     "argparse.py",
     "asyncio/queues.py",
@@ -35,7 +35,7 @@ BUILT_IN = (
 
 
 def built_in_texts() -> list[str]:
-    """Files of the running Python's own library."""
+    """Reads BUILT_IN from the standard library of the running Python. Raises ConfigError if it has no sources."""
     library = Path(sysconfig.get_path("stdlib"))
     texts = [(library / name).read_text(encoding="utf-8") for name in BUILT_IN if (library / name).is_file()]
     if not texts:
@@ -44,6 +44,7 @@ def built_in_texts() -> list[str]:
 
 
 def read_text(file: Path) -> str:
+    """Reads a calibration text. Raises ConfigError if it cannot be read or is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -55,9 +56,9 @@ def read_text(file: Path) -> str:
 
 
 def rows_of(texts: list[str], directory: Path, longest: int) -> Tensor:
-    """ROWS pieces of the texts, spread evenly over them, in the tokens of the model's tokenizer: int64 [rows, length].
+    """Up to ROWS pieces of the texts, spread evenly over them, in the model's tokens: int64 [rows, length].
 
-    `longest`: what the model can read. Raises ConfigError when there is too little text.
+    `longest` is the number of tokens that the model can read. Raises ConfigError if there is too little text.
     """
     tokenizer = Tokenizer.from_directory(directory)
     ids: list[int] = []

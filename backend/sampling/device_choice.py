@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.core.step import SampledToken
+from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
 from backend.sampling.torch_choice import add_sparse
 from kernels.choose_tokens import Penalties, Rows, choose_tokens
@@ -41,7 +41,7 @@ class Number(IntEnum):
 
 
 _INTS = ((Number.TOP_K, IntColumn.TOP_K), (Number.SEED, IntColumn.SEED), (Number.NUM_PROMPT, IntColumn.NUM_PROMPT))
-_FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # in the order of FloatColumn
+_FLOATS = slice(Number.TEMPERATURE, Number.FREQUENCY + 1)  # their order is that of FloatColumn
 
 
 class Kind(Enum):
@@ -56,15 +56,15 @@ class Chosen(NamedTuple):
     """The tokens of a step, on the device."""
 
     tokens: Tensor  # int64 [rows]
-    log_probs: LogProbs | None  # of the rows that ask for them
+    log_probs: LogProbs | None  # only for the rows that ask for them
 
 
 class DeviceChoice:
-    def __init__(self, parameters: SlotParameters):
+    def __init__(self, parameters: SlotParameters) -> None:
         self._slots = parameters
         self._device = parameters.device
 
-    def kind(self, slots: list[int], num_tokens: list[int]) -> Kind:
+    def kind(self, slots: list[SlotId], num_tokens: list[int]) -> Kind:
         """The kind of a step with these rows. `num_tokens` are their known tokens, parallel to `slots`."""
         plain_from, special_until = self._slots.plain_from, self._slots.special_until
         if all(plain_from[slot] <= known for slot, known in zip(slots, num_tokens)):
@@ -72,7 +72,7 @@ class DeviceChoice:
         is_special = any(special_until[slot] > known for slot, known in zip(slots, num_tokens))
         return Kind.SPECIAL if is_special else Kind.RANDOM
 
-    def fill(self, numbers: NDArray[np.int64], slots: list[int], num_tokens: list[int], pad_slot: int) -> None:
+    def fill(self, numbers: NDArray[np.int64], slots: list[SlotId], num_tokens: list[int], pad_slot: int) -> None:
         """Write a step's parameters to `numbers` [Number, at least len(slots)]; columns after len(slots) become padding."""
         count = len(slots)
         ints, floats = self._slots.ints.numpy()[slots], self._slots.floats.numpy()[slots]
@@ -94,7 +94,7 @@ class DeviceChoice:
         return choose_tokens(logits, _rows(numbers))
 
     def choose_special(
-        self, logits: Tensor, numbers: Tensor, slots: list[int], num_tokens: list[int], token_ids: Tensor
+        self, logits: Tensor, numbers: Tensor, slots: list[SlotId], num_tokens: list[int], token_ids: Tensor
     ) -> Chosen:
         """logits [rows, vocab] in any float dtype. Log-probabilities are computed from the unchanged logits."""
         options = [self._slots.options[slot] for slot in slots]
@@ -116,7 +116,7 @@ class DeviceChoice:
         width = max(options[i].top_log_probs for i in asking)
         return Chosen(tokens, log_probs(logits[where], tokens[where], width))
 
-    def begin_fetch(self, slots: list[int], chosen: Chosen) -> FetchedSamples:
+    def begin_fetch(self, slots: list[SlotId], chosen: Chosen) -> FetchedSamples:
         """Start copying the tokens of the first len(slots) rows to the host."""
         tokens = chosen.tokens[: len(slots)]
         fetched = Fetched(tokens) if chosen.log_probs is None else Fetched(tokens, *chosen.log_probs)
@@ -126,7 +126,7 @@ class DeviceChoice:
 class FetchedSamples:
     """A step's tokens on their way to the host."""
 
-    def __init__(self, slots: list[int], options: list[SlotOptions], fetched: Fetched):
+    def __init__(self, slots: list[SlotId], options: list[SlotOptions], fetched: Fetched) -> None:
         self._slots, self._options, self._fetched = slots, options, fetched
 
     def wait(self) -> list[SampledToken]:

@@ -7,18 +7,18 @@ from ctypes import CDLL
 import numpy as np
 from torch import Tensor
 
-from backend.core.step import SampledToken
+from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
 from kernels.cpu.sampling import LogProbs, NativeSampling
 
 
 class NativeChoice:
-    def __init__(self, parameters: SlotParameters, library: CDLL):
+    def __init__(self, parameters: SlotParameters, library: CDLL) -> None:
         self._slots = parameters
         self._native = NativeSampling(library)
 
     def choose(
-        self, logits: Tensor, rows: list[int], slots: list[int], token_ids: Tensor, num_tokens: list[int]
+        self, logits: Tensor, rows: list[int], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
     ) -> list[SampledToken]:
         """One SampledToken for each of `rows` of the logits [num_rows, vocab].
 

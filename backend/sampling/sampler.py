@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.core.step import NewRow, SampledToken
+from backend.core.step import NewRow, SampledToken, SlotId
 from backend.sampling.native_choice import NativeChoice
 from backend.sampling.slots import UNKNOWN, SlotParameters
 from backend.sampling.torch_choice import TorchChoice
@@ -26,15 +26,16 @@ from kernels import sampling as kernel
 class Sampler:
     """Chooses tokens for the rows of the persistent batch. See SamplingConfig for the meaning of the parameters."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, library: CDLL | None = None):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, library: CDLL | None = None) -> None:
         """library: the native kernels (kernels.cpu.build.load) for a CPU; without it torch operators do the work."""
         if not 1 <= vocab_size <= kernel.MAX_VOCAB:
             raise ValueError(f"vocab_size is {vocab_size}, allowed is 1 to {kernel.MAX_VOCAB}; use a smaller one")
         self.device = torch.device(device)
         self.vocab_size = vocab_size
         self._slots = SlotParameters(num_slots, vocab_size, self.device)
-        is_native = library is not None and self.device.type == "cpu"
-        self._choice = NativeChoice(self._slots, library) if is_native else TorchChoice(self._slots)
+        self._choice: NativeChoice | TorchChoice = TorchChoice(self._slots)
+        if library is not None and self.device.type == "cpu":
+            self._choice = NativeChoice(self._slots, library)
 
     def set_row(self, new_row: NewRow) -> None:
         """Remember the parameters of the sequence that takes `new_row.slot`; they hold until the slot's next NewRow."""
@@ -56,10 +57,10 @@ class Sampler:
     def sample(
         self,
         logits: Tensor | None,
-        slots: list[int],
+        slots: list[SlotId],
         token_ids: Tensor,
         num_tokens: list[int],
-        greedy: Sequence[int] | NDArray | Tensor | None = None,
+        greedy: Sequence[int] | NDArray[np.int64] | Tensor | None = None,
         needed: Sequence[bool] | None = None,
     ) -> list[SampledToken]:
         """Choose the next token of each row; one SampledToken per row, in row order.
@@ -80,10 +81,12 @@ class Sampler:
         if not slots:
             return []
         if greedy is None:
+            assert logits is not None  # checked above
             return self._choice.choose(logits, list(range(len(slots))), slots, token_ids, num_tokens)
         result = list(map(SampledToken, slots, np.asarray(greedy).tolist()))
         rows = [row for row, is_needed in enumerate(needed) if is_needed]
         if rows:
+            assert logits is not None  # checked above: a row needs them
             known = [num_tokens[row] for row in rows]
             tokens = self._choice.choose(logits, rows, [slots[row] for row in rows], token_ids, known)
             for row, token in zip(rows, tokens):
@@ -91,7 +94,11 @@ class Sampler:
         return result
 
     def _check_shapes(
-        self, logits: Tensor | None, num_rows: int, num_lengths: int, greedy: Sequence[int] | NDArray | Tensor | None
+        self,
+        logits: Tensor | None,
+        num_rows: int,
+        num_lengths: int,
+        greedy: Sequence[int] | NDArray[np.int64] | Tensor | None,
     ) -> None:
         shape = [num_rows, self.vocab_size]
         given = shape if logits is None else list(logits.shape)

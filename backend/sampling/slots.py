@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1.2e-38  # smallest normal float32; lower temperatures leave o
 UNKNOWN = -1  # `plain_from` of a slot without a row
 NEVER = (
     1 << 62
-)  # known tokens that no row reaches: `plain_from` or `special_until` of a row to which that never happens
+)  # more known tokens than any row reaches; stands for "never" in `plain_from`, for "always" in `special_until`
 
 
 class SlotOptions(Struct, frozen=True):
@@ -68,7 +68,7 @@ class SlotParameters:
     The tensors in `options` are on the device.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self.floats = torch.zeros(num_slots, len(FloatColumn), dtype=torch.float64)
@@ -77,7 +77,7 @@ class SlotParameters:
         self.plain_from = [UNKNOWN] * num_slots
         self.special_until = [0] * num_slots
         self.log_prob_widths = np.full(num_slots, -1)
-        self.options: list[SlotOptions | None] = [None] * num_slots
+        self.options = [SlotOptions()] * num_slots  # nobody reads the options of a slot without a row
 
     def set_row(self, row: NewRow) -> None:
         """Replace all parameters of `row.slot`."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.core.step import SampledToken
+from backend.core.step import SampledToken, SlotId
 from backend.sampling.slots import SlotOptions, SlotParameters
 from kernels import sampling as kernel
 from kernels.common.transfer import place
@@ -19,13 +19,13 @@ from kernels.cpu.sampling import FloatColumn, IntColumn
 
 
 class TorchChoice:
-    def __init__(self, parameters: SlotParameters):
+    def __init__(self, parameters: SlotParameters) -> None:
         self._slots = parameters
         self.device = parameters.device
 
     @torch.inference_mode()
     def choose(
-        self, logits: Tensor, rows: list[int], slots: list[int], token_ids: Tensor, num_tokens: list[int]
+        self, logits: Tensor, rows: list[int], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
     ) -> list[SampledToken]:
         """One SampledToken for each of `rows` of the logits [num_rows, vocab], which are overwritten.
 
@@ -45,7 +45,7 @@ class TorchChoice:
     # ---------------------------------------------------------------------------------------------- changes to logits
 
     def _penalize(
-        self, logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int]
+        self, logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
     ) -> None:
         picked = [i for i, row in enumerate(rows) if row.has_penalties]
         if not picked:
@@ -67,7 +67,7 @@ class TorchChoice:
 
     # --------------------------------------------------------------------------------------------------------- choice
 
-    def _choose(self, logits: Tensor, rows: list[SlotOptions], slots: list[int], num_tokens: list[int]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], num_tokens: list[int]) -> Tensor:
         """Token ids [num_rows] int64 on the device."""
         greedy = [i for i, row in enumerate(rows) if row.is_greedy]
         if len(greedy) == len(rows):
@@ -85,9 +85,9 @@ class TorchChoice:
                 chosen[self._ints(picked)] = self._draw(self._pick(logits, picked), slot, known, k_max)
         return chosen
 
-    def _draw(self, logits: Tensor, slot: list[int], known: Tensor, k_max: int) -> Tensor:
+    def _draw(self, logits: Tensor, slots: list[SlotId], known: Tensor, k_max: int) -> Tensor:
         """Token ids of rows that are either all filtered (`k_max` > 0) or all unfiltered (`k_max` 0)."""
-        floats, ints = self._slots.floats[slot].to(self.device), self._slots.ints[slot].to(self.device)
+        floats, ints = self._slots.floats[slots].to(self.device), self._slots.ints[slots].to(self.device)
         u = kernel.uniform(ints[:, IntColumn.SEED], ints[:, IntColumn.COUNTER_BASE] + known)
         temperature = floats[:, FloatColumn.TEMPERATURE].float()
         filters = (ints[:, IntColumn.TOP_K], floats[:, FloatColumn.TOP_P], floats[:, FloatColumn.MIN_P])
@@ -96,7 +96,7 @@ class TorchChoice:
     # --------------------------------------------------------------------------------------------------------- result
 
     def _with_log_probs(
-        self, chosen: Tensor, log_probs: Tensor, asking: list[int], rows: list[SlotOptions], slots: list[int]
+        self, chosen: Tensor, log_probs: Tensor, asking: list[int], rows: list[SlotOptions], slots: list[SlotId]
     ) -> list[SampledToken]:
         """Pack tokens, log-probabilities and alternatives into one float64 tensor (ids are exact in it), copy once."""
         k_max = max(rows[i].top_log_probs for i in asking)
@@ -124,7 +124,7 @@ class TorchChoice:
 
 
 def add_sparse(
-    logits: Tensor, rows: list[SlotOptions], slots: list[int], token_ids: Tensor, num_tokens: list[int], is_own: bool
+    logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int], is_own: bool
 ) -> Tensor:
     """Add the logit bias, and -inf for bad words and for end ids before min_tokens. Each logit gets at most one finite term.
 

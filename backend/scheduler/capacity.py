@@ -1,7 +1,7 @@
 """CapacityScheduler: which sequences have room in the KV pool. It decides on a KVPlan and changes nothing else.
 
     GuaranteedNoEvict   a sequence is admitted only when all admitted ones could run to their longest end together; none is
-                        ever paused (unless an operator shrinks the pool below what was promised)
+                        ever paused
     MaxUtilization      a sequence is admitted when its known tokens fit; when the pool runs dry, the youngest running
                         sequence is paused, and computed again when there is room
 
@@ -36,7 +36,7 @@ class CapacityScheduler(Protocol):
 
 
 class GuaranteedNoEvict:
-    def __init__(self, kv: KVCacheManager):
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
@@ -52,7 +52,7 @@ class GuaranteedNoEvict:
 
 
 class MaxUtilization:
-    def __init__(self, kv: KVCacheManager):
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:

@@ -27,7 +27,7 @@ CPU_MIXED_TOKENS = 128
 
 
 class MicroBatchScheduler:
-    def __init__(self, config: SchedulerConfig, on_cpu: bool):
+    def __init__(self, config: SchedulerConfig, on_cpu: bool) -> None:
         default, mixed = (CPU_CONTEXT_TOKENS, CPU_MIXED_TOKENS) if on_cpu else (config.max_num_tokens,) * 2
         self.max_num_tokens = config.max_num_tokens
         self.max_context_tokens = min(config.max_num_tokens, config.max_context_tokens or default)

@@ -58,7 +58,7 @@ class StepPlan:
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool):
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv

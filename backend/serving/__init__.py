@@ -1,13 +1,13 @@
-"""The Triton side: tensor tables, parsing, the response pump, cancellation, metrics.
+"""The Triton side: tensor tables, parsing, the response pump, cancellation and metrics.
 
-The only users of triton_python_backend_utils in the project are pb.py here and the adapters
-model_repository/*/1/model.py. Everything that runs here runs in Triton's stub process: no torch, no transformers, no
-work that a stream would notice.
+pb.py is the only module of the project that imports triton_python_backend_utils. The adapters in
+model_repository/*/1/model.py call assembly.py. Everything here runs in Triton's stub process, so it imports no torch, and
+no thread but the text threads does work that could delay a stream. The threads are:
 
-    main thread     execute(): read, check, hand over; returns at once
-    text threads    `triton.text_threads`; tokenise, render chat templates, hand over
-    engine reader   one thread of the executor; puts responses into the pump
-    senders         `triton.sender_threads`; a stream stays with one of them; detokenises, coalesces, sends
-    poller          asks Triton which live streams were cancelled
-    housekeeper     metrics, drain signal, sign of life, deadlines of text, watch on the server process
+    main thread     runs execute(): it reads and checks each request, hands it over and returns at once
+    text threads    `triton.text_threads` of them tokenise text, render chat templates and hand the requests over
+    engine reader   the executor's thread, which puts the engine's responses into the pump
+    senders         `triton.sender_threads` of them detokenise, coalesce and send; each stream stays with one sender
+    poller          asks Triton which live streams have been cancelled
+    housekeeper     sends metrics and signs of life, refuses overdue text, watches the drain signal and the server process
 """

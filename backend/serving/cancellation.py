@@ -1,7 +1,7 @@
-"""CancellationPoller: asks Triton which live streams their clients have given up. Nothing but asking tells.
+"""CancellationPoller: asks Triton which live streams their clients have cancelled. Triton does not say so unasked.
 
-One thread, one sweep per period over all live streams, queued ones included. `is_cancelled` is a round trip (60 to
-100 us), more threads do not make a sweep shorter, and no engine step ever waits for it.
+One thread sweeps over all live streams, queued ones included, once in every period. Each `is_cancelled` is a round trip of
+60 to 100 us to the server. More threads would not make a sweep shorter, and no engine step ever waits for one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ log = logging.getLogger("everbatch.serving")
 
 
 class CancellationPoller:
-    def __init__(self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float):
-        """`abandon(stream)` is called once for each stream whose client is gone, from the poller's thread."""
+    def __init__(
+        self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float
+    ) -> None:
+        """The poller's thread calls `abandon(stream)` once for each stream whose client is gone."""
         self._live_streams = live_streams
         self._abandon = abandon
         self._period_s = period_s
@@ -33,7 +35,7 @@ class CancellationPoller:
         self._thread.join(timeout=5)
 
     def sweep(self) -> None:
-        """One look at every live stream."""
+        """Ask about every live stream once."""
         for stream in self._live_streams():
             if not stream.closed and not stream.abandoned and self._is_cancelled(stream):
                 self._abandon(stream)
@@ -42,7 +44,8 @@ class CancellationPoller:
         try:
             with stream.gate:
                 return not stream.closed and stream.sender.is_cancelled()
-        except Exception as error:  # Triton's own type; the next sweep asks again
+        except Exception as error:
+            # Which types Triton raises here is not documented. The next sweep asks again, so nothing is lost.
             log.warning("asking for the cancellation of request %r failed: %s", stream.client_request_id, error)
             return False
 
@@ -52,6 +55,7 @@ class CancellationPoller:
             try:
                 self.sweep()
             except Exception:
+                # The thread must survive a failed sweep, because otherwise no cancellation would be noticed any more.
                 log.exception("a cancellation sweep failed")
             elapsed = time.monotonic() - started
             self._stopped.wait(max(self._period_s - elapsed, self._period_s / 2))

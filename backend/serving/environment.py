@@ -1,13 +1,13 @@
-"""What a model finds around it in a Triton stub: configuration, the run directory that all models of one server
-share, numpy.
+"""The environment of a model in a Triton stub: its configuration, the run directory of its server, and numpy.
 
-    EVERBATCH_CONFIG           effective engine configuration, JSON; unset = defaults
-    EVERBATCH_RUN_DIR          holds the engine's socket; unset = a 0700 directory keyed by user and server process
-    EVERBATCH_RUN_DIR/health/  one file for each model, by which the launcher knows what Triton does not tell it
-    EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; running requests may use most of it while it drains
+    EVERBATCH_CONFIG           the whole engine configuration as JSON; the defaults apply when it is not set
+    EVERBATCH_RUN_DIR          the directory of the engine's socket; when it is not set, a directory with mode 0700 whose
+                               name holds the user id and the server's process id
+    EVERBATCH_RUN_DIR/health/  has one file for each model, from which the launcher reads the model's state
+    EVERBATCH_EXIT_TIMEOUT_S   the server's --exit-timeout-secs; while it drains, running requests may use most of it
 
-The launcher sets them. In a plain tritonserver none is set and everything still meets: stubs are children of the
-server.
+The launcher sets these variables. A plain tritonserver sets none of them, and its models still find the same directory,
+because all stubs are children of one server process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import numpy as np
 from backend.api import ConfigError, EngineConfig, load_config
 
 DEFAULT_EXIT_TIMEOUT_S = 30.0
-DRAIN_SHARE = 0.6  # of the exit timeout: the rest is for finalize() and the server's own end
+DRAIN_SHARE = 0.6  # the share of the exit timeout for running requests; finalize() and the server need the rest
 OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns the engine
 
-# ready: requests are served; unavailable: they are refused, the engine is being started again; draining: the server is
-# about to stop; given_up: the engine died too often and is not started again, only a new server helps
+# ready: requests are served. unavailable: requests are refused for now (the engine does not answer, the tokenizer is not
+# loaded, or all text threads are stuck). draining: the server is about to stop. given_up: the engine died too often and is
+# not started again, so only a new server helps.
 Health = Literal["ready", "unavailable", "draining", "given_up"]
 
 NUMPY_MISMATCH = (
@@ -42,20 +43,21 @@ NUMPY_MISMATCH = (
 
 
 def engine_config() -> EngineConfig:
-    """Raises ConfigError naming the key that is wrong."""
+    """The configuration in EVERBATCH_CONFIG. Raises ConfigError that names the wrong key."""
     return load_config(os.environ.get("EVERBATCH_CONFIG") or None)
 
 
 def drain_grace_s() -> float:
+    """Seconds for which running requests may go on once the server drains."""
     return DRAIN_SHARE * float(os.environ.get("EVERBATCH_EXIT_TIMEOUT_S") or DEFAULT_EXIT_TIMEOUT_S)
 
 
 def check_numpy(round_trip_works: Callable[[], bool]) -> None:
     """Raise ConfigError when this numpy would kill the stub at its first request.
 
-    Triton before 25.01 carries a pybind11 that reads numpy 1's dtype layout; with numpy 2 every array it makes has
-    strides of 0. No version tells a model which server runs it, so it is tried: an array handed over by DLPack comes
-    back as one that Triton made (`round_trip_works`). numpy 1 fits every server and is not tried.
+    Triton before 25.01 was built with a pybind11 that reads numpy 1's dtype layout. With numpy 2, each array that it makes
+    has strides of 0. A model cannot ask for the server's version, so `round_trip_works` tries it: an array that is handed
+    over by DLPack comes back as one that Triton made. numpy 1 works with every server and is not tried.
     """
     print(f"everbatch: Python environment {sys.prefix}, numpy {np.__version__}", flush=True)
     if int(np.__version__.split(".")[0]) >= 2 and not round_trip_works():
@@ -63,16 +65,22 @@ def check_numpy(round_trip_works: Callable[[], bool]) -> None:
 
 
 class RunDirectory:
-    """Where the models of one server meet: `engine.sock`, `owner.pid` of the model that starts the engine, and `health/`."""
+    """The directory that all models of one server share.
 
-    def __init__(self, path: Path):
+    It holds the engine's socket `engine.sock`, the process id of the engine's owner in `owner.pid`, and `health/`.
+    """
+
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._owner = path / "owner.pid"
         self._health = path / "health"
 
     @classmethod
     def of_this_server(cls) -> RunDirectory:
-        """Raises ConfigError when the default directory belongs to somebody else."""
+        """Find the directory, or make it.
+
+        Raises ConfigError when it is not a directory of this user, or when others may use the default one.
+        """
         given = os.environ.get("EVERBATCH_RUN_DIR")
         path = Path(given or Path(tempfile.gettempdir(), f"everbatch-{os.getuid()}-{os.getppid()}"))
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,14 +96,18 @@ class RunDirectory:
         return str(self._path / "engine.sock")
 
     def claim(self) -> None:
-        """Say that this process is about to start the engine."""
+        """Record that this process is about to start the engine."""
         self._owner.write_text(str(os.getpid()))
 
     def disclaim(self) -> None:
+        """Take the claim back, because this process could not start the engine."""
         self._owner.unlink(missing_ok=True)
 
     def report_health(self, model: str, state: Health) -> None:
-        """Leave a sign of life of this stub: {"state", "pid", "at_ns"}, the time by CLOCK_MONOTONIC. Replaced as a whole."""
+        """Leave a sign of life of this stub in the model's health file, which is replaced in one step.
+
+        It is a JSON object with `state`, `pid` and `at_ns`, the time of CLOCK_MONOTONIC in nanoseconds.
+        """
         self._health.mkdir(mode=0o700, exist_ok=True)
         fresh = self._health / f".{model}.new"
         fresh.write_text(json.dumps({"state": state, "pid": os.getpid(), "at_ns": time.monotonic_ns()}))
@@ -105,25 +117,21 @@ class RunDirectory:
         """Whether a living process of this user has claimed the engine."""
         try:
             os.kill(int(self._owner.read_text()), 0)
-        except (
-            FileNotFoundError,
-            ValueError,
-            ProcessLookupError,
-            PermissionError,
-        ):  # the last: a number given out anew
+        except (FileNotFoundError, ValueError, ProcessLookupError, PermissionError):
+            # PermissionError means that the claimant has ended and another user's process has got its number.
             return False
         return True
 
     def wait_for_engine(self, is_ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait while the owner starts the engine; returns whether it is ready.
+        """Wait up to `timeout_s` seconds while the owner starts the engine; return whether the engine is ready.
 
-        Triton loads only a few models at a time. If the owner is not among them it cannot start before this model has
-        loaded, so without a sign of it the wait is short.
+        Triton loads only a few models at a time. An owner that is not among them can only start once this model has loaded,
+        so the wait is short while nobody has claimed the engine.
         """
         started = time.monotonic()
         while not is_ready():
             waited = time.monotonic() - started
             if waited > timeout_s or (waited > OWNER_START_S and not self.has_owner()):
                 return False
-            time.sleep(0.02)
+            time.sleep(0.02)  # Polled, because no event tells both that the engine answers and that its owner has died.
         return True

@@ -1,13 +1,12 @@
-"""Housekeeper: one thread for everything that happens about once a second, for the sign of life, and for the drain
-signal.
+"""Housekeeper: one thread that does the stub's periodic work, and that watches the drain signal and the server process.
 
-SIGUSR1 asks for a drain: nothing new is accepted, running requests may go on for a grace period, then they are
-ended. Triton itself tells a model nothing of a shutdown before its last request is answered. A Python signal handler
-would run only when the main thread next executes Python, which may be never; so the signal's wake-up pipe is read
-here.
+SIGUSR1 asks for a drain: nothing new is accepted, and running requests may go on for a grace period before they are ended.
+The signal is needed because Triton tells a model of a shutdown only after its last request has been answered. A Python
+signal handler would run only when the main thread next executes Python, which may never happen. Therefore this thread reads
+the pipe to which the interpreter writes the number of each signal at once.
 
-When the server process goes away, the stub may hang for ever on a lock in shared memory: the parent's process id is
-watched.
+When the server process has ended, the stub may hang for ever on a lock in shared memory. Therefore this thread watches the
+parent's process id and ends the stub when it changes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable
 
 log = logging.getLogger("everbatch.serving")
-PULSE_S = 0.25  # between two signs of life, and between two looks at the parent process
+PULSE_S = 0.25  # seconds between two signs of life, and between two looks at the parent process
 
 
 class Housekeeper:
@@ -34,9 +33,11 @@ class Housekeeper:
         parent_pid: Callable[[], int] = os.getppid,
         pulse: Callable[[], None] = lambda: None,
         pulse_s: float = PULSE_S,
-    ):
-        """`pulse` every `pulse_s`; `tick` every period; `drain` at the first SIGUSR1; `orphaned` when the parent
-        process has changed. All in its thread.
+    ) -> None:
+        """Nothing runs before `start`; then the housekeeper's own thread calls the callbacks.
+
+        It calls `pulse` every `pulse_s` seconds, `tick` every `period_s` seconds, `drain` at the first SIGUSR1, and
+        `orphaned` when `parent_pid` returns another process than it did here.
         """
         self._tick = tick
         self._period_s = period_s
@@ -54,16 +55,16 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name="everbatch-housekeeper", daemon=True)
 
     def listen_for_drain(self) -> None:
-        """Install the signal. Main thread only."""
+        """Let SIGUSR1 start the drain. Call it on the main thread only."""
         self._listening = True
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGUSR1, lambda number, frame: None)  # the wake-up pipe does the work
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)  # the thread reads the pipe
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and let go of the signal. Main thread only."""
+        """End the thread and ignore the signal from now on. Call it on the main thread only."""
         self._stopped.set()
         os.write(self._writer, b"\0")
         self._thread.join(timeout=5)
@@ -97,5 +98,5 @@ class Housekeeper:
     def _guarded(action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # one bad update must not end the watch on the server process
+        except Exception:  # A call that fails must not end this thread, which also watches the server process.
             log.exception("housekeeping failed")

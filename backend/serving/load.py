@@ -1,8 +1,9 @@
-"""EngineLoad: how many requests of this stub are in the engine, so that what the engine must refuse is refused here.
+"""EngineLoad counts this stub's requests in the engine, so that the stub can refuse what the engine is sure to refuse.
 
-The engine accepts at most a batch and a full queue; when so many of this stub's own requests are unanswered, the next one
-cannot be accepted. To learn that from the engine takes a step of a full batch; here it takes microseconds. Requests of other
-models of the same engine, and the limit on queued tokens, are not counted here: then the engine itself refuses.
+The engine holds at most one full batch and one full queue. When that many of this stub's own requests are unanswered, the
+engine cannot accept another. It would say so after its present step, which takes long with a full batch; this count says so
+within microseconds. Requests of other models, and the limit on queued tokens, are not counted here, so the engine itself
+refuses on their account.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from backend.api import EngineConfig, Overloaded
 
 
 class EngineLoad:
-    """Any thread."""
+    """A counter that any thread may use."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig) -> None:
         self._max_queue_size = config.limits.max_queue_size
         self._capacity = config.scheduler.max_batch_size + config.limits.max_queue_size
         self._num_requests = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raises Overloaded when the engine is sure to refuse one more."""
+        """Raise Overloaded when the engine is sure to refuse one more request."""
         if self._num_requests >= self._capacity:
             raise Overloaded(
                 f"Exceeds maximum queue size: Maximum queue size of {self._max_queue_size} is reached "
@@ -30,11 +31,11 @@ class EngineLoad:
             )
 
     def enter(self) -> None:
-        """A request is about to be sent to the engine."""
+        """Count a request that is about to be sent to the engine."""
         with self._lock:
             self._num_requests += 1
 
     def leave(self) -> None:
-        """It has been answered for good, or was not sent after all."""
+        """Count out a request that has had its final response, or that could not be sent."""
         with self._lock:
             self._num_requests -= 1

@@ -1,15 +1,15 @@
-"""Metric families in Triton's /metrics, as data, and the publisher that sends what has changed.
+"""The metric families that appear in Triton's /metrics, as data, and the publisher that sends changed values.
 
-`nv_trt_llm_*` and `nv_llm_*` carry TensorRT-LLM's names, so that its dashboards work; `everbatch_*` are ours. One
-update is a round trip to the server: values are collected in Python and only changed ones are sent, by the
-housekeeper. Families whose source does not exist here (runtime memory, disaggregated serving, static batching) are
-not published.
+Families named `nv_trt_llm_*` and `nv_llm_*` have TensorRT-LLM's names, so that its dashboards work; those named
+`everbatch_*` are this project's own. Each update of a value is a round trip to the server, so the housekeeper sends only the
+values that have changed. TensorRT-LLM's families for runtime memory, disaggregated serving and static batching are not
+published, because nothing here could fill them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from backend.api import EngineStats
 
@@ -19,17 +19,39 @@ FINISH_REASONS = ("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "E
 Read = Callable[[EngineStats], float]
 
 
+class MetricHandle(Protocol):
+    """The part of Triton's Metric that is used here."""
+
+    def set(self, value: float) -> None: ...
+
+    def increment(self, value: float) -> None: ...
+
+    def observe(self, value: float) -> None: ...
+
+
+class FamilyHandle(Protocol):
+    """The part of Triton's MetricFamily that is used here."""
+
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> MetricHandle: ...
+
+
 class Family(NamedTuple):
+    """One metric family with its values."""
+
     name: str
     description: str
-    kind: str  # GAUGE, COUNTER
-    label: str  # "" = the family has one value
-    values: dict[str, Read]  # label value -> where it is read
+    kind: str  # GAUGE or COUNTER
+    label: str  # the name of the label that tells the values apart; "" when the family has one value
+    values: dict[str, Read]  # for each value of the label, the function that reads it from the statistics
 
 
 def _scheduled(stats: EngineStats) -> int:
-    """Requests of the last step that still run: an idle engine keeps the record of its last step."""
+    """The requests of the last step that still run. An idle engine keeps the record of its last step, hence the minimum."""
     return min(stats.latest.num_scheduled_requests, stats.latest.num_active_requests)
+
+
+def _finished_with(reason: str) -> Read:
+    return lambda stats: stats.counters.requests_finished_total.get(reason, 0)
 
 
 _TRT_LLM = (
@@ -53,9 +75,8 @@ _TRT_LLM = (
         "kv_cache_block_type",
         {
             "max": lambda s: s.latest.kv_cache.max_num_blocks,
-            "free": lambda s: (
-                s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks
-            ),  # both can be taken
+            # TensorRT-LLM counts a cached block as free, because it can be taken.
+            "free": lambda s: s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks,
             "used": lambda s: s.latest.kv_cache.used_num_blocks,
             "tokens_per": lambda s: s.latest.kv_cache.tokens_per_block,
             "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
@@ -147,7 +168,7 @@ _OURS = (
         "Requests that ended, by reason",
         "COUNTER",
         "reason",
-        {name.lower(): (lambda s, n=name: s.counters.requests_finished_total.get(n, 0)) for name in FINISH_REASONS},
+        {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS},
     ),
     Family(
         "everbatch_requests_rejected_total",
@@ -171,22 +192,26 @@ ENGINE_FAMILIES = _TRT_LLM + _OURS
 
 
 class MetricsPublisher:
-    """One thread's. `new_family(name, description, kind)` is Triton's constructor."""
+    """Sends metrics to Triton. After its construction only one thread may use it."""
 
-    def __init__(self, new_family: Callable[[str, str, str], Any], labels: dict[str, str], engine: bool):
-        """`engine`: also the families of the engine; one model of a server publishes them. `labels`: model and
-        version.
+    def __init__(
+        self, new_family: Callable[[str, str, str], FamilyHandle], labels: dict[str, str], engine: bool
+    ) -> None:
+        """Register the families with Triton.
+
+        `new_family(name, description, kind)` makes a family. `labels` name the model and its version. With `engine` the
+        engine's families are published too, which exactly one model of a server does.
         """
         self._labels = labels
-        self._families: list[Any] = []  # Triton drops a family with its last reference
+        self._families: list[FamilyHandle] = []  # Triton drops a family with its last reference, so they are kept here
         self._sent: dict[tuple[str, str], float] = {}
-        self._metrics: dict[tuple[str, str], Any] = {}
+        self._metrics: dict[tuple[str, str], MetricHandle] = {}
         for family in ENGINE_FAMILIES if engine else ():
             handle = self._keep(new_family(family.name, family.description, family.kind))
             for value in family.values:
                 extra = {family.label: value} if family.label else {}
                 self._metrics[family.name, value] = handle.Metric(labels={**labels, **extra})
-        self._ready = None
+        self._ready: MetricHandle | None = None
         if engine:
             ready = self._keep(new_family("everbatch_engine_ready", "1 while the engine answers, else 0", "GAUGE"))
             self._ready = ready.Metric(labels=labels)
@@ -201,7 +226,7 @@ class MetricsPublisher:
         ]
 
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
-        """Send what has changed since the last call."""
+        """Send the values of the engine that have changed since the last call."""
         if self._ready is not None and self._sent.get(("ready", "")) != ready:
             self._ready.set(float(ready))
             self._sent["ready", ""] = ready
@@ -212,7 +237,7 @@ class MetricsPublisher:
                 self._send(family, label, float(read(stats)))
 
     def publish_lengths(self, finished: Iterable[tuple[int, int]]) -> None:
-        """Prompt and output tokens of rows that ended since the last call."""
+        """Send the lengths of rows that have ended since the last call, each as (prompt tokens, output tokens)."""
         for lengths in finished:
             for metric, tokens in zip(self._lengths, lengths):
                 metric.observe(float(tokens))
@@ -224,11 +249,11 @@ class MetricsPublisher:
             return
         if family.kind == "GAUGE":
             self._metrics[key].set(value)
-        else:  # a restarted engine counts from 0 again
+        else:  # a smaller value means a new engine process, which counts from 0 again
             growth = value - before if before is not None and value >= before else value
             self._metrics[key].increment(growth)
         self._sent[key] = value
 
-    def _keep(self, family: Any) -> Any:
+    def _keep(self, family: FamilyHandle) -> FamilyHandle:
         self._families.append(family)
         return family

@@ -1,18 +1,16 @@
-"""ModelServer: one Triton model in its stub process. Ties the executor, the pump, the poller and the housekeeper
-together.
+"""ModelServer: one Triton model in its stub process. It connects the executor, the pump, the poller and the housekeeper.
 
-    execute(requests)      main thread: read -> check -> hand over each request; never blocks, never raises. Text goes to
-                           the text pool first, whose threads tokenise it and hand it over
-    executor callback      -> pump.deliver
-    poller / stop request  -> _cancel -> executor.cancel_request; the row then ends with the engine's final Result
-    drain                  refuse new requests, wait for the running ones, then end them with UNAVAILABLE
+    execute(requests)      The main thread reads, checks and hands over each request; it never blocks and never raises. Text
+                           goes to the text pool first, whose threads tokenise it and hand the request over.
+    executor callback      The executor calls pump.deliver with each response.
+    poller / stop request  They call _cancel, which calls executor.cancel_request; the engine's final Result ends the row.
+    drain                  New requests are refused. Running ones may go on for a while, and then end with UNAVAILABLE.
 
-A stream ends because all its rows have ended (the engine says so), or because it failed as a whole.
+A stream ends when the engine has ended all its rows, or when it fails as a whole.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -20,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from backend.api import (
     EngineConfig,
@@ -32,18 +30,21 @@ from backend.api import (
     Request,
     RequestId,
     Response,
+    Result,
     SessionId,
 )
+from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.pump import ResponsePump, Row, Stream
-from backend.serving.reading import Batch
+from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
+from backend.serving.reading import Batch, NamedTensor
 from backend.serving.requests import (
     Parameters,
+    RequestHeader,
     ServingContext,
     StopSession,
     Work,
@@ -54,24 +55,35 @@ from backend.serving.tensors import ModelTensors
 from backend.serving.text_pool import Job, TextPool
 
 log = logging.getLogger("everbatch.serving")
-SWITCH_INTERVAL_S = 0.0005  # a sender that comes back from a round trip waits this long for the GIL, not 5 ms
-OTHERS_MARGIN_S = 1.0  # so that the other models end their own streams at the end of the grace
+SWITCH_INTERVAL_S = 0.0005  # After a round trip a sender waits at most this long for the interpreter's lock, not 5 ms.
+OTHERS_MARGIN_S = 1.0  # The other models need this much more time to end their own streams when the grace is over.
 NO_REQUEST_ID = "A request id must be provided for request cancellation"
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or again when it is back"
 NOT_READY = "the engine is not ready yet; try again in a few seconds"
 STOPPED_EARLY = "the request was cancelled before its text had been read"
 NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
+_END = Result([[]], is_final=True, is_sequence_final=True)
+ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs no engine
 
 OnResponse = Callable[[Response], None]
 Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
+T = TypeVar("T")
+
+
+class TritonRequest(RequestHeader, Protocol):
+    """The part of Triton's InferenceRequest that is used here."""
+
+    def inputs(self) -> Iterable[NamedTensor]: ...
+
+    def get_response_sender(self) -> ResponseSender: ...
 
 
 class EngineClient(Protocol):
-    """backend.executor.Executor, as far as it is used here."""
+    """The part of backend.executor.Executor that is used here."""
 
     @property
-    def hello(self) -> Any: ...
+    def hello(self) -> Hello | None: ...
 
     def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
 
@@ -87,7 +99,7 @@ class EngineClient(Protocol):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the engine is not started again; only the model that owns it knows."""
+        """Whether the engine will not be started again. Only the model that owns the engine knows."""
         ...
 
     def shutdown(self) -> None: ...
@@ -106,15 +118,16 @@ class ModelServer:
         labels: dict[str, str] | None = None,
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
+        error_prefix: str = "",
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
-    ):
-        """Start all threads. Call on the main thread (it installs the drain signal).
+    ) -> None:
+        """Start all threads. Call it on the main thread, because it installs the drain signal.
 
-        `parse` turns a batch into work. With `check_text` it takes its time, and runs on the text threads once
-        `check_text` has passed on the main thread. `prepare` is called with every housekeeping tick, may load what
-        parsing needs once the engine is there, and returns whether it is. `owner`: this model publishes the engine's
-        metrics. `report_health` is told the state of this model at once and four times a second.
+        `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
+        then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
+        what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
+        stands in front of each error's text. `report_health` gets the state of this model now, and then four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -129,9 +142,16 @@ class ModelServer:
         self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
-        self._finished: deque[tuple[int, int]] = deque()  # token lengths of rows that ended, for the histograms
+        self._finished: deque[tuple[int, int]] = deque()  # the lengths of rows that ended, in tokens
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._pump = ResponsePump(config.triton.sender_threads, self._stop_rows, self._stop_at, self._on_row_end)
+        self._pump = ResponsePump(
+            config.triton.sender_threads,
+            self._stop_rows,
+            self._stop_at,
+            self._on_row_end,
+            coalesce=not config.triton.one_response_per_token,
+            error_prefix=error_prefix,
+        )
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
@@ -148,24 +168,23 @@ class ModelServer:
 
     # ---- Triton's side -----------------------------------------------------------------------------------------------
 
-    def execute(self, requests: Iterable[Any]) -> None:
-        """Take in Triton requests. Each is answered through its response sender, once and for all, whatever is wrong
-        with it.
-        """
+    def execute(self, requests: Iterable[TritonRequest]) -> None:
+        """Take in Triton requests. Whatever is wrong with one, it is answered through its response sender; nothing is raised."""
         for request in requests:
             try:
                 stream = self._pump.open(request.get_response_sender())
-            except Exception:  # without a sender there is no way to answer; the others of the call go on
+            except Exception:
+                # Without a sender this request cannot be answered. The other requests of the call must still be taken in.
                 log.exception("a request came without a response sender")
                 continue
             self._guarded(stream, self._accept, request)
 
     def is_ready(self) -> bool:
-        """For servers that ask a model (Triton 26.03)."""
+        """Whether requests are served. Triton asks a model for it from release 26.03 on."""
         return self._health() == "ready"
 
     def finalize(self) -> None:
-        """All requests of this model have been answered; end the threads, and the engine if this model owns it."""
+        """End the threads, and the engine if this model owns it. Triton calls it once all requests have been answered."""
         if self._owner:
             self._wait_for_other_models()
         self._poller.stop()
@@ -175,13 +194,16 @@ class ModelServer:
         self._executor.shutdown()
 
     def _wait_for_other_models(self) -> None:
-        """Triton ends each model as soon as its own requests are over; the text models' may still need the engine."""
+        """Wait until no request runs in the engine, at most until the end of the grace.
+
+        Triton ends each model as soon as its own requests are over, while those of the text models may still need the engine.
+        """
         deadline = (self._drain_ends or time.monotonic() + self._drain_grace_s) + OTHERS_MARGIN_S
         while time.monotonic() < deadline and self._executor.is_ready():
             stats = self._executor.latest_stats()
             if stats is None or stats.latest.num_active_requests == 0:
                 return
-            time.sleep(0.05)
+            time.sleep(0.05)  # Polled, because statistics arrive once in a period and wake nobody.
 
     @property
     def num_live_streams(self) -> int:
@@ -189,8 +211,8 @@ class ModelServer:
 
     # ---- main thread -------------------------------------------------------------------------------------------------
 
-    def _accept(self, stream: Stream, request: Any) -> None:
-        """Read, check, hand over. Raises EverbatchError; then nothing of the request runs."""
+    def _accept(self, stream: Stream, request: TritonRequest) -> None:
+        """Read a request, check it, hand it over. Raises EverbatchError; nothing of the request runs then."""
         stream.client_request_id = read_request_id(request)
         parameters = read_parameters(request)
         stream.namespace = parameters.namespace
@@ -199,7 +221,8 @@ class ModelServer:
             self._answer_stop(stream)
             return
         context = self._context()
-        if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):  # STOP takes no place, it makes room
+        # A request that only stops sessions takes no place in the engine, but makes room there.
+        if not all(batch.scalar("STOP", row) for row in range(batch.num_rows)):
             self._load.check()
         if self._check_text is None:
             self._hand_over(stream, self._parse(batch, context, parameters))
@@ -208,15 +231,17 @@ class ModelServer:
             self._text.submit(self._text_job(stream, batch, context, parameters))
 
     def _context(self) -> ServingContext:
-        """Raises EngineUnavailable when no request can be served now. What ails an engine that was there before, the
-        executor itself says best; but no text is read for it.
+        """What parsing needs to know. Raises EngineUnavailable when no request can be served now.
+
+        Token ids are parsed even while an engine that was there before does not answer, because the executor then refuses
+        them with the exact reason. Text is not read for that.
         """
         if self._draining:
             raise EngineUnavailable(SHUTTING_DOWN)
         hello = self._executor.hello
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        return ServingContext(self._config, hello.model, self._decoupled)
+        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
@@ -230,36 +255,40 @@ class ModelServer:
             keys=frozenset((parameters.namespace, session_id) for session_id in ids if session_id is not None),
         )
 
-    def _guarded(self, stream: Stream, action: Callable[[Stream, Any], None], argument: Any) -> None:
-        """Whatever goes wrong is the stream's error."""
+    def _guarded(self, stream: Stream, action: Callable[[Stream, T], None], argument: T) -> None:
+        """Call `action(stream, argument)`, and answer the stream with an error if it raises."""
         try:
             action(stream, argument)
         except EverbatchError as error:
             self._pump.refuse(stream, error.code, error.message)
         except Exception:
+            # A fault of ours must not end the thread, nor leave its client without an answer.
             log.exception("taking in request %r failed", stream.client_request_id)
             self._pump.refuse(stream, ErrorCode.INTERNAL, NOT_TAKEN_IN)
 
     # ---- main thread, or a text thread -------------------------------------------------------------------------------
 
     def _hand_over(self, stream: Stream, works: list[Work]) -> None:
-        """Start all rows, unless the stream is over by now."""
+        """Start all rows of a stream, unless it is over by now."""
         rows = [Row(work.output, _num_input_tokens(work)) for work in works]
         if not self._pump.begin(stream, rows):
             return
         for work, row in zip(works, rows):
             self._submit(stream, row, work)
-        if stream.is_over:  # meanwhile, by the poller or the end of a drain
+        if stream.is_over:  # The poller, a stop or the end of a drain has ended it meanwhile.
             self._stop_rows(stream)
 
     def _submit(self, stream: Stream, row: Row, work: Work) -> None:
-        """Start one row. What the executor refuses at once becomes the row's error; other rows go on."""
+        """Start one row. If the executor refuses it, that is the row's error, and the other rows go on."""
 
         def on_response(response: Response) -> None:
             if response.is_final and not isinstance(work.request, StopSession):
                 self._load.leave()
             self._pump.deliver(stream, row, response)
 
+        if work.request is None:
+            self._pump.deliver(stream, row, ANSWERED)
+            return
         try:
             if isinstance(work.request, StopSession):
                 stop = work.request
@@ -275,14 +304,15 @@ class ModelServer:
     # ---- main thread -------------------------------------------------------------------------------------------------
 
     def _answer_stop(self, stream: Stream) -> None:
-        """`stop: true` cancels the newest live request of the same id and namespace; the answer is empty, also for an
-        unknown id.
+        """Cancel the newest live request with the id and the namespace of this `stop: true`.
+
+        The answer is empty, even when there is no such request. Raises InvalidRequest when the id is empty.
         """
         if not stream.client_request_id:
             raise InvalidRequest(NO_REQUEST_ID)
         for candidate in reversed(self._pump.live_streams()):
             same_id = candidate.client_request_id == stream.client_request_id
-            is_request = not candidate.answers_nothing and candidate is not stream  # no `stop: true` itself
+            is_request = not candidate.answers_nothing and candidate is not stream  # A `stop: true` stops no other one.
             if is_request and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
@@ -298,7 +328,7 @@ class ModelServer:
             runs = bool(stream.rows)
         if runs:
             self._stop_rows(stream)
-        else:  # it waits for a text thread, or is being read
+        else:  # The request waits for a text thread, or one is reading it.
             self._pump.fail(stream, ErrorCode.CANCELLED, STOPPED_EARLY)
 
     def _abandon(self, stream: Stream) -> None:
@@ -333,9 +363,8 @@ class ModelServer:
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
-            for (
-                stream
-            ) in self._pump.live_streams():  # first: an update of a metric may fail, the end of a drain must come
+            # This comes before the metrics, whose update may fail, because the streams must be ended in any case.
+            for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._is_prepared = self._prepare()
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
@@ -350,7 +379,7 @@ class ModelServer:
         self._pulse()
 
     def _orphaned(self) -> None:
-        """The server process is gone and nobody listens: end the engine and this process, within two seconds."""
+        """End the engine and this process within two seconds, because the server process is gone and nobody listens."""
         print("everbatch: the server process is gone, ending", file=sys.stderr, flush=True)
         worker = threading.Thread(target=self._executor.shutdown, daemon=True)
         worker.start()
@@ -359,9 +388,4 @@ class ModelServer:
 
 
 def _num_input_tokens(work: Work) -> int:
-    return 0 if isinstance(work.request, StopSession) else len(work.request.input_token_ids)
-
-
-def is_decoupled(model_config: str) -> bool:
-    """The transaction policy in the `model_config` argument of initialize()."""
-    return bool(json.loads(model_config).get("model_transaction_policy", {}).get("decoupled", False))
+    return len(work.request.input_token_ids) if isinstance(work.request, Request) else 0

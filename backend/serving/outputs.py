@@ -1,64 +1,81 @@
-"""What one row of a request still has to say: Results go in, the named arrays of Triton responses come out.
+"""Turns the Results of one row of a request into the named arrays of Triton responses.
 
-A RowOutput is used by the row's sender thread only. `feed` takes in each Result of the engine in order; `render`
-returns everything since the last `render` that returned something, so responses coalesce by themselves:
+Only the row's sender thread uses a RowOutput. `feed` takes in the engine's Results in order. `render` returns everything
+that came since the last `render` that returned something, so that responses coalesce:
 
-    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> rest
+    feed(t1)  render -> t1      feed(t2)  feed(t3)  render -> t2 t3      feed(end)  render(final) -> the rest
 
 `render(final=True)` always returns arrays, be they empty: the end of a row rides on a data response. Otherwise None
-means that there is nothing to say yet. All arrays have a leading batch dimension of 1 and one beam.
+means that there is nothing to say yet. What the arrays are called and how they are shaped is the front's: a function
+from News to Arrays.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
 from backend.text.stream import TextStream
 
-Arrays = list[tuple[str, np.ndarray]]
+Arrays = list[tuple[str, NDArray[Any]]]
 
 
-class RowSettings(NamedTuple):
-    """How a row answers; read from the request."""
+class News(NamedTuple):
+    """What one response tells of a row: everything since the one before it. Text is empty where a row is ids only."""
 
-    streaming: bool = False
-    num_input_tokens: int = 0
-    batch_index: int | None = None  # None: the request has one row
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
+    text: str
+    ids: list[int]
+    log_probs: list[float] | None  # of `ids`; None: not asked for
+    cum_log_prob: float | None  # of all tokens so far
+    top_log_probs: list[list[TopLogProb]] | None  # of `ids`, the most likely first
+    perf: PerfMetrics | None
+    finish: FinishReason | None  # why the row has ended; None while it goes on
+    stop: str | int | None  # the stop string or the end id that ended it
+    num_tokens: int  # output tokens so far
+
+
+Render = Callable[[News], Arrays]
 
 
 class RowOutput(Protocol):
     def feed(self, result: Result) -> int | None:
-        """Take in one Result. A number means: the text ended by itself after that many output tokens, stop the engine."""
+        """Take in one Result.
+
+        A returned number says that the text has ended by itself after that many output tokens, so that the engine is to
+        be stopped there.
+        """
         ...
 
-    def render(self, final: bool) -> Arrays | None: ...
+    def render(self, final: bool) -> Arrays | None:
+        """The arrays of the next response; None when there is nothing to send yet, which is never so when `final`."""
+        ...
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that the client was or will be told of."""
+        """How many generated tokens the client has been told of, or will be with the next response."""
         ...
 
 
 class Progress:
-    """Tokens, log-probabilities and metrics of one row since the last response; shared by both kinds of output."""
+    """Tokens, log-probabilities and metrics of one row since the last response."""
 
-    def __init__(self, settings: RowSettings):
-        self.settings = settings
+    def __init__(self) -> None:
         self.ids: list[int] = []
         self.log_probs: list[float] | None = None
         self.cum_log_prob: float | None = None
         self.top_log_probs: list[list[TopLogProb]] | None = None
         self.perf: PerfMetrics | None = None
+        self.finish: FinishReason | None = None
+        self.stop: str | int | None = None
         self.num_tokens = 0
 
-    def add(self, result: Result, num_kept: int | None = None) -> list[int]:
-        """Take in a result's first `num_kept` tokens (all when None); returns them."""
+    def add(self, result: Result, num_kept: int | None = None) -> None:
+        """Take in a result's first `num_kept` tokens (all when None)."""
         ids = result.output_token_ids[0] if result.output_token_ids else []
         kept = ids if num_kept is None else ids[:num_kept]
         self.ids.extend(kept)
@@ -70,39 +87,39 @@ class Progress:
         if result.top_log_probs is not None:
             self.top_log_probs = [*(self.top_log_probs or []), *result.top_log_probs[: len(kept)]]
         self.perf = result.perf_metrics or self.perf
-        return kept
 
-    def take(self) -> Arrays:
-        """The outputs that both kinds of model share; what is new is taken out."""
-        settings, ids, log_probs = self.settings, self.ids, self.log_probs
-        arrays: Arrays = []
-        if log_probs is not None:
-            arrays.append(("cum_log_probs", np.array([[self.cum_log_prob]], np.float32)))
-            arrays.append(("output_log_probs", np.array([[log_probs]], np.float32)))
-            self.log_probs = []
-        if self.top_log_probs is not None:
-            arrays.extend(_top_arrays(self.top_log_probs))
-            self.top_log_probs = []
-        if settings.batch_index is not None:
-            arrays.append(_number("batch_index", settings.batch_index))
-        if settings.return_num_input_tokens:
-            arrays.append(_number("num_input_tokens", settings.num_input_tokens))
-        if settings.return_num_output_tokens:
-            arrays.append(_number("num_output_tokens", len(ids)))
-        if self.perf is not None:
-            arrays.extend(_perf_arrays(self.perf))
+    def finish_as(self, result: Result) -> None:
+        """Note how the engine ended the row."""
+        self.finish = FinishReason(result.finish_reasons[0])
+        if self.finish is FinishReason.END_ID and self.ids:
+            self.stop = self.ids[-1]
+
+    def take(self, text: str, final: bool) -> News:
+        """What is new, which is taken out. How a row ended is told by its last response."""
+        news = News(
+            text,
+            self.ids,
+            self.log_probs,
+            self.cum_log_prob,
+            self.top_log_probs,
+            self.perf,
+            self.finish if final else None,
+            self.stop if final else None,
+            self.num_tokens,
+        )
         self.ids = []
-        return arrays
+        self.log_probs = None if self.log_probs is None else []
+        self.top_log_probs = None if self.top_log_probs is None else []
+        return news
 
 
 class TokenOutput:
-    """Token ids, as the engine made them. `prompt_ids` are put in front of the only response of a row that does not
-    stream.
-    """
+    """Token ids, as the engine made them."""
 
-    def __init__(self, settings: RowSettings, prompt_ids: list[int]):
-        self._progress = Progress(settings)
-        self._prompt_ids = prompt_ids
+    def __init__(self, render: Render, streaming: bool) -> None:
+        self._progress = Progress()
+        self._render = render
+        self._streaming = streaming
 
     @property
     def num_output_tokens(self) -> int:
@@ -110,47 +127,62 @@ class TokenOutput:
 
     def feed(self, result: Result) -> int | None:
         self._progress.add(result)
+        if result.is_final:
+            self._progress.finish_as(result)
         return None
 
     def render(self, final: bool) -> Arrays | None:
-        progress = self._progress
-        if not final and not (progress.settings.streaming and progress.ids):
+        if not final and not (self._streaming and self._progress.ids):
             return None
-        ids = self._prompt_ids + progress.ids
-        return [
-            ("output_ids", np.array(ids, np.int32).reshape(1, 1, -1)),
-            ("sequence_length", np.array([[len(ids)]], np.int32)),
-            *progress.take(),
-        ]
+        return self._render(self._progress.take("", final))
 
 
 class TextOutput:
-    """Text, detokenised here. Ends by itself at a stop string, whose tokens are the last that count.
+    """Detokenises, and sends text. A stop string ends the text, and its tokens are the last that are counted.
 
     `prefix`: text in front of the only response of a row that does not stream (the prompt, when asked for).
-    `accumulate`: each streamed response holds the whole text so far.
+    `accumulate`: each streamed response holds the whole text so far. `every_token`: a token whose text is held back (half
+    a character, what may become a stop string) is told all the same, with the text that is there. `hidden_ends`: end ids
+    whose own text is not part of the output.
     """
 
-    def __init__(self, settings: RowSettings, stream: TextStream, prefix: str = "", accumulate: bool = False):
-        self._progress = Progress(settings)
+    def __init__(
+        self,
+        render: Render,
+        stream: TextStream,
+        *,
+        streaming: bool,
+        prefix: str = "",
+        accumulate: bool = False,
+        every_token: bool = False,
+        hidden_ends: Sequence[int] = (),
+    ) -> None:
+        self._progress = Progress()
+        self._render = render
         self._stream = stream
+        self._streaming = streaming
         self._prefix = prefix
         self._accumulate = accumulate
+        self._every_token = every_token
+        self._hidden_ends = hidden_ends
         self._text = ""  # since the last response, or since the beginning with `accumulate`
         self._fresh = False  # text has come since the last response
-        self._finish: str | None = None
 
     @property
     def num_output_tokens(self) -> int:
         return self._progress.num_tokens
 
     def feed(self, result: Result) -> int | None:
-        if self._finish == "stop":  # the engine had gone on before it heard of the stop string; its metrics still count
-            self._progress.add(result, num_kept=0)
+        progress = self._progress
+        if (
+            progress.finish is not None
+        ):  # the engine had gone on before it heard of the stop string; its metrics still count
+            progress.add(result, num_kept=0)
             return None
-        before = self._progress.num_tokens
+        before = progress.num_tokens
         ids = result.output_token_ids[0] if result.output_token_ids else []
-        delta = self._stream.push(ids)
+        is_hidden = result.is_final and bool(ids) and ids[-1] in self._hidden_ends and _ended_by_id(result)
+        delta = self._stream.push(ids[:-1] if is_hidden else ids)
         self._append(delta.text)
         ended = delta.finished_by is not None
         if result.is_final and not ended:
@@ -158,63 +190,53 @@ class TextOutput:
             self._append(delta.text)
             ended = delta.finished_by is not None
         # a stop string may end before tokens that an earlier response has already counted; they stay counted
-        self._progress.add(result, num_kept=max(0, delta.num_tokens_kept - before) if ended else None)
+        progress.add(result, num_kept=max(0, delta.num_tokens_kept - before) if ended else None)
         if ended:
-            self._finish = "stop"
+            progress.finish, progress.stop = FinishReason.STOP_WORDS, delta.finished_by
             return None if result.is_final else delta.num_tokens_kept
         if result.is_final:
-            self._finish = FinishReason(result.finish_reasons[0]).openai_name
+            progress.finish_as(result)
         return None
 
     def render(self, final: bool) -> Arrays | None:
         # after a stop string the last text waits for the engine's end of the row: the end rides on it
-        if not final and not (self._progress.settings.streaming and self._fresh and self._finish is None):
+        if not final and not (self._streaming and self._has_news and self._progress.finish is None):
             return None
-        arrays: Arrays = [("text_output", _text(self._prefix + self._text))]
-        if final and self._finish is not None:
-            arrays.append(("finish_reason", _text(self._finish)))
+        text = self._prefix + self._text
         if not self._accumulate:
             self._text = ""
         self._fresh = False
-        return arrays + self._progress.take()
+        return self._render(self._progress.take(text, final))
+
+    @property
+    def _has_news(self) -> bool:
+        return self._fresh or (self._every_token and bool(self._progress.ids))
 
     def _append(self, text: str) -> None:
         self._text += text
         self._fresh = self._fresh or bool(text)
 
 
-def _text(text: str) -> np.ndarray:
-    return np.array([[text.encode("utf-8", "replace")]], dtype=np.object_)
+def _ended_by_id(result: Result) -> bool:
+    return result.finish_reasons[0] == FinishReason.END_ID
 
 
-def _number(name: str, value: float, dtype: type = np.int32) -> tuple[str, np.ndarray]:
-    return name, np.array([[value]], dtype)
+class Answer:
+    """The output of a row that needs no engine: what it has to say is known."""
+
+    num_output_tokens = 0
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def feed(self, result: Result) -> int | None:
+        return None
+
+    def render(self, final: bool) -> Arrays | None:
+        return self._arrays if final else None
 
 
-def _top_arrays(positions: list[list[TopLogProb]]) -> Arrays:
-    """Each [1, tokens, n]: the most likely tokens of each position, and their log-probabilities."""
-    shape = (1, len(positions), len(positions[0]) if positions else 0)
-    ids = [entry.token_id for entries in positions for entry in entries]
-    log_probs = [entry.log_prob for entries in positions for entry in entries]
-    return [
-        ("top_log_probs_ids", np.array(ids, np.int32).reshape(shape)),
-        ("top_log_probs", np.array(log_probs, np.float32).reshape(shape)),
-    ]
-
-
-def _perf_arrays(perf: PerfMetrics) -> Arrays:
-    return [
-        _number("kv_cache_alloc_new_blocks", perf.num_new_blocks),
-        _number("kv_cache_reused_blocks", perf.num_reused_blocks),
-        _number("kv_cache_alloc_total_blocks", perf.num_new_blocks + perf.num_reused_blocks),
-        _number("arrival_time_ns", perf.arrival_ns, np.int64),
-        _number("first_scheduled_time_ns", perf.first_scheduled_ns, np.int64),
-        _number("first_token_time_ns", perf.first_token_ns, np.int64),
-        _number("last_token_time_ns", perf.last_token_ns, np.int64),
-        _number("acceptance_rate", 0.0, np.float32),  # no speculation in this version
-        _number("total_accepted_draft_tokens", 0),
-        _number("total_draft_tokens", 0),
-        _number("num_cached_tokens", perf.num_cached_tokens),
-        _number("num_context_tokens", perf.num_context_tokens),
-        _number("num_recomputed_tokens", perf.num_recomputed_tokens),
-    ]
+def text_array(texts: Sequence[str | bytes]) -> NDArray[Any]:
+    """A STRING tensor in one dimension. A lone surrogate, which no UTF-8 can hold, becomes a question mark."""
+    encoded = [text if isinstance(text, bytes) else text.encode("utf-8", "replace") for text in texts]
+    return np.array(encoded, dtype=np.object_)

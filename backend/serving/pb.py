@@ -1,7 +1,8 @@
-"""The one door to triton_python_backend_utils: responses, error codes, flags, metric families.
+"""The only module that uses triton_python_backend_utils: responses, error codes, flags and metric families.
 
-Importable in a Triton stub only (tests bring a small module of that name). Every call of `send`, `is_cancelled` and
-every metric update is a round trip to the server process: never under a lock, and on the main thread only to refuse.
+It can be imported in a Triton stub only; tests bring a small module of that name. Each `send`, each `is_cancelled` and each
+update of a metric is a round trip to the server process. No lock is held meanwhile, except for a stream's gate while the
+poller asks, and the main thread sends nothing but refusals.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # Only a stub has it, and without types.
+from numpy.typing import NDArray
 
 from backend.api import ErrorCode
 from backend.serving import string_tensors
+from backend.serving.metrics import FamilyHandle
 
-pb_utils.deserialize_bytes_tensor = string_tensors.deserialize  # the stub looks it up there for each STRING input
+# For each STRING input the stub looks the function up in that module, so this takes the place of Triton's own.
+pb_utils.deserialize_bytes_tensor = string_tensors.deserialize
 
 FINAL: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-MAX_ERROR_CHARS = 4096  # of an error's text; what a request of many rows has to say beyond that is cut off
+MAX_ERROR_CHARS = 4096  # An error's text is cut off here. Only a request of many rows can have more to say.
 
 _STATUS = {
     ErrorCode.INVALID_ARGUMENT: pb_utils.TritonError.INVALID_ARG,
@@ -29,28 +33,30 @@ _STATUS = {
 }
 
 
-def data_response(arrays: list[tuple[str, np.ndarray]]) -> Any:
+def data_response(arrays: list[tuple[str, NDArray[Any]]]) -> Any:
+    """Triton's response with these named tensors."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays])
 
 
 def error_response(code: ErrorCode, message: str) -> Any:
-    """HTTP clients never see Triton's status code, so the message begins with it: `[UNAVAILABLE] ...`.
+    """Triton's response with an error. Its text begins with the code, as in `[UNAVAILABLE] ...`, because HTTP clients never
+    see Triton's status code.
 
-    A message may repeat what a client sent: a lone surrogate in it, which no UTF-8 can hold, becomes a question mark.
+    A message may repeat what a client sent. A lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
     """
     text = message[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"[{code}] {text}", _STATUS[code]))
 
 
-def new_metric_family(name: str, description: str, kind: str) -> Any:
-    """`kind`: COUNTER, GAUGE or HISTOGRAM."""
-    return pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
+def new_metric_family(name: str, description: str, kind: str) -> FamilyHandle:
+    """Register a metric family with Triton. `kind` is COUNTER, GAUGE or HISTOGRAM."""
+    kind_of_triton = getattr(pb_utils.MetricFamily, kind)
+    family: FamilyHandle = pb_utils.MetricFamily(name=name, description=description, kind=kind_of_triton)
+    return family
 
 
 def numpy_round_trip_works() -> bool:
-    """Whether this Triton's Python backend and this numpy agree on the layout of a dtype (see
-    environment.check_numpy).
-    """
+    """Whether Triton's Python backend and this numpy agree on the layout of a dtype (see environment.check_numpy)."""
     sent = np.arange(6, dtype=np.int32).reshape(2, 3)
     handed_over = pb_utils.Tensor("probe", sent)
     received = pb_utils.Tensor.from_dlpack("probe", handed_over).as_numpy()

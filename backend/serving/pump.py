@@ -1,20 +1,22 @@
-"""Responses from the engine to Triton, over a few coalescing sender threads.
+"""ResponsePump: brings the engine's responses to Triton, with a few sender threads that coalesce them.
 
     engine reader --deliver()--> stream.inbox --(stream queued at most once)--> lane --> sender --send()--> Triton
 
-Rules
-  - A stream (one Triton request of one or more rows) stays with one lane, hence its responses keep their order, and
-    only that lane's thread touches its row outputs and its Triton sender.
-  - What arrives while a send is in flight joins the next response.
-  - FINAL goes out exactly once per stream, on its last data or error response; never a response that says nothing.
-  - A row's error ends that row only, and is held back until all rows have ended: it is then the stream's one error, and
-    its last response. Several failed rows share it: its code is that of the row that failed first, its text names each
-    row. Nothing is ever sent after an error, because Triton 24.10 may not survive that (backend/README.md).
-  - A stream-wide failure (`fail`) ends all rows with one error.
-  - A request that is refused as it comes in is answered by the thread that refuses it, not behind streams (`refuse`).
-  - A send that raises ends the stream: error with FINAL, else a bare FINAL, tried twice. Its rows are cancelled in the
-    engine.
-  - `deliver`, `fail` and `open` never block; they may be called from any thread.
+A lane is the queue of one sender thread. These are the rules:
+  - A stream is one Triton request of one or more rows. It stays with one lane, so its responses keep their order, and only
+    that lane's thread touches its row outputs and sends with its Triton sender.
+  - Responses that arrive while a send is in flight are joined into the next response, unless each token is to have one of its own
+    (`coalesce` off).
+  - FINAL is sent exactly once per stream, with its last data or error response. It has no response of its own, unless
+    sending failed.
+  - A row's error ends that row only. It is held back until all rows have ended, and is then the stream's last response.
+    Several failed rows share one error: its code is that of the row that failed first, and its text names each row.
+    Nothing is ever sent after an error, because Triton 24.10 may not survive that (backend/README.md).
+  - A failure of the whole stream (`fail`) ends all its rows with one error.
+  - The thread that refuses a new request answers it itself (`refuse`), so that a refusal does not wait behind streams.
+  - A send that raises ends the stream: the pump tries to send an error with FINAL, then twice FINAL alone, and cancels the
+    stream's rows in the engine.
+  - `deliver`, `fail` and `open` never block, and any thread may call them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from backend.api import ErrorCode, RequestId, Response
@@ -31,10 +33,11 @@ from backend.serving import pb
 from backend.serving.outputs import Arrays, RowOutput
 
 log = logging.getLogger("everbatch.serving")
+Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
 
 
 class ResponseSender(Protocol):
-    """Triton's, as far as it is used."""
+    """The part of Triton's response sender that is used here. `response` is an object that pb.py has made."""
 
     def send(self, response: Any = None, flags: int = 0) -> None: ...
 
@@ -42,16 +45,19 @@ class ResponseSender(Protocol):
 
 
 class Failure(NamedTuple):
+    """Why a row or a stream failed."""
+
     code: ErrorCode
     message: str
 
 
 class Row:
-    """One engine request of a stream. `request_id` is set by the main thread or by the first response; the rest by the
-    sender.
+    """One engine request of a stream.
+
+    `request_id` is set by the thread that submits the request, or with the first response. The sender sets all else.
     """
 
-    def __init__(self, output: RowOutput, num_input_tokens: int = 0):
+    def __init__(self, output: RowOutput, num_input_tokens: int = 0) -> None:
         self.output = output
         self.num_input_tokens = num_input_tokens
         self.request_id: RequestId | None = None
@@ -60,38 +66,38 @@ class Row:
 
 
 class Stream:
-    """One Triton request while it is answered. Fields below the line are guarded by `lock`."""
+    """One Triton request while it is answered. `lock` guards the fields below the line."""
 
-    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: queue.SimpleQueue):
+    def __init__(self, sender: ResponseSender, client_request_id: str, rows: list[Row], lane: Lane) -> None:
         self.sender = sender
-        self.client_request_id = client_request_id  # written by the main thread only, like `namespace`
+        self.client_request_id = client_request_id  # Only the main thread writes it, and `namespace`.
         self.namespace = ""
-        self.rows = rows  # empty until the request has been read; filled under `lock`, at once
-        self.first_failure: Failure | None = None  # of a row; the sender thread's
+        self.rows = rows  # empty until the request has been read; then all rows are added together, under `lock`
+        self.first_failure: Failure | None = None  # the failure that came first of any row
         self.lane = lane
-        self.closed = False  # FINAL has been sent, or is on its way; written by the sender thread, under `gate`
-        self.gate = threading.Lock()  # held by whoever asks or ends the Triton sender; never taken with `lock` held
+        self.closed = False  # whether FINAL has been sent or is on its way; written with both locks held
+        self.gate = threading.Lock()  # held to ask the Triton sender or to close the stream; never taken within `lock`
         self.lock = threading.Lock()
         # ----
         self.inbox: deque[tuple[Row, Response]] = deque()
         self.failure: Failure | None = None
-        self.answers_nothing = False  # one empty response is the whole answer
-        self.queued = False
-        self.cancelled = False  # somebody asked for its end
-        self.abandoned = False  # the client is gone: only the end still matters
+        self.answers_nothing = False  # whether one empty response is the whole answer
+        self.queued = False  # whether it waits in its lane
+        self.cancelled = False  # whether its end has been asked for
+        self.abandoned = False  # whether its client is gone, so that only its end is still sent
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it need be started any more."""
+        """Whether the stream has ended or is about to end, so that nothing of it need be started any more."""
         return self.cancelled or self.closed or self.failure is not None
 
 
 class ResponsePump:
     """Owns the sender threads and the set of live streams.
 
-    `stop_rows(stream)` asks the engine to cancel what still runs; `stop_at(row, n)` to cancel one row that ended by
-    its text after n output tokens; `on_row_end(row)` is told of every row that ended without an error. All called
-    from sender threads.
+    `stop_rows(stream)` asks the engine to cancel all rows that still run. `stop_at(row, n)` asks it to cancel one row whose
+    text ended after n output tokens. `on_row_end(row)` hears of each row that ended without an error. Sender threads call
+    them; a thread that refuses a request calls `stop_rows` too.
     """
 
     def __init__(
@@ -100,12 +106,17 @@ class ResponsePump:
         stop_rows: Callable[[Stream], None],
         stop_at: Callable[[Row, int], None],
         on_row_end: Callable[[Row], None] = lambda row: None,
-    ):
+        *,
+        coalesce: bool = True,
+        error_prefix: str = "",
+    ) -> None:
         self._stop_rows = stop_rows
+        self._coalesce = coalesce
+        self._error_prefix = error_prefix
         self._stop_at = stop_at
         self._on_row_end = on_row_end
-        self._lanes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_lanes)]
-        self._live: dict[int, Stream] = {}  # insertion order
+        self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
+        self._live: dict[int, Stream] = {}  # by the stream's id(); the oldest stream comes first
         self._live_lock = threading.Lock()
         self._num_opened = 0
         self._threads = [
@@ -118,6 +129,7 @@ class ResponsePump:
     # ---- any thread --------------------------------------------------------------------------------------------------
 
     def open(self, sender: ResponseSender, client_request_id: str = "", rows: Sequence[Row] = ()) -> Stream:
+        """Make a stream and assign it to a lane. It is live from now on."""
         with self._live_lock:
             lane = self._lanes[self._num_opened % len(self._lanes)]
             self._num_opened += 1
@@ -126,33 +138,35 @@ class ResponsePump:
         return stream
 
     def deliver(self, stream: Stream, row: Row, response: Response) -> None:
-        """Hand one engine response of `row` to its sender."""
+        """Queue one engine response of `row` for the stream's sender thread."""
         with stream.lock:
             stream.inbox.append((row, response))
             self._queue(stream)
 
     def fail(self, stream: Stream, code: ErrorCode, message: str) -> None:
-        """End the whole stream with an error. The first failure counts; after the end it changes nothing."""
+        """End the whole stream with an error. Only its first failure counts, and none once the stream has ended."""
         with stream.lock:
             stream.failure = stream.failure or Failure(code, message)
             self._queue(stream)
 
     def refuse(self, stream: Stream, code: ErrorCode, message: str) -> None:
-        """As `fail`; a stream that no sender has been given yet is ended at once, on the caller's thread: to wait for a
-        sender that is busy with other streams would take longer than this round trip.
+        """Fail a stream. If no sender has been given it yet, it is ended at once, on the caller's thread.
+
+        A sender may be busy with other streams, and to wait for it would take longer than this one round trip.
         """
         with stream.lock:
-            # one that has failed may be with its sender, though it is not queued any more
+            # A stream that has failed may be in its sender's hands though it is not queued any more.
             is_new = not stream.rows and not stream.queued and stream.failure is None
-            stream.queued = True if is_new else stream.queued  # no sender touches it then
+            stream.queued = True if is_new else stream.queued  # Marked as queued, it is not given to a sender any more.
         if is_new:
             self._end_badly(stream, Failure(code, message))
         else:
             self.fail(stream, code, message)
 
     def begin(self, stream: Stream, rows: list[Row]) -> bool:
-        """Give a stream its rows, before the first of them can answer. False: it has been cancelled or has failed
-        meanwhile, and nothing of it may run.
+        """Give a stream its rows, before the first of them can answer.
+
+        Returns False when the stream has been cancelled or has failed meanwhile; then nothing of it may run.
         """
         with stream.lock:
             if stream.is_over:
@@ -167,12 +181,12 @@ class ResponsePump:
             self._queue(stream)
 
     def live_streams(self) -> list[Stream]:
-        """Streams without FINAL yet, oldest first."""
+        """The streams whose FINAL has not been sent, the oldest first."""
         with self._live_lock:
             return list(self._live.values())
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the senders finish what is queued, then end them."""
+        """Let the senders finish what is queued, then end them. Waits up to `timeout_s` seconds for each."""
         for lane in self._lanes:
             lane.put(None)
         for thread in self._threads:
@@ -180,18 +194,19 @@ class ResponsePump:
 
     @staticmethod
     def _queue(stream: Stream) -> None:
-        """Called with the stream's lock held."""
+        """Put the stream into its lane unless it waits there already. The caller holds the stream's lock."""
         if not stream.queued and not stream.closed:
             stream.queued = True
             stream.lane.put(stream)
 
     # ---- sender threads ----------------------------------------------------------------------------------------------
 
-    def _run(self, lane: queue.SimpleQueue) -> None:
+    def _run(self, lane: Lane) -> None:
         while (stream := lane.get()) is not None:
             try:
                 self._serve(stream)
-            except Exception:  # the last line of defence: a stream without an end hangs its client and the shutdown
+            except Exception:
+                # Whatever went wrong, the stream must be ended, because otherwise its client and the shutdown would hang.
                 log.exception("answering request %r failed", stream.client_request_id)
                 self._end_badly(
                     stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log")
@@ -210,19 +225,21 @@ class ResponsePump:
         if answers_nothing:
             self._send(stream, pb.data_response([]), last=True)
             return
-        touched = self._feed(stream, arrived)
+        replies: list[Any] = []
+        for together in [arrived] if self._coalesce else [[one] for one in arrived]:
+            touched = self._feed(stream, together)
+            replies += [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
         ending = all(row.ended for row in stream.rows)
         if abandoned and not ending:
             return
-        replies = [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
         if ending and stream.first_failure is not None:
-            replies.append(pb.error_response(stream.first_failure.code, _failures(stream.rows)))
+            replies.append(self._error(Failure(stream.first_failure.code, _failures(stream.rows))))
         for n, reply in enumerate(replies):
             if not self._send(stream, reply, last=ending and n == len(replies) - 1):
                 return
 
-    def _feed(self, stream: Stream, arrived: deque[tuple[Row, Response]]) -> list[Row]:
-        """Give the responses to their rows; returns the rows that got any, in the order of their first."""
+    def _feed(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> list[Row]:
+        """Give each response to its row. Returns the rows that got one, in the order in which they got their first."""
         touched: dict[int, Row] = {}
         for row, response in arrived:
             if row.ended:
@@ -244,12 +261,13 @@ class ResponsePump:
         return list(touched.values())
 
     def _send(self, stream: Stream, response: Any, last: bool) -> bool:
-        """Returns whether the stream may go on."""
+        """Send one response, with FINAL if it is the last. Returns whether the stream may go on."""
         if last:
             self._close(stream)
         try:
             stream.sender.send(response, flags=pb.FINAL if last else 0)
-        except Exception as error:  # Triton raises its own type for a full /dev/shm, a closed sender, ...
+        except Exception as error:
+            # Triton raises for many reasons, such as a full /dev/shm or a closed sender. For each the stream must be ended.
             log.error("sending to request %r failed: %s", stream.client_request_id, error)
             self._end_with(stream, Failure(ErrorCode.INTERNAL, "the server could not send a response; see its log"))
             return False
@@ -263,21 +281,28 @@ class ResponsePump:
         self._close(stream)
         try:
             self._stop_rows(stream)
-        except Exception:  # what goes on in the engine costs time there; without its end the stream hangs
+        except Exception:
+            # A row that goes on only costs the engine time, but without its end the stream would hang.
             log.exception("cancelling the rows of request %r failed", stream.client_request_id)
-        # an end that never goes out blocks the server's shutdown: whatever fails, the next try says less
-        for build in (lambda: pb.error_response(*failure), lambda: None, lambda: None):
+        # The server cannot shut down while a stream has no end, so when a try fails the next one sends less.
+        for build in (lambda: self._error(failure), lambda: None, lambda: None):
             try:
                 stream.sender.send(build(), flags=pb.FINAL)
                 return
             except Exception as error:
+                # Triton has one type for all reasons, so only the text says that the stream has had its end already.
                 if "closed" in str(error):
                     return
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
+    def _error(self, failure: Failure) -> Any:
+        return pb.error_response(failure.code, self._error_prefix + failure.message)
+
     def _close(self, stream: Stream) -> None:
-        """Before FINAL is sent: from then on nobody may ask the sender anything. `is_cancelled` after FINAL, or at the same
-        moment, ends the whole server with a segmentation fault (seen with Triton 24.10).
+        """Mark the stream as closed before its FINAL is sent. From then on nobody may ask its sender anything.
+
+        `is_cancelled` after FINAL, or at the same moment, ends the whole server with a segmentation fault (seen with Triton
+        24.10).
         """
         with stream.gate, stream.lock:
             stream.closed = True
@@ -286,12 +311,12 @@ class ResponsePump:
 
 
 def _render(row: Row) -> Arrays | None:
-    """What the row has to say now. The end of a row that failed is the stream's error."""
+    """The row's next arrays, or None. A row that failed gets no final arrays, because the stream's error is its end."""
     return row.output.render(final=row.ended and row.failure is None)
 
 
 def _failures(rows: list[Row]) -> str:
-    """The text of a stream's error: each message once, with the rows that it holds for."""
+    """The text of a stream's error. It holds each message once, with the numbers of the rows that failed with it."""
     if len(rows) == 1:
         return "" if rows[0].failure is None else rows[0].failure.message
     by_message: dict[str, list[str]] = {}

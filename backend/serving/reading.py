@@ -1,8 +1,9 @@
-"""Arrays of one Triton request -> checked Python values, row by row.
+"""Reads the arrays of one Triton request as checked Python values, row by row.
 
-Triton 24.10 compares types and shapes with the config, but counts required inputs instead of naming them, wraps
-integers that HTTP clients send out of range, and passes any bytes as a string: nothing here is taken for granted.
-Every value that leaves this module owns its memory (an input's array lives in shared memory that Triton takes back).
+Triton 24.10 compares types and shapes with the config. But it only counts the required inputs without looking which they
+are, it wraps integers that HTTP clients send out of range, and it passes any bytes as a string. Therefore everything is
+checked here again. Every value that leaves this module owns its memory, because Triton takes back the shared memory in which
+an input's array lies.
 """
 
 from __future__ import annotations
@@ -11,44 +12,51 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import InvalidRequest, Unsupported
 from backend.serving.string_tensors import MAX_STRINGS
-from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors
+from backend.serving.tensors import NUMPY_TYPES, Input, ModelTensors, Value
 
-MAX_BYTES = 64 << 20  # of all inputs of one request; the widest that limits elsewhere allow are well below
-
-Value = int | float | bool | str
+# All inputs of one request may hold this many bytes. What the other limits allow stays far below it.
+MAX_BYTES = 64 << 20
 
 
 class NamedTensor(Protocol):
+    """The part of Triton's Tensor that is used here."""
+
     def name(self) -> str: ...
 
-    def as_numpy(self) -> np.ndarray: ...
+    def as_numpy(self) -> NDArray[Any]: ...
 
 
 class Batch:
-    """The inputs of one Triton request: `num_rows` rows of named values. Reading raises InvalidRequest naming the
-    input.
+    """The inputs of one Triton request: `num_rows` rows of named values, one row where the model is not batched.
+
+    All methods that read a value raise InvalidRequest, with the name of the input, when it is not as expected.
     """
 
-    def __init__(self, specs: Mapping[str, Input], arrays: Mapping[str, np.ndarray], num_rows: int, num_bytes: int):
+    def __init__(
+        self, specs: Mapping[str, Input], arrays: Mapping[str, NDArray[Any]], num_rows: int, num_bytes: int
+    ) -> None:
         self._specs = specs
         self._arrays = arrays
         self.num_rows = num_rows
-        self.num_bytes = num_bytes  # of all inputs
+        self.num_bytes = num_bytes  # the size of all inputs together
 
     @classmethod
     def read(cls, model: ModelTensors, tensors: Iterable[NamedTensor], max_rows: int) -> Batch:
-        """Check types, shapes and sizes of all inputs. Raises InvalidRequest for the first that is wrong."""
+        """Check types, shapes and sizes of all inputs. Raises InvalidRequest for the first input that is wrong."""
         specs = model.by_name()
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         num_rows = num_bytes = 0
         for tensor in tensors:
             name, array = tensor.name(), tensor.as_numpy()
             if name not in specs:
                 raise InvalidRequest(f"Unexpected input {name[:64]!r}; leave it out")
-            _check_array(specs[name], array)
+            if not model.batched:
+                array = array[np.newaxis]
+            _check_array(specs[name], array, model.batched)
             num_rows = num_rows if arrays else array.shape[0]
             if array.shape[0] != num_rows:
                 raise InvalidRequest(
@@ -65,16 +73,16 @@ class Batch:
         return cls(specs, arrays, num_rows, num_bytes)
 
     def keep(self) -> None:
-        """Take copies, so that the request may be read after Triton has taken its inputs back."""
+        """Copy all arrays, so that the request can still be read when Triton has taken its inputs back."""
         self._arrays = {name: np.array(array) for name, array in self._arrays.items()}
 
     def has(self, name: str) -> bool:
-        """Whether the input is there and holds anything."""
+        """Whether the input is there and has at least one element."""
         array = self._arrays.get(name)
         return array is not None and array.size > 0
 
-    def vector(self, name: str, row: int) -> np.ndarray | None:
-        """The row's own elements in one dimension, a copy; None when the input is absent. Floats are finite."""
+    def vector(self, name: str, row: int) -> NDArray[Any] | None:
+        """A copy of the row's elements in one dimension; None when the input is absent. Floats are checked to be finite."""
         array = self._arrays.get(name)
         if array is None:
             return None
@@ -83,12 +91,12 @@ class Batch:
             raise InvalidRequest(f"{name} holds a value that is not a finite number; send finite numbers")
         return values
 
-    def matrix(self, name: str, row: int) -> np.ndarray | None:
-        """The row in its own two dimensions, a copy; None when the input is absent or holds nothing."""
+    def matrix(self, name: str, row: int) -> NDArray[Any] | None:
+        """A copy of the row in its two dimensions; None when the input is absent or empty."""
         return np.array(self._arrays[name][row]) if self.has(name) else None
 
     def scalar(self, name: str, row: int) -> Any:
-        """One number, bool or string; None when the input is absent or holds nothing."""
+        """The row's one number, bool or string; None when the input is absent or empty."""
         values = self.vector(name, row)
         if values is None or values.size == 0:
             return None
@@ -97,8 +105,9 @@ class Batch:
         return decode_text(name, values[0]) if values.dtype.kind == "O" else values[0].item()
 
     def check_texts(self, name: str, row: int, max_count: int, max_bytes: int, key: str = "") -> None:
-        """Raise InvalidRequest when the row of a STRING input holds more than that; nothing is decoded for it. `key`: the
-        configuration key of the limit on bytes.
+        """Raise InvalidRequest when the row of a STRING input has more entries or bytes than allowed. Nothing is decoded.
+
+        `key` is the configuration key of the limit on bytes; the error names it.
         """
         array = self._arrays.get(name)
         if array is None:
@@ -112,12 +121,12 @@ class Batch:
             raise InvalidRequest(f"{name} has {num_bytes} bytes, the limit is {max_bytes}{where}; shorten it")
 
     def texts(self, name: str, row: int) -> list[str]:
-        """A list of strings; empty when the input is absent."""
+        """The strings of the row; an empty list when the input is absent."""
         values = self.vector(name, row)
         return [] if values is None else [decode_text(name, value) for value in values]
 
     def fields(self, section: str, row: int) -> dict[str, Any]:
-        """All scalars whose table target is `section.FIELD`, by field name; absent ones are left out."""
+        """All scalars whose target in the table is `section.FIELD`, by field name, without the absent ones."""
         found: dict[str, Any] = {}
         for name, spec in self._specs.items():
             owner, _, field = spec.target.partition(".")
@@ -126,7 +135,7 @@ class Batch:
         return found
 
     def refuse_what_is_not_built(self) -> None:
-        """Raise Unsupported when an input of a feature that this version lacks holds more than its neutral value."""
+        """Raise Unsupported when an input asks for a feature that this version lacks. Neutral values ask for nothing."""
         for name, array in self._arrays.items():
             spec = self._specs[name]
             if spec.target == "refused" and not _is_neutral(array, spec.neutral):
@@ -136,19 +145,19 @@ class Batch:
                 )
 
 
-def _check_array(spec: Input, array: np.ndarray) -> None:
+def _check_array(spec: Input, array: NDArray[Any], batched: bool) -> None:
+    """Raise InvalidRequest unless the array has the input's type, and its dimensions behind that of the batch."""
     if array.dtype != np.dtype(NUMPY_TYPES[spec.dtype]):
         raise InvalidRequest(f"Invalid format for {spec.name}: the type is {array.dtype}, {spec.dtype} is expected")
     shape = array.shape[1:]
     if len(shape) != len(spec.dims) or any(want not in (-1, got) for want, got in zip(spec.dims, shape)):
-        expected = ", ".join("any" if size == -1 else str(size) for size in spec.dims)
-        raise InvalidRequest(
-            f"Invalid format for {spec.name}: the shape is {list(array.shape)}, [rows, {expected}] is expected"
-        )
+        expected = ", ".join((["rows"] if batched else []) + ["any" if size == -1 else str(size) for size in spec.dims])
+        got = list(array.shape if batched else shape)
+        raise InvalidRequest(f"Invalid format for {spec.name}: the shape is {got}, [{expected}] is expected")
 
 
-def _num_bytes(name: str, array: np.ndarray) -> int:
-    """Raises InvalidRequest for more strings than were read (string_tensors.py)."""
+def _num_bytes(name: str, array: NDArray[Any]) -> int:
+    """The size of an input. Raises InvalidRequest for more strings than have been read (string_tensors.py)."""
     if array.dtype.kind != "O":
         return array.nbytes
     if array.size > MAX_STRINGS:
@@ -156,15 +165,15 @@ def _num_bytes(name: str, array: np.ndarray) -> int:
     return sum(map(len, array.reshape(-1)))
 
 
-def _is_neutral(array: np.ndarray, neutral: tuple[Value, ...]) -> bool:
-    if array.size > 1024:  # a neutral value comes once per row; a long tensor is a use of the feature
+def _is_neutral(array: NDArray[Any], neutral: tuple[Value, ...]) -> bool:
+    if array.size > 1024:  # A neutral value is sent once per row, so a long tensor is taken as a use of the feature.
         return False
     wanted = [value.encode() if isinstance(value, str) else value for value in neutral]
     return all(value in wanted for value in array.reshape(-1).tolist())
 
 
 def decode_text(name: str, value: Any) -> str:
-    """One element of a STRING tensor as text. Raises InvalidRequest when it is not UTF-8."""
+    """Decode one element of a STRING tensor. Raises InvalidRequest when it is not UTF-8."""
     if isinstance(value, str):
         return value
     try:

@@ -1,60 +1,66 @@
-"""What both kinds of model read alike: sessions, sampling, flags, limits that concern tensors.
+"""What every model reads alike: request parameters and ids, and what parsing is given and gives back.
 
-`parse_*` functions are pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values are
-checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
+The `parse` function of a front is pure: arrays in, Requests out, InvalidRequest for whatever is wrong. Limits on values
+are checked again, and more fully, by backend.api.limits inside Executor.submit; here is what must hold before a list is
 built.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from backend.api import (
-    EngineConfig,
-    InvalidRequest,
-    OutputConfig,
-    Request,
-    SamplingConfig,
-    SessionConfig,
-    SessionError,
-    SessionId,
-    SessionStatus,
-    Unsupported,
-)
+from backend.api import EngineConfig, InvalidRequest, Request, SessionId, Unsupported
 from backend.core.step import ModelInfo
-from backend.serving.outputs import RowOutput, RowSettings
+from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 
 DECOUPLED_ONLY = "Streaming is only supported in decoupled mode."
-MAX_REQUEST_ID = 256  # characters
-MAX_NAMESPACE = 256  # characters
-MAX_PARAMETERS = 65_536  # characters of the JSON of all parameters of one request
+MAX_REQUEST_ID = 256  # the most characters of a request id
+MAX_NAMESPACE = 256  # the most characters of a namespace
+MAX_PARAMETERS = 65_536  # the most characters of JSON in which a request's parameters may come
 ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 
 
-class Parameters(NamedTuple):
-    """Request parameters: what is not a tensor.
+# Parameters that Triton, its clients and proxies use, besides all that begin with triton_, sequence_ or nv_.
+TRITONS_OWN = {"binary_data_output", "binary_data_size", "headers", "priority"}
+OURS = {"timeout", "cache_salt", "namespace", "request_type"}
 
-    `namespace`: whose request it is, as the client says (`cache_salt` or `namespace` on the wire). KV, sessions and
-    request ids of one namespace are out of reach for every other. Requests without one are one party: they can go on
-    with, erase and stop each other's.
+
+class RequestHeader(Protocol):
+    """The part of Triton's InferenceRequest that is read here."""
+
+    def request_id(self) -> str: ...
+
+    def timeout(self) -> int: ...
+
+    def parameters(self) -> str: ...
+
+
+class Parameters(NamedTuple):
+    """The parameters of a request, which are no tensors.
+
+    `namespace` says whose request it is, as the client names itself (`cache_salt` or `namespace` on the wire). KV, sessions
+    and request ids of one namespace are out of reach for every other. All requests without a namespace are one party, which
+    can go on with, erase and stop each other's sessions and requests.
     """
 
     timeout_s: float | None = None
     namespace: str = ""
+    others: dict[str, Any] = {}  # what has no meaning for every model; read-only
 
 
 class ServingContext(NamedTuple):
-    """What parsing needs to know besides the tensors."""
+    """What parsing needs to know besides the request."""
 
     config: EngineConfig
     model: ModelInfo
     decoupled: bool = True
+    max_kv_tokens: int = 0  # of one sequence: what the KV pool holds; 0 = not known
 
 
 class StopSession(NamedTuple):
-    """STOP: interrupt the running turn of a session of this namespace; with `end` erase it as well."""
+    """A STOP request. It interrupts the running turn of a session of this namespace, and with `end` erases the session."""
 
     session_id: SessionId
     end: bool
@@ -62,16 +68,17 @@ class StopSession(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One row, ready to be handed to the executor."""
+    """One row, ready to be handed to the executor. Without a request the row is answered at once."""
 
-    request: Request | StopSession
+    request: Request | StopSession | None
     output: RowOutput
 
 
 def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
-    """`timeout` in microseconds (gRPC's reserved parameter, or a plain one over HTTP), and `cache_salt` or `namespace`.
+    """Read the timeout in microseconds, and `cache_salt` or `namespace`.
 
-    Raises InvalidRequest for what cannot be read: a namespace that is passed over would be everybody's.
+    `timeout_us` is gRPC's reserved parameter for it. Over HTTP it comes as a plain parameter `timeout` among the others.
+    Raises InvalidRequest for what cannot be read, because a request whose namespace is overlooked would be open to everybody.
     """
     if len(parameters_json) > MAX_PARAMETERS:
         raise InvalidRequest(
@@ -91,7 +98,12 @@ def parse_parameters(timeout_us: int, parameters_json: str) -> Parameters:
         raise Unsupported(
             f"request_type {str(kind)[:40]!r} is disaggregated serving, which this version does not have; leave it out"
         )
-    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra))
+    others = {name: value for name, value in extra.items() if name not in OURS and not _is_tritons(name)}
+    return Parameters(timeout / 1e6 if timeout else None, _namespace(extra), others)
+
+
+def _is_tritons(name: str) -> bool:
+    return name in TRITONS_OWN or name.startswith(("triton_", "sequence_", "nv_"))
 
 
 def _namespace(extra: dict[str, Any]) -> str:
@@ -108,8 +120,8 @@ def _namespace(extra: dict[str, Any]) -> str:
     return next(iter(given.values()), "")
 
 
-def read_parameters(request: Any) -> Parameters:
-    """`parse_parameters` of a Triton request, whose strings may be anything. Raises InvalidRequest."""
+def read_parameters(request: RequestHeader) -> Parameters:
+    """Parse the parameters of a Triton request, which may hold any bytes. Raises InvalidRequest."""
     try:
         text = request.parameters()
     except UnicodeDecodeError:
@@ -117,9 +129,10 @@ def read_parameters(request: Any) -> Parameters:
     return parse_parameters(request.timeout(), text)
 
 
-def read_request_id(request: Any) -> str:
-    """The client's own id of a Triton request. Raises InvalidRequest for one that is no text, or too long: cut short, it
-    could be another's, whom a `stop` would then hit.
+def read_request_id(request: RequestHeader) -> str:
+    """The client's own id of a Triton request. Raises InvalidRequest for an id that is no text or too long.
+
+    A long id is not cut short, because it could then equal the id of another request, which a `stop` would hit.
     """
     try:
         request_id = str(request.request_id())
@@ -133,7 +146,7 @@ def read_request_id(request: Any) -> str:
 
 
 def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
-    """Raise InvalidRequest for what a model that is not decoupled cannot answer."""
+    """Raise InvalidRequest when a model that is not decoupled is asked to stream or for more than one row."""
     if decoupled:
         return
     if any(batch.scalar(streaming_input, row) for row in range(batch.num_rows)):
@@ -142,69 +155,9 @@ def check_mode(batch: Batch, streaming_input: str, decoupled: bool) -> None:
         raise InvalidRequest(ONE_ROW_ONLY)
 
 
-def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
-    """The row's STOP request, or None. Raises SessionError for START with STOP, and for STOP without CORRID."""
-    if not batch.scalar("STOP", row):
-        return None
-    session_id = batch.scalar("CORRID", row)
-    if session_id is None:
-        raise SessionError(SessionStatus.INVALID, "STOP needs the session's CORRID")
-    if batch.scalar("START", row):
-        raise SessionError(SessionStatus.INVALID, "START and STOP exclude each other; send one of them")
-    return StopSession(SessionId(session_id), end=bool(batch.scalar("END", row)), namespace=namespace)
-
-
-def read_session(batch: Batch, row: int) -> SessionConfig | None:
-    """The session of the row's turn. TurboMind's defaults: START and END are 1 when absent."""
-    fields = batch.fields("session", row)
-    if "id" not in fields:
-        if fields:
-            raise SessionError(SessionStatus.INVALID, f"{', '.join(sorted(fields))} of a session needs its CORRID")
-        return None
-    fields["start"] = bool(fields.get("start", 1))
-    fields["end"] = bool(fields.get("end", 1))
-    if fields.get("session_len") == 0:  # TurboMind's clients send 0 for no limit
-        del fields["session_len"]
-    return SessionConfig(**fields)
-
-
-def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
-    fields = batch.fields("sampling", row)
-    if fields.get("top_p", 1.0) <= 0.0:  # clients send 0.0 for "unset"
-        del fields["top_p"]
-    return SamplingConfig(**fields, logit_bias=logit_bias or None)
-
-
-def read_output_config(batch: Batch, row: int) -> OutputConfig:
-    """The engine never echoes the prompt: whoever wants it in front gets it from the row output."""
-    return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
-
-
-def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int) -> RowSettings:
-    return RowSettings(
-        streaming=streaming,
-        num_input_tokens=num_input_tokens,
-        batch_index=row if batch.num_rows > 1 else None,
-        return_num_input_tokens=bool(batch.scalar("return_num_input_tokens", row)),
-        return_num_output_tokens=bool(batch.scalar("return_num_output_tokens", row)),
-    )
-
-
-def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
-    exclude = batch.scalar("exclude_input_in_output", row)
-    return not (default_exclude if exclude is None else exclude)
-
-
 def required(batch: Batch, name: str, row: int) -> Any:
-    """The row's scalar. Triton only counts required inputs, so each one is looked at here."""
+    """The row's scalar. Raises InvalidRequest when it is absent, which Triton does not find out by itself."""
     value = batch.scalar(name, row)
     if value is None:
         raise InvalidRequest(f"A value is required for {name}")
     return value
-
-
-def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "
-        "model.max_seq_len"
-    )

@@ -1,8 +1,8 @@
-"""STRING tensors as bytes objects, with a bound on how many.
+"""Reads STRING tensors as bytes objects, up to a limit on their number.
 
-Triton's Python backend reads every STRING input with a loop of Python on the stub's main thread, before the model is
-asked: 4 MB of empty strings take a second, and nobody else is served meanwhile. `deserialize` takes the place of that loop
-(pb.py puts it there); a tensor of more strings than a request may hold is not read, and reading.py refuses it.
+Triton's Python backend reads every STRING input with a loop of Python on the stub's main thread, before it calls the model.
+For 4 MB of empty strings that takes a second, in which nobody else is served. pb.py puts `deserialize` in the place of that
+loop. It does not read a tensor with more strings than a request may hold, and reading.py then refuses the request.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-MAX_STRINGS = 1 << 17  # in one tensor, all rows together; some 50 ms of the main thread
+MAX_STRINGS = 1 << 17  # in all rows of one tensor; reading them takes the main thread some 50 ms
 _LENGTH = struct.Struct("<I")
 
 
 class TooMany:
-    """What stands for the elements of a tensor that was not read."""
+    """Takes the place of the elements of a tensor that was not read."""
 
-    def reshape(self, shape: Sequence[int]) -> np.ndarray:
-        """An array of that shape, as Triton asks for it; it takes no memory, and its one element means nothing."""
+    def reshape(self, shape: Sequence[int]) -> NDArray[np.object_]:
+        """An array of the shape that Triton asks for. It repeats one meaningless element, and so takes no memory."""
         return np.broadcast_to(np.array(b"", dtype=np.object_), tuple(shape))
 
 
-def deserialize(encoded: Any) -> np.ndarray | TooMany:
-    """`encoded`: a buffer of strings, each a 4-byte little-endian length and its bytes. Raises struct.error when it ends
-    within a length, as Triton's own does; Triton has checked the buffer before.
+def deserialize(encoded: Any) -> NDArray[np.object_] | TooMany:
+    """Read a buffer of strings, each of which is a 4-byte little-endian length followed by its bytes.
+
+    Raises struct.error when the buffer ends within a length, as Triton's own function does. Triton has checked it before.
     """
     data = bytes(encoded)
     strings: list[bytes] = []

@@ -1,278 +1,84 @@
-"""The tensors of the Triton models, as data. `config.pbtxt` is generated from these tables and requests are read by
-them.
+"""The tensors of a Triton model, as data: `config.pbtxt` is generated from such tables and requests are read by them.
 
 `target` says where a value goes: "sampling.X", "output.X", "session.X" fill the field X of that config; "request" is
-read by name in token_requests.py or text_requests.py; "ignored" is accepted and has no meaning here (or none without
-beams); "refused" belongs to a feature this version lacks: any element other than `neutral` is answered with
-UNSUPPORTED. Two rows with one target are aliases: the first one that is present wins.
+read by name by the model's front; "ignored" is accepted and has no meaning here (or none without beams); "refused"
+belongs to a feature this version lacks: any element other than `neutral` is answered with UNSUPPORTED. Two rows with
+one target are aliases: the first one that is present wins.
 
-Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len
-follow LMDeploy's TurboMind backend; top_log_probs is this project's own. Dims are without the batch dimension. -1 is
-any length.
+Dims are without the batch dimension; -1 is any length. The tables themselves stand beside what reads them, in fronts/.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-# Triton's name of a type -> numpy's
+# Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
     "INT32": "int32",
     "INT64": "int64",
+    "UINT32": "uint32",
     "UINT64": "uint64",
     "FP16": "float16",
     "FP32": "float32",
+    "FP64": "float64",
     "STRING": "object",
 }
 
 ONE = (1,)
 ANY = (-1,)
 
+Value = int | float | bool | str
+
+
+Neutral = tuple[int | float | bool | str, ...]
+
 
 class Input(NamedTuple):
+    """One input tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
     target: str
     optional: bool = True
     feature: str = ""  # of a refused input: what it asks for
-    neutral: tuple[int | float | bool | str, ...] = ()  # of a refused input: values that ask for nothing
+    neutral: Neutral = ()  # of a refused input: values that ask for nothing
 
 
 class Output(NamedTuple):
+    """One output tensor of a model."""
+
     name: str
     dtype: str
     dims: tuple[int, ...]
-    when: str  # what makes it appear
+    when: str  # the input or the occasion that makes it appear
 
 
 class ModelTensors(NamedTuple):
     """All tensors of one Triton model."""
 
-    model: str
+    model: str  # its usual name, and the role by which another name is served
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
+    max_batch_size: int = 64  # the most rows of one request; 0: inputs have no batch dimension, a request is one row
+    always: Literal["decoupled", "unary"] | None = None  # the transaction policy that the protocol prescribes
+
+    @property
+    def batched(self) -> bool:
+        """Whether clients send a batch dimension in front."""
+        return self.max_batch_size > 0
 
     def by_name(self) -> dict[str, Input]:
         return {spec.name: spec for spec in self.inputs}
 
 
-def _refused(feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: tuple = ()) -> tuple[Input, ...]:
+def refused(feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: Neutral = ()) -> tuple[Input, ...]:
+    """Inputs of a feature that this version lacks."""
     return tuple(Input(name, dtype, dims, "refused", feature=feature, neutral=neutral) for name, dtype, dims in rows)
 
 
-def _ignored(*rows: tuple[str, str, tuple[int, ...]]) -> tuple[Input, ...]:
+def ignored(*rows: tuple[str, str, tuple[int, ...]]) -> tuple[Input, ...]:
+    """Inputs that are accepted and have no meaning here."""
     return tuple(Input(name, dtype, dims, "ignored") for name, dtype, dims in rows)
-
-
-_SAMPLING = (
-    Input("temperature", "FP32", ONE, "sampling.temperature"),
-    Input("repetition_penalty", "FP32", ONE, "sampling.repetition_penalty"),
-    Input("presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
-    Input("frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
-    Input("min_tokens", "INT32", ONE, "sampling.min_tokens"),
-    Input("min_length", "INT32", ONE, "sampling.min_tokens"),  # its name until v0.19
-    Input("seed", "UINT64", ONE, "sampling.seed"),
-    Input("random_seed", "UINT64", ONE, "sampling.seed"),  # its name until v0.19
-)
-
-_RETURNS = (
-    Input("return_log_probs", "BOOL", ONE, "output.return_log_probs"),
-    Input("top_log_probs", "INT32", ONE, "output.top_log_probs"),  # 0 to limits.max_top_log_probs
-    Input("return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
-    Input("return_kv_cache_reuse_stats", "BOOL", ONE, "output.return_perf_metrics"),  # its name until v0.18
-    Input("return_num_input_tokens", "BOOL", ONE, "request"),
-    Input("return_num_output_tokens", "BOOL", ONE, "request"),
-    Input("exclude_input_in_output", "BOOL", ONE, "request"),
-)
-
-# Without CORRID a request stands alone. With it: START and END default to 1 (to 0 beside STOP), STOP to 0.
-_SESSION = (
-    Input("CORRID", "UINT64", ONE, "session.id"),
-    Input("START", "INT32", ONE, "session.start"),
-    Input("END", "INT32", ONE, "session.end"),
-    Input("STOP", "INT32", ONE, "request"),
-    Input("step", "INT32", ONE, "session.step"),
-    Input("session_len", "INT32", ONE, "session.session_len"),
-    Input("session_full_history", "BOOL", ONE, "session.full_history"),
-)
-
-_BEAM_ONLY = _ignored(("early_stopping", "BOOL", ONE), ("beam_search_diversity_rate", "FP32", ONE))
-
-_NOT_BUILT = (
-    *_refused("more than one output sequence", ("num_return_sequences", "INT32", ONE), neutral=(1,)),
-    *_refused("beam search", ("beam_width", "INT32", ONE), neutral=(1,)),
-    *_refused(
-        "returning logits",
-        ("return_context_logits", "BOOL", ONE),
-        ("return_generation_logits", "BOOL", ONE),
-        neutral=(False,),
-    ),
-    *_refused("prompt tuning", ("prompt_embedding_table", "FP16", (-1, -1))),
-    Input("prompt_vocab_size", "INT32", ONE, "ignored"),
-    *_refused("LoRA", ("lora_task_id", "UINT64", ONE), neutral=(0,)),
-    *_refused("LoRA", ("lora_weights", "FP16", (-1, -1)), ("lora_config", "INT32", (-1, 3))),
-    *_refused(
-        "guided decoding",
-        ("guided_decoding_guide_type", "STRING", ONE),
-        ("guided_decoding_guide", "STRING", ONE),
-        neutral=("",),
-    ),
-)
-
-_ENGINE_ONLY_NOT_BUILT = (
-    *_refused("top-p decay", ("runtime_top_p_decay", "FP32", ONE), neutral=(1.0,)),
-    *_ignored(
-        ("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)
-    ),  # nothing decays towards them
-    *_refused("prompt tuning", ("prompt_table_extra_ids", "UINT64", ANY)),
-    *_refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
-    Input("draft_acceptance_threshold", "FP32", ONE, "ignored"),
-    *_ignored(
-        ("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)
-    ),  # preprocessing always sends them
-    *_refused(
-        "encoder input",
-        ("encoder_input_features", "FP16", (-1, -1)),
-        ("cross_attention_mask", "BOOL", (-1, -1)),
-        ("mrope_rotary_cos_sin", "FP32", ANY),
-    ),
-    *_refused(
-        "encoder input", ("encoder_output_lengths", "INT32", ONE), ("mrope_position_deltas", "INT64", ONE), neutral=(0,)
-    ),
-    *_refused("encoder input", ("skip_cross_attn_blocks", "BOOL", ONE), neutral=(False,)),
-    *_refused("disaggregated serving", ("context_phase_params", "UINT8", ANY)),
-    *_refused(
-        "KV cache retention",
-        ("retention_token_range_starts", "INT32", ANY),
-        ("retention_token_range_ends", "INT32", ANY),
-        ("retention_token_range_priorities", "INT32", ANY),
-        ("retention_token_range_durations_ms", "INT32", ANY),
-        ("retention_decode_duration_ms", "INT32", ONE),
-    ),
-    *_refused("KV cache retention", ("retention_decode_priority", "INT32", ONE), neutral=(35,)),
-    *_refused(
-        "lookahead decoding",
-        ("lookahead_window_size", "INT32", ONE),
-        ("lookahead_ngram_size", "INT32", ONE),
-        ("lookahead_verification_set_size", "INT32", ONE),
-        neutral=(0,),
-    ),
-)
-
-_PERF_OUTPUTS = tuple(
-    Output(name, dtype, ONE, "return_perf_metrics")
-    for name, dtype in (
-        ("kv_cache_alloc_new_blocks", "INT32"),
-        ("kv_cache_reused_blocks", "INT32"),
-        ("kv_cache_alloc_total_blocks", "INT32"),
-        ("arrival_time_ns", "INT64"),
-        ("first_scheduled_time_ns", "INT64"),
-        ("first_token_time_ns", "INT64"),
-        ("last_token_time_ns", "INT64"),
-        ("acceptance_rate", "FP32"),
-        ("total_accepted_draft_tokens", "INT32"),
-        ("total_draft_tokens", "INT32"),
-        ("num_cached_tokens", "INT32"),
-        ("num_context_tokens", "INT32"),
-        ("num_recomputed_tokens", "INT32"),
-    )
-)
-
-_COMMON_OUTPUTS = (
-    Output("cum_log_probs", "FP32", ANY, "return_log_probs"),
-    Output("output_log_probs", "FP32", (-1, -1), "return_log_probs"),
-    Output("top_log_probs_ids", "INT32", (-1, -1), "top_log_probs: [new tokens, n], the most likely first"),
-    Output("top_log_probs", "FP32", (-1, -1), "top_log_probs: their log-probabilities"),
-    Output("context_logits", "FP32", (-1, -1), "never yet"),
-    Output("generation_logits", "FP32", (-1, -1, -1), "never yet"),
-    Output("batch_index", "INT32", ONE, "a request of more than one row"),
-    Output("sequence_index", "INT32", ONE, "never yet"),
-    Output("num_input_tokens", "INT32", ONE, "return_num_input_tokens"),
-    Output("num_output_tokens", "INT32", ONE, "return_num_output_tokens"),
-    *_PERF_OUTPUTS,
-)
-
-TOKEN_MODEL = ModelTensors(
-    "tensorrt_llm",
-    inputs=(
-        Input("input_ids", "INT32", ANY, "request", optional=False),
-        Input("input_lengths", "INT32", ONE, "request", optional=False),
-        Input("request_output_len", "INT32", ONE, "request", optional=False),
-        Input("end_id", "INT32", ONE, "request"),
-        Input("pad_id", "INT32", ONE, "ignored"),
-        Input("stop_words_list", "INT32", (2, -1), "request"),
-        Input("bad_words_list", "INT32", (2, -1), "request"),
-        Input("embedding_bias", "FP32", ANY, "request"),
-        Input("runtime_top_k", "INT32", ONE, "sampling.top_k"),
-        Input("runtime_top_p", "FP32", ONE, "sampling.top_p"),
-        *_SAMPLING,
-        Input("len_penalty", "FP32", ONE, "ignored"),
-        *_BEAM_ONLY,
-        *_RETURNS,
-        Input("stop", "BOOL", ONE, "request"),
-        Input("streaming", "BOOL", ONE, "request"),
-        *_SESSION,
-        *_NOT_BUILT,
-        *_ENGINE_ONLY_NOT_BUILT,
-    ),
-    outputs=(
-        Output("output_ids", "INT32", (-1, -1), "always"),
-        Output("sequence_length", "INT32", ANY, "always"),
-        *_COMMON_OUTPUTS,
-        Output("context_phase_params", "UINT8", ANY, "never yet"),
-    ),
-)
-
-_TEXT_INPUTS = (
-    Input("text_input", "STRING", ONE, "request"),  # exactly one of text_input and messages
-    Input("messages", "STRING", ONE, "request"),
-    Input("max_tokens", "INT32", ONE, "request", optional=False),
-    Input("decoder_text_input", "STRING", ONE, "ignored"),
-    Input("bad_words", "STRING", ANY, "request"),
-    Input("stop_words", "STRING", ANY, "request"),
-    Input("end_id", "INT32", ONE, "request"),
-    Input("pad_id", "INT32", ONE, "ignored"),
-    Input("top_k", "INT32", ONE, "sampling.top_k"),
-    Input("top_p", "FP32", ONE, "sampling.top_p"),
-    *_SAMPLING,
-    Input("length_penalty", "FP32", ONE, "ignored"),
-    *_BEAM_ONLY,
-    *_RETURNS,
-    Input("embedding_bias_words", "STRING", ANY, "request"),
-    Input("embedding_bias_weights", "FP32", ANY, "request"),
-    Input("stream", "BOOL", ONE, "request"),
-    Input("stop", "BOOL", ONE, "request"),
-    *_SESSION,
-    *_NOT_BUILT,
-    *_refused("prompt tuning", ("prompt_table_extra_id", "UINT64", ONE), neutral=(0,)),
-)
-
-_TEXT_OUTPUTS = (
-    Output("text_output", "STRING", ANY, "always"),
-    Output("finish_reason", "STRING", ANY, "the last response of a row: stop, length, timeout or cancelled"),
-    *_COMMON_OUTPUTS,
-)
-
-ENSEMBLE = ModelTensors("ensemble", _TEXT_INPUTS, _TEXT_OUTPUTS)
-
-BLS = ModelTensors(
-    "tensorrt_llm_bls",
-    inputs=(
-        *_TEXT_INPUTS,
-        *_refused(
-            "image or video input",
-            ("image_input", "FP16", (-1, 3, -1, -1)),
-            ("image_bytes_input", "UINT8", (-1, -1, -1, -1)),
-            ("video_bytes_input", "UINT8", (-1, -1, -1, -1)),
-        ),
-        *_refused("image or video input", ("image_url_input", "STRING", ONE), neutral=("",)),
-        *_refused("draft tokens", ("num_draft_tokens", "INT32", ONE), neutral=(0,)),
-        *_refused("draft tokens", ("use_draft_logits", "BOOL", ONE), neutral=(False,)),
-    ),
-    outputs=_TEXT_OUTPUTS,
-)
-
-MODELS = {model.model: model for model in (TOKEN_MODEL, ENSEMBLE, BLS)}

@@ -1,17 +1,19 @@
-"""TextPool: the threads that tokenise and render chat templates, so that the stub's main thread only takes requests in.
+"""TextPool: the threads that tokenise text and render chat templates, so that the stub's main thread need not.
 
-    main thread    submit(job)    queued; refused when the queue is full (requests, or bytes)
-    text thread    job.read()     tokenise, render; then job.hand_over(...), which sends the rows to the engine
-    housekeeper    expire()       refuses what has waited or worked longer than the timeout
+    main thread    submit(job)    queues the job, or refuses it when too many requests or bytes wait
+    text thread    job.read()     tokenises and renders; then job.hand_over(...) sends the rows to the engine
+    housekeeper    expire()       refuses each job that has waited, or has been read, for longer than the timeout
 
-Order: jobs that share a key (a session) are read and handed over one after the other, in the order they came; a job waits
-for its turn in every line that it stands in. All others overtake each other as they like.
+Jobs that share a key (a session) are read and handed over one after the other, in the order in which they came. They stand
+in one line for each key, and a job with several keys waits until it is the first in all its lines. Other jobs may overtake
+each other.
 
-A thread whose job takes longer than the timeout is given up: its job is refused and its place goes to a new thread, as long
-as no more than GIVEN_UP of them for each place are stuck. Python code (a template that loops for ever) is ended by an
-exception raised in it. What runs inside a library is not: a tokenizer that never returns keeps its thread, and a core, but not
-the interpreter's lock (`Tokenizer.encode` lets go of it). Not covered: one instruction of a template that keeps the lock for
-long, such as the making of a string of gigabytes; templates come with the model, so that is the operator's trust.
+A thread whose job takes longer than the timeout is given up: its job is refused, and a new thread takes its place, as long as
+no more than GIVEN_UP threads for each place are stuck. An exception raised in the given-up thread ends Python code, such as a
+template that loops for ever. It cannot end code inside a library: a tokenizer that never returns keeps its thread and a core,
+but not the interpreter's lock, which `Tokenizer.encode` releases. One instruction of a template that keeps the lock for long,
+such as one that makes a string of gigabytes, is not guarded against. Templates come with the model, so the operator has to
+trust them.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 from backend.api import EngineUnavailable, ErrorCode, EverbatchError, Overloaded
 
 log = logging.getLogger("everbatch.serving")
-MAX_BYTES = 256 << 20  # of all requests that wait for a text thread
-GIVEN_UP = 2  # stuck threads that are replaced, for each thread of the pool
+MAX_BYTES = 256 << 20  # the most bytes of inputs that may wait for a text thread, all requests together
+GIVEN_UP = 2  # for each thread of the pool, the most stuck threads with which a new one is still started
 
 
 class _TooLate(BaseException):
-    """Raised in a thread whose job has been refused meanwhile. No template catches it."""
+    """Raised in a thread whose job has been refused meanwhile. It is no Exception, so nothing below the pool catches it."""
 
 
 class Job:
-    """One request whose text is to be read. Its callbacks are called from a text thread, `refuse` also from expire()."""
+    """One request whose text is to be read. A text thread calls its callbacks; `expire` may call `refuse` too."""
 
     def __init__(
         self,
@@ -48,9 +51,10 @@ class Job:
         wanted: Callable[[], bool] = lambda: True,
         num_bytes: int = 0,
         keys: frozenset[Hashable] = frozenset(),
-    ):
-        """`hand_over` gets what `read` returned. Exactly one of `hand_over` and `refuse` is called, once; neither when
-        the job is no longer `wanted` as its turn comes.
+    ) -> None:
+        """`hand_over` gets what `read` has returned. Exactly one of `hand_over` and `refuse` is called, and only once.
+
+        Neither is called if the job is no longer `wanted` when its turn comes. Jobs with a common key keep their order.
         """
         self.read = read
         self.hand_over = hand_over
@@ -60,15 +64,15 @@ class Job:
         self.keys = keys
 
     def attempt(self) -> Callable[[], None]:
-        """Read; returns what is to be done with the outcome."""
+        """Read the text. Returns the function that hands the outcome over, or that refuses the request."""
         try:
             result = self.read()
         except EverbatchError as error:
-            code, message = error.code, error.message
-            return lambda: self.refuse(code, message)
+            return partial(self.refuse, error.code, error.message)
         except Exception as error:
-            return lambda failure=error: self._fail(failure)
-        return lambda: self.hand_over(result)
+            # Libraries and templates may raise anything. It ends this request with an error, and is logged with its trace.
+            return partial(self._fail, error)
+        return partial(self.hand_over, result)
 
     def _fail(self, error: Exception) -> None:
         log.error("reading the text of a request failed", exc_info=error)
@@ -76,36 +80,42 @@ class Job:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise _TooLate in a thread, where it next runs Python code."""
+    """Raise _TooLate in a running thread, as soon as it next executes Python code."""
+    assert thread.ident is not None, "a thread that reads a job has been started"
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TooLate))
 
 
 class _Reading(NamedTuple):
+    """The thread that reads a job, and the time at which it began."""
+
     thread: threading.Thread
     since: float
 
 
 class TextPool:
-    def __init__(self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic):
-        """`timeout_s` holds for the wait in the queue, and again for the reading itself."""
+    def __init__(
+        self, num_threads: int, timeout_s: float, max_jobs: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """A job may wait for `timeout_s` seconds in the queue, and its reading may take as long again."""
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_jobs = max_jobs
         self._clock = clock
-        self._lock = threading.Lock()  # a plain one: no exception raised in a thread leaves it locked
+        # A plain Lock, because _TooLate could interrupt the Python code of a Condition and leave that locked.
+        self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # all guarded by the lock
-        self._queued: dict[Job, float] = {}  # -> since when; in the order they came
-        self._num_bytes = 0
-        self._lines: dict[Hashable, deque[Job]] = {}  # the first of a line is ready, being read or handed over
+        # The lock guards all attributes below.
+        self._queued: dict[Job, float] = {}  # for each waiting job the time when it came; the oldest is first
+        self._num_bytes = 0  # the size of all waiting jobs together
+        self._lines: dict[Hashable, deque[Job]] = {}  # for each key its jobs in their order, also while they are read
         self._reading: dict[Job, _Reading] = {}
         self._given_up: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once. The threads are started with the first job.
+        """Queue a job, and return at once. The first job starts the threads.
 
-        Raises Overloaded when too much waits, EngineUnavailable when all threads are stuck.
+        Raises Overloaded when too many jobs or bytes wait, and EngineUnavailable when all threads are stuck.
         """
         with self._lock:
             self._fill_places()
@@ -124,7 +134,7 @@ class TextPool:
                 self._ready.put(job)
 
     def expire(self) -> None:
-        """Refuse what has waited or been read for too long. Call it a few times a second."""
+        """Refuse each job that has waited or been read for too long. It is to be called a few times a second."""
         with self._lock:
             limit = self._clock() - self._timeout_s
             waited = [job for job, since in self._queued.items() if since <= limit]
@@ -151,12 +161,12 @@ class TextPool:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no thread is left that could read anything, and none may be started."""
+        """Whether no thread is left that could read a job, and none may be started."""
         with self._lock:
             return not self._threads and not self._may_start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the threads finish what is queued, then end them."""
+        """Let the threads finish what is queued, then end them. Waits up to `timeout_s` seconds for each."""
         threads = list(self._threads)
         for _ in threads:
             self._ready.put(None)
@@ -171,10 +181,11 @@ class TextPool:
                 if self._begin(job):
                     outcome = job.attempt()
                     if not self._end(job):
-                        return  # it has been refused, and another thread has this place
+                        return  # The job has been refused, and another thread has taken this place.
                     try:
                         outcome()
-                    except Exception:  # the thread must live on; the request's own guard has answered it
+                    except Exception:
+                        # The thread must go on. The callback itself has answered the request, before this came out of it.
                         log.exception("handing a request over failed")
                     finally:
                         with self._lock:
@@ -183,8 +194,9 @@ class TextPool:
             log.warning("a text thread that had been given up has ended")
 
     def _begin(self, job: Job) -> bool:
+        """Take the job out of the queue. Returns whether it is to be read now."""
         with self._lock:
-            if job not in self._queued:  # it has waited too long
+            if job not in self._queued:  # It has waited too long and been refused.
                 return False
             self._leave_queue(job)
             if not job.wanted():
@@ -194,7 +206,7 @@ class TextPool:
             return True
 
     def _end(self, job: Job) -> bool:
-        """Whether the job still counts. From here on its thread is not given up any more."""
+        """Record that the job has been read; return whether it still counts. From now on its thread is not given up."""
         with self._lock:
             return self._reading.pop(job, None) is not None
 
@@ -208,6 +220,7 @@ class TextPool:
         self._num_bytes -= job.num_bytes
 
     def _leave_lines(self, job: Job) -> None:
+        """Take the job out of its lines, and make each job ready that has become the first in all of its own."""
         for key in job.keys:
             line = self._lines[key]
             was_first = line[0] is job
@@ -218,8 +231,10 @@ class TextPool:
                 self._ready.put(line[0])
 
     def _give_up(self, job: Job) -> None:
-        """End the thread if Python can: the exception is raised where it next runs Python code, at the latest on its way
-        out of the job. Only here, with the lock held and while the job is being read: then the thread owns no lock.
+        """Give up the thread that reads a job, and raise an exception in it that ends it if it runs Python code.
+
+        At the latest the exception comes when the thread returns from a library. It may be raised only here, with the lock
+        held and while the job is being read, because the thread then holds no lock of this pool.
         """
         thread = self._reading.pop(job).thread
         self._threads.remove(thread)
@@ -228,6 +243,7 @@ class TextPool:
         _interrupt(thread)
 
     def _fill_places(self) -> None:
+        """Start threads until the pool has its number, as far as it may."""
         while len(self._threads) < self._num_threads and self._may_start():
             thread = threading.Thread(target=self._run, name="everbatch-text", daemon=True)
             self._threads.append(thread)

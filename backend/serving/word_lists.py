@@ -1,21 +1,24 @@
-"""TensorRT-LLM's tensor form of a list of words (stop_words_list, bad_words_list), one row of a batch: INT32 [2, L].
+"""Reads TensorRT-LLM's tensors of words, stop_words_list and bad_words_list. One row of a batch is INT32 of shape [2, L].
 
-    [[ 5, 8, 2],      token ids of the words 5 and 8 2, one after the other, padded with 0
-     [ 1, 3, -1]]     where each word ends (exclusive position), strictly increasing, padded with -1
+    [[ 5, 8, 2],      the token ids of all words one after the other, here of the words (5) and (8 2), padded with 0
+     [ 1, 3, -1]]     the position behind the end of each word, strictly increasing, padded with -1
 
-No words: L = 0, or a second row that begins with -1.
+A list without words has L = 0, or a second row that begins with -1.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from backend.api import InvalidRequest
 from backend.api.config import LimitsConfig
 
 
-def decode_word_list(name: str, matrix: np.ndarray | None, limits: LimitsConfig) -> list[list[int]]:
-    """The words as token lists. Raises InvalidRequest for a malformed list or one over the limits, before building it."""
+def decode_word_list(name: str, matrix: NDArray[Any] | None, limits: LimitsConfig) -> list[list[int]]:
+    """The words as lists of token ids. Raises InvalidRequest for a tensor that is malformed or over the limits."""
     if matrix is None or matrix.size == 0:
         return []
     ids, ends = matrix

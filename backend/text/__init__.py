@@ -1,1 +1,1 @@
-"""Text at the edges: tokenizer, chat template, detokenizer, stop strings. No torch: the Triton stub imports this."""
+"""Text before and after the engine: tokenizer, chat template, detokenizer, stop strings. Imports no torch."""

@@ -1,11 +1,10 @@
-"""ChatTemplate: messages to prompt text with the model's own Jinja template, as transformers renders it.
+"""ChatTemplate: renders messages to prompt text with the model's own Jinja template, as transformers does.
 
-The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON
-values only; messages are capped in number, size and depth before, and the result is cut off at a size while it is
-rendered. The sandbox bounds ranges but not time: what a template of the model itself does with capped messages is the
-operator's trust.
+The template comes with the model, never with a request. It runs in Jinja's immutable sandbox and sees plain JSON values only.
+The number, size and depth of messages are limited before, and a result that grows too long is refused while it is rendered.
+The sandbox limits ranges but not time, so the operator has to trust the model's template with messages within these limits.
 
-Tokenise the result with add_special_tokens=False: a template writes its own.
+The result is to be tokenised with add_special_tokens=False, because the template writes the special tokens itself.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_te
 from backend.text.tokenizer import CONFIG, Tokenizer
 
 FILE = "chat_template.jinja"
+FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"}
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; the first one given counts
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` (bos_token, ...) are its variables besides the messages."""
+    """One compiled template. Besides the messages it sees the `special_tokens` (bos_token, ...) as variables."""
 
     def __init__(
         self,
@@ -40,27 +41,24 @@ class ChatTemplate:
         special_tokens: dict[str, str] | None = None,
         max_messages: int = 1024,
         max_chars: int = 4_000_000,
-    ):
+        tools_source: str | None = None,
+    ) -> None:
         """`source` None: the model has no template, and `render` says so. Raises ConfigError when it is no valid Jinja.
 
-        `max_chars` bounds the characters of all messages (tools included), and those of the result.
+        `max_chars` bounds the characters of all messages (tools included), and those of the result. `tools_source` is
+        the template for requests with tools, where the model has one of its own for them.
         """
         self._special_tokens = dict(special_tokens or {})
         self._max_messages = max_messages
         self._max_chars = max_chars
-        try:
-            self._template = None if source is None else _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {shown(error.message)}"
-            raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
-            reason = "it is nested too deep, or has a number of more than 4300 digits"
-            raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
+        self._template = None if source is None else _compile(source)
+        self._tools_template = self._template if tools_source is None else _compile(tools_source)
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
-        """Read chat_template.jinja, else `chat_template` of tokenizer_config.json (a string, or its `default`)."""
-        return cls(_read_template(Path(path)), tokenizer.special_tokens, **caps)
+        """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names."""
+        sources = _read_templates(Path(path))
+        return cls(sources.get("default"), tokenizer.special_tokens, tools_source=sources.get("tool_use"), **caps)
 
     @property
     def exists(self) -> bool:
@@ -72,27 +70,30 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt text. Keys whose value is null are left out of a message, as transformers does.
+        """The prompt text, as transformers' apply_chat_template has it: see `_as_given` for what a template sees.
 
-        Raises Unsupported without a template, InvalidRequest for messages beyond the caps or refused by the template.
+        Raises Unsupported without a template, and InvalidRequest for messages that are over the limits or that the template
+        refuses.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._tools_template
+        if template is None:
             raise Unsupported("this model has no chat template; send the prompt as text instead of messages")
         self._check(messages, tools)
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._run(messages=given, tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
+            return self._run(template, messages=[_as_given(message) for message in messages], **variables)
         except EverbatchError:
             raise
-        except Exception as error:  # a template may fail in any way on messages it does not expect; the request ends
+        except Exception as error:
+            # A template is a program that may fail in any way on messages which it does not expect. That ends the request only.
             raise InvalidRequest(
                 f"the chat template cannot render these messages ({type(error).__name__}); check roles and content"
             ) from error
 
-    def _run(self, **variables: Any) -> str:
+    def _run(self, template: jinja2.Template, **variables: Any) -> str:
         parts: list[str] = []
         room = self._max_chars
-        for part in self._template.generate(**self._special_tokens, **variables):
+        for part in template.generate({**self._special_tokens, **variables}):
             room -= len(part)
             if room < 0:
                 raise InvalidRequest(f"the rendered chat is longer than {self._max_chars} characters; send less")
@@ -114,7 +115,10 @@ class ChatTemplate:
 
 
 def _count_chars(value: Any, depth: int) -> int:
-    """Characters of all strings in a JSON value. Raises InvalidRequest for another type, or when nested too deep."""
+    """Count the characters of all strings in a JSON value, and 1 for each other value.
+
+    Raises InvalidRequest for a value that is not JSON, and for one that is nested deeper than `depth`.
+    """
     if type(value) is str:
         return len(value)
     if value is None or type(value) in (bool, int, float):
@@ -128,25 +132,46 @@ def _count_chars(value: Any, depth: int) -> int:
     raise InvalidRequest(f"a message holds a {type(value).__name__}, allowed are JSON values; convert it")
 
 
-def _read_template(path: Path) -> str | None:
-    """Raises ConfigError for one that cannot be read, or is longer than MAX_TEMPLATE_CHARS."""
-    source, place = read_text(path, FILE, MAX_JSON_BYTES), FILE
-    if source is None:
-        source, place = (read_object(path, CONFIG) or {}).get("chat_template"), f"{CONFIG}: chat_template"
-    if isinstance(source, list):  # [{"name": ..., "template": ...}]
-        named = {entry.get("name"): entry for entry in source if isinstance(entry, dict) and entry.get("template")}
-        if len(named) < len(source) or not all(isinstance(name, str) for name in named):
-            raise ConfigError(
-                f"{place} is {shown(source)}, a list of objects with name and template is needed; {REMEDY}"
-            )
-        source = named["default"]["template"] if "default" in named else None
-    if source is not None and not isinstance(source, str):
+def _as_given(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to a template: without null values, an answer's reasoning under two names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _read_templates(path: Path) -> dict[str, str]:
+    """The sources of a model's templates by the names of FILES. With one of the files the config's are left aside.
+
+    Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
+    """
+    found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
+    if not any(source for source, _ in found.values()):
+        place = f"{CONFIG}: chat_template"
+        listed = _listed((read_object(path, CONFIG) or {}).get("chat_template"), place)
+        found = {name: (listed.get(name), place) for name in FILES}
+    return {name: _checked(source, place) for name, (source, place) in found.items() if source is not None}
+
+
+def _listed(templates: Any, place: str) -> dict[str, Any]:
+    """`chat_template` of tokenizer_config.json by name: null, a string, or [{"name": ..., "template": ...}]."""
+    if not isinstance(templates, list):
+        return {"default": templates}
+    named = {entry.get("name"): entry for entry in templates if isinstance(entry, dict) and entry.get("template")}
+    if len(named) < len(templates) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(
+            f"{place} is {shown(templates)}, a list of objects with name and template is needed; {REMEDY}"
+        )
+    return {str(name): entry["template"] for name, entry in named.items()}
+
+
+def _checked(source: Any, place: str) -> str:
+    if not isinstance(source, str):
         raise ConfigError(f"{place} is {shown(source)}, a text is needed; {REMEDY}")
-    if source is not None and len(source) > MAX_TEMPLATE_CHARS:
+    if len(source) > MAX_TEMPLATE_CHARS:
         raise ConfigError(
             f"{place} has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are compiled; shorten it"
         )
-    tags = 0 if source is None else source.count("{{") + source.count("{%")
+    tags = source.count("{{") + source.count("{%")
     if tags > MAX_TEMPLATE_TAGS:
         raise ConfigError(f"{place} has {tags} tags, at most {MAX_TEMPLATE_TAGS} are compiled; shorten it")
     return source
@@ -155,8 +180,20 @@ def _read_template(path: Path) -> str | None:
 # ------------------------------------------------------------------------------------------------------- environment
 
 
+def _compile(source: str) -> jinja2.Template:
+    """Raises ConfigError when `source` is no valid Jinja."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {shown(error.message)}"
+        raise ConfigError(f"the chat template is not valid at {where}; mend it") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the Python that it is compiled to
+        reason = "it is nested too deep, or has a number of more than 4300 digits"
+        raise ConfigError(f"the chat template cannot be compiled: {reason}; mend it") from error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The names and filters that transformers gives to chat templates (transformers, utils/chat_template_utils.py)."""
+    """A sandbox with the names and filters that transformers gives to templates (its utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -167,11 +204,40 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
+class _Dict:
+    """`dict` without the attributes of the type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace`, with no attribute that begins with an underscore: such ones belong to Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # without names of its own, so that every keyword is an attribute
+        self, *mappings = args
+        jinja2.utils.Namespace.__init__(self)
+        for name, value in dict(*mappings, **values).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace has no attribute {name!r}: it begins with an underscore"
+            )
+        super().__setitem__(name, value)
+
+
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Computes no constant while a template is loaded: `{{ 9 ** 9 ** 9 }}` would keep the loading busy for ever."""
+    """Computes no constants while a template is compiled, because `{{ 9 ** 9 ** 9 }}` would then never end."""
 
     def _output_child_to_const(self, node: jinja2.nodes.Expr, *rest: Any) -> str:
         if not isinstance(node, jinja2.nodes.TemplateData):
@@ -180,21 +246,23 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training; here it renders its body."""
+    """Makes {% generation %}, which marks the assistant's text for training, render nothing but its body."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        block = jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body)
+        block.set_lineno(line)
+        return block
 
     def _body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
 def _raise_exception(message: str) -> None:
-    """A template refuses the messages; its sentence is the model maker's, and goes to the client."""
+    """Let a template refuse the messages. Its sentence goes to the client, cut off after 200 characters."""
     raise InvalidRequest(f"the chat template refuses these messages: {str(message)[:200]}")
 
 
@@ -205,7 +273,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter it does not escape HTML."""
+    """The filter `tojson`. Unlike Jinja's own it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,25 +1,27 @@
-"""A tokenizer's decoder as a pipeline that takes one token at a time.
+"""DecodePipeline: a tokenizer's decoder that takes one token at a time.
 
-`tokenizers` decodes a whole list: each decoder of the chain maps a list of strings to a list of strings. Each stage
-here does the same to a stream of strings, and emits a string as soon as nothing that follows can change it. So what
-has been emitted is always a prefix of what the library would return, whatever comes next, and `finish` emits the
-rest:
+The library `tokenizers` decodes a whole list: each decoder of its chain maps a list of strings to a list of strings. Each
+stage here does the same with a stream of strings, and emits a string as soon as nothing that follows can change it. So what
+has been emitted is always a prefix of what the library would return, whatever comes next. `finish` emits the rest. The stages
+are:
 
-    ByteLevel      bytes to UTF-8; holds an incomplete character (at most 3 bytes)
-    ByteFallback   a run of <0xXX> tokens is one string if all of it is UTF-8, else U+FFFD per byte; holds the run,
-                   because a later byte can invalidate characters that were complete
-    per token      Replace, Strip, Metaspace, WordPiece: only the first token differs from the others; nothing is held
-    BPEDecoder     the last token's suffix is dropped, others' become a space; holds one token
-    after a Fuse   Strip and Replace see one string: hold what may still be stripped or matched
+    ByteLevel      decodes bytes as UTF-8, and holds back an incomplete character (at most 3 bytes)
+    ByteFallback   turns a run of <0xXX> tokens into one string if all of it is UTF-8, else into one U+FFFD for each byte;
+                   holds back the run, because a later byte can invalidate characters that were complete
+    PerToken       is used for Replace, Strip, Metaspace and WordPiece, which treat the first token differently from all
+                   others; holds back nothing
+    BPEDecoder     drops the suffix of the last token, and replaces that of others by a space; holds back one token
+    behind a Fuse  Strip and Replace see one string, and hold back what may still be stripped or matched
 
-State is small, and a stage can be copied shallowly. Source of the rules: the decoders of the Hugging Face
-`tokenizers` library (Apache 2.0), which the tests compare with, token by token.
+The state of a stage is small, and a stage can be copied with copy.copy. The rules are those of the decoders of the Hugging
+Face library `tokenizers` (Apache 2.0), with which the tests compare every token.
 """
 
 from __future__ import annotations
 
 import codecs
 import copy
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,39 +33,44 @@ REPLACEMENT = "\ufffd"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (openai/gpt-2, encoder.py): character -> byte."""
+    """The byte of each printable character that stands for one in GPT-2's vocabulary (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 class Stage:
-    """One decoder of the chain.
+    """One decoder of the chain."""
 
-    `holds`: something was taken in and not emitted. `forgets`: what it does next depends on a few recent tokens
-    only, as IncrementalDetokenizer counts them.
-    """
+    forgets = True  # whether all that it does next depends on the last few tokens only (see IncrementalDetokenizer)
 
-    holds = False
-    forgets = True
+    @property
+    def holds(self) -> bool:
+        """Whether something has been taken in and not yet emitted."""
+        raise NotImplementedError
 
     def push(self, token: str) -> Iterable[str]:
+        """Take in one string, and return the strings that are final now."""
         raise NotImplementedError
 
     def finish(self) -> Iterable[str]:
+        """The stream is over: return what was held back."""
         return ()
 
 
 class PerToken(Stage):
-    """A decoder that maps each token by itself, the first one perhaps differently; asks the library, once per token."""
+    """A decoder that maps each token by itself, though perhaps the first one differently. It asks the library once per token."""
 
-    def __init__(self, decoder: decoders.Decoder):
+    holds = False
+
+    def __init__(self, decoder: decoders.Decoder) -> None:
         self._decoder = decoder
         self._first: bool = True
-        self._known: dict[str, str] = {}  # shared by copies
+        self._known: dict[str, str] = {}  # All copies share it.
 
     def push(self, token: str) -> Iterable[str]:
         if self._first:
@@ -76,7 +83,9 @@ class PerToken(Stage):
 
 
 class JoinWithSpaces(Stage):
-    """What the library does for a tokenizer without decoder."""
+    """Does what the library does for a tokenizer without a decoder: it puts a space between the tokens."""
+
+    holds = False
 
     def __init__(self) -> None:
         self._separator = ""
@@ -87,7 +96,7 @@ class JoinWithSpaces(Stage):
 
 
 class BytesOfTokens(Stage):
-    """ByteLevel."""
+    """The decoder ByteLevel."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -113,14 +122,14 @@ class BytesOfTokens(Stage):
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes a byte-level token stands for; with a character outside the alphabet (an added one) its own text."""
+    """The bytes of a byte-level token. A token with a character outside the alphabet, such as an added one, is plain text."""
     if all(char in _BYTE_OF for char in token):
         return bytes(_BYTE_OF[char] for char in token)
     return token.encode("utf-8")
 
 
 class ByteRuns(Stage):
-    """ByteFallback."""
+    """The decoder ByteFallback."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -150,21 +159,17 @@ class ByteRuns(Stage):
 
 
 def fallback_byte(token: str) -> int | None:
-    """The byte of a token `<0xXX>`, else None."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    """The byte of a token `<0xXX>`, else None. The library's parser takes a plus for the first digit, nothing else."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    return None if found is None else int(found[1], 16)
 
 
 class LastTokenDiffers(Stage):
-    """BPEDecoder."""
+    """The decoder BPEDecoder."""
 
     forgets = False
 
-    def __init__(self, suffix: str):
+    def __init__(self, suffix: str) -> None:
         self._suffix = suffix
         self._held: str | None = None
 
@@ -182,12 +187,12 @@ class LastTokenDiffers(Stage):
 
 
 class StripFused(Stage):
-    """Strip of the whole text: at most `start` of the character in front and `stop` at the end."""
+    """Strips the whole text of a character, at most `start` times in front and at most `stop` times at the end."""
 
-    def __init__(self, char: str, start: int, stop: int):
+    def __init__(self, char: str, start: int, stop: int) -> None:
         self._char, self._start, self._stop = char, start, stop
         self._tail = ""
-        self.forgets = stop == 0 and start == 1  # any token with text settles one character
+        self.forgets = stop == 0 and start == 1  # The first token with text then settles what is stripped.
 
     @property
     def holds(self) -> bool:
@@ -211,11 +216,11 @@ class StripFused(Stage):
 
 
 class ReplaceFused(Stage):
-    """str.replace over the whole text; holds the longest end of the text that begins the pattern."""
+    """Replaces a pattern in the whole text. It holds back the longest end of the text with which the pattern begins."""
 
     forgets = False
 
-    def __init__(self, pattern: str, content: str):
+    def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
         self._tail = ""
 
@@ -237,9 +242,9 @@ class ReplaceFused(Stage):
 
 
 class DecodePipeline:
-    """The stages of one stream. `push` returns text that is final, `finish` what was held."""
+    """The stages of one stream. `push` returns text that is final, and `finish` what was held back."""
 
-    def __init__(self, stages: list[Stage]):
+    def __init__(self, stages: list[Stage]) -> None:
         self._stages = stages
 
     @property
@@ -248,7 +253,9 @@ class DecodePipeline:
 
     @property
     def forgets(self) -> bool:
-        """Whether every stage does. ByteLevel must come first: it is judged by the token as the vocabulary has it."""
+        """Whether every stage forgets. ByteLevel must be the first stage, because IncrementalDetokenizer judges the bytes of
+        tokens as the vocabulary has them.
+        """
         in_place = not any(isinstance(stage, BytesOfTokens) for stage in self._stages[1:])
         return in_place and all(stage.forgets for stage in self._stages)
 
@@ -270,10 +277,10 @@ class DecodePipeline:
 
 
 def build_pipeline(decoder: dict[str, Any] | None, cleanup: bool = False) -> DecodePipeline:
-    """The pipeline of a `decoder` entry of tokenizer.json, in its initial state; copy it for each stream.
+    """Build the pipeline of a `decoder` entry of tokenizer.json, in its initial state. Each stream takes a copy of it.
 
-    `cleanup` adds transformers' clean_up_tokenization, which works on the whole text. Raises Unsupported for a decoder
-    that cannot be streamed.
+    `cleanup` adds transformers' clean_up_tokenization, which works with the whole text. Raises Unsupported for a decoder that
+    cannot be streamed.
     """
     parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     stages: list[Stage] = []
@@ -290,7 +297,7 @@ def build_pipeline(decoder: dict[str, Any] | None, cleanup: bool = False) -> Dec
     return DecodePipeline(stages or [PerToken(decoders.Fuse())])
 
 
-# transformers, PreTrainedTokenizerBase.clean_up_tokenization: in this order
+# These are the replacements of PreTrainedTokenizerBase.clean_up_tokenization in transformers, in its order.
 CLEANUP = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),

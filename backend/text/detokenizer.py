@@ -1,13 +1,12 @@
-"""IncrementalDetokenizer: token ids in, text that will not change out.
+"""IncrementalDetokenizer: takes token ids and returns text that will not change any more.
 
-With full(n) = decode(prompt_ids + ids[:n]) and start = decode(prompt_ids), the concatenation of all chunks, `flush`
-included, is exactly full(N) without the longest common prefix of start and full(N). That is full(N)[len(start):]
-whenever start is a prefix of full(N); it is not when the prompt ends inside a character, which the output then
-completes.
+Let full(n) = decode(prompt_ids + ids[:n]) and start = decode(prompt_ids). All chunks together, with that of `flush`, are
+exactly full(N) without the longest common prefix of start and full(N). That is full(N)[len(start):] if start is a prefix of
+full(N). It is not one if the prompt ends inside a character, which the output then completes.
 
-A chunk is emitted as soon as no continuation can change it, so chunks end at character borders, hold U+FFFD only
-where the full decode does, and depend on the ids alone, not on how they were split into pushes. Cost per token is
-constant. Everything here is rebuilt from token ids: construct with the prompt and push the output so far.
+A chunk is emitted as soon as nothing that follows can change it. So chunks end between characters, and contain U+FFFD only
+where the full text does. All chunks together depend on the ids alone, not on how the ids were split into pushes. The cost of
+a token is constant. The state can be rebuilt from token ids: construct with the prompt, and push the output so far.
 """
 
 from __future__ import annotations
@@ -15,30 +14,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os.path import commonprefix
 
-from backend.text.decoding import DecodePipeline, byte_level_bytes, fallback_byte
+from backend.text.decoding import REPLACEMENT, DecodePipeline, byte_level_bytes, fallback_byte
 from backend.text.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 64  # visible prompt tokens that are enough for any state that `DecodePipeline.forgets`
+# So many visible tokens at the end of the prompt fix the state of any pipeline that forgets.
+_CONTEXT_TOKENS = 64
 
 
 class IncrementalDetokenizer:
-    """The text of one output stream. `prompt_ids`: all tokens before the output (history too)."""
+    """Detokenises one output stream. `prompt_ids` are all tokens before the output, with those of earlier turns."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pipeline = tokenizer.new_pipeline()
         for token_id in _relevant_tail(prompt_ids, tokenizer, self._pipeline, skip_special_tokens):
             self._feed(token_id)
-        self._to_skip = self._pipeline.copy().finish()  # the end of the prompt's text that is not final yet
+        self._to_skip = self._pipeline.copy().finish()  # the end of the prompt's text, which is not final yet
 
     @property
     def holds(self) -> bool:
-        """Whether tokens have been pushed whose text is not emitted yet, or not in full."""
+        """Whether text of tokens that have been pushed is still held back."""
         return self._pipeline.holds
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take in output tokens; return the text that became final, possibly ""."""
+        """Take in output tokens, and return the text that has become final, which may be empty."""
         return self._without_prompt("".join([self._feed(token_id) for token_id in ids]))
 
     def flush(self) -> str:
@@ -46,16 +46,24 @@ class IncrementalDetokenizer:
         return self._without_prompt(self._pipeline.finish())
 
     def peek(self) -> str:
-        """What `flush` would return now; changes nothing."""
+        """What `flush` would return now. The state does not change."""
         rest = self._pipeline.copy().finish()
         return rest[len(commonprefix([rest, self._to_skip])) :]
+
+    def text_with(self, token_id: int) -> str:
+        """The text that this token would add as the last one; changes nothing. Half a character is none."""
+        now, longer = self._pipeline.copy(), self._pipeline.copy()
+        token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
+        before = now.finish()
+        after = ("" if token is None else longer.push(token)) + longer.finish()
+        return after[len(commonprefix([before, after])) :].rstrip(REPLACEMENT)
 
     def _feed(self, token_id: int) -> str:
         token = self._tokenizer.visible_token(token_id, self._skip_special_tokens)
         return "" if token is None else self._pipeline.push(token)
 
     def _without_prompt(self, text: str) -> str:
-        """Drop what the prompt's own text holds already; the first difference ends the comparison for good."""
+        """Drop what is part of the prompt's text. The comparison ends for good at the first difference."""
         if not self._to_skip or not text:
             return text
         same = len(commonprefix([text, self._to_skip]))
@@ -66,10 +74,10 @@ class IncrementalDetokenizer:
 def _relevant_tail(
     ids: Sequence[int], tokenizer: Tokenizer, pipeline: DecodePipeline, skip_special_tokens: bool
 ) -> Sequence[int]:
-    """The end of the prompt that fixes the pipeline's state; all of it when the decoder does not forget.
+    """The end of the prompt that fixes the pipeline's state, or the whole prompt if the pipeline does not forget.
 
-    The tail starts at a token that ends every byte sequence (ASCII at its end, and no <0xXX>), far enough back that
-    what only the very first tokens of a text undergo is over.
+    It starts at a token that ends every byte sequence, which is one that ends with ASCII and is no <0xXX>. It is so long that
+    the special treatment of a text's first tokens is over before it ends.
     """
     if not pipeline.forgets or len(ids) <= _CONTEXT_TOKENS:
         return ids

@@ -1,12 +1,11 @@
-"""StopMatcher: finds the first stop string in a stream of text, and never lets out the beginning of one.
+"""StopMatcher: finds the first stop string in a stream of text, and holds back each text that may be the start of one.
 
-Which match wins: the one that ends first; of those that end at the same character, the longest. So the result is a
-function of the text alone, however it is cut into pieces, and a match is reported as soon as its last character is
-there.
+The match that ends first counts, and the longest of those that end at the same character. So the result depends on the text
+alone, however it is split into pieces, and a match is reported as soon as its last character is there.
 
-The automaton is Aho and Corasick's (Efficient String Matching, CACM 1975): after each character its state is the
-longest end of the text that begins a stop string, and that end is exactly what is held back. Time is linear in the
-text, whatever the number of stop strings; memory is linear in their total length.
+The automaton is that of Aho and Corasick (Efficient String Matching, CACM 1975). After each character its state stands for
+the longest end of the text with which a stop string begins, and exactly that end is held back. The time is linear in the
+length of the text, whatever the number of stop strings. The memory is linear in the total length of the stop strings.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from backend.api.errors import InvalidRequest
 
 
 class StopMatcher:
-    """Watches one stream. `end` is, after a match, the number of its characters up to and including the stop."""
+    """Watches one stream. After a match, `end` is the number of its characters up to the end of the stop string."""
 
-    def __init__(self, stops: Iterable[str], include_stop: bool = False):
+    def __init__(self, stops: Iterable[str], include_stop: bool = False) -> None:
         self._stops = list(dict.fromkeys(stops))
         if "" in self._stops:
             raise InvalidRequest("a stop string is empty, at least one character is needed; leave it out")
         self._include_stop = include_stop
         self._build()
         self._state = 0
-        self._held = ""  # == the text of the state
-        self.end = 0  # characters taken in; stands still after a match
+        self._held = ""  # the text that the state stands for
+        self.end = 0  # the number of characters taken in until a match
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take in more text; return (text that may be shown, the stop string that ended the stream or None).
+        """Take in more text. Returns the text that may be shown now, and the stop string that ended the stream or None.
 
         After a match the rest of the stream is ignored.
         """
@@ -70,16 +69,19 @@ class StopMatcher:
         self._state = self._next[state].get(char, 0)
 
     def _build(self) -> None:
-        """States are the beginnings of stops, 0 the empty one; `_fail` leads to the longest proper end that is one."""
+        """Build the automaton. Each state is a beginning of a stop string, and state 0 is the empty one.
+
+        `_fail` leads from a state to the longest other state with which its text ends.
+        """
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
-        self._stop_at: list[str | None] = [None]  # the longest stop that ends in this state
+        self._stop_at: list[str | None] = [None]  # the longest stop string with which the state's text ends
         for stop in self._stops:
             self._insert(stop)
         self._first_chars = frozenset(self._next[0])
         self._fail = [0] * len(self._next)
         queue = deque(self._next[0].values())
-        while queue:  # breadth first: a state's fail is shallower, hence complete
+        while queue:  # Breadth first, so that the state to which `_fail` leads is complete, because it is shallower.
             state = queue.popleft()
             if self._stop_at[state] is None:
                 self._stop_at[state] = self._stop_at[self._fail[state]]

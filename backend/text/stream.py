@@ -1,16 +1,16 @@
-"""TextStream: the text of one request, from its output tokens to what the client may see.
+"""TextStream: turns the output tokens of one request into the text that the client may see.
 
     ids -> IncrementalDetokenizer -> stable text -> StopMatcher -> safe text
 
-`finished_by` names the stop string that ended the text. Then `num_tokens_kept` is the least number of output tokens
-whose decoded text holds everything up to and including the stop: the engine cuts the session's log there. The last
-kept token may carry text beyond the stop; the client never sees it. Before that, `num_tokens_kept` counts all tokens
-pushed.
+`finished_by` is the stop string that ended the text. `num_tokens_kept` is then the smallest number of output tokens whose text
+contains everything up to the end of the stop string, and the engine cuts the session's history there. The last of these
+tokens may contain more text than that, which the client never sees. Before a match, `num_tokens_kept` is the number of all
+tokens pushed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -20,7 +20,7 @@ from backend.text.tokenizer import Tokenizer
 
 
 class TextDelta(Struct, frozen=True):
-    """What one push added."""
+    """What one push has added to the text."""
 
     text: str
     finished_by: str | None = None
@@ -28,7 +28,7 @@ class TextDelta(Struct, frozen=True):
 
 
 class TextStream:
-    """State follows from the token ids alone: a new stream given the same prompt and output goes on identically."""
+    """Its state follows from the token ids alone: a new stream with the same prompt and output goes on in the same way."""
 
     def __init__(
         self,
@@ -37,15 +37,19 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-    ):
-        self._new_detokenizer = lambda ids: IncrementalDetokenizer(tokenizer, ids, skip_special_tokens)
+    ) -> None:
+        self._new_detokenizer: Callable[[Sequence[int]], IncrementalDetokenizer] = lambda ids: IncrementalDetokenizer(
+            tokenizer, ids, skip_special_tokens
+        )
         self._prompt_ids = prompt_ids
         self._detokenizer = self._new_detokenizer(prompt_ids)
         self._matcher = StopMatcher(stops, include_stop)
         self._ids: list[int] = []
-        self._num_chars = 0  # of stable text
-        self._num_clean, self._chars_clean = 0, 0  # tokens and characters when the detokenizer last held nothing
-        self._since_clean = ""  # stable text since then
+        self._num_chars = 0  # the number of characters of stable text
+        # The stream was last clean when its detokenizer held nothing back: the tokens and characters until then, and the
+        # stable text since then.
+        self._num_clean, self._chars_clean = 0, 0
+        self._since_clean = ""
         self._num_kept: int | None = None
 
     def push(self, ids: Sequence[int]) -> TextDelta:
@@ -80,7 +84,9 @@ class TextStream:
         return TextDelta(text, self._matcher.matched, kept)
 
     def _tokens_up_to_stop(self) -> int:
-        """Replay the tokens since the detokenizer last held nothing, until their text reaches the stop's end.
+        """How many tokens it takes to contain the text up to the end of the stop string.
+
+        It replays the tokens since the stream was last clean, until their text reaches that end.
 
         stable text    0 ....... chars_clean ....... matcher.end ....... num_chars
         tokens         0 ....... num_clean  |  replayed, usually one  |  len(ids)

@@ -1,11 +1,10 @@
-"""Tokenizer: text to token ids and back, from a model directory, without torch.
+"""Tokenizer: turns text into token ids and back, as a model's directory says, without torch.
 
-tokenizer.json is the truth, as it is for transformers (5.x): its post-processor decides which special tokens `encode`
-adds; `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored beside it, and truncation and padding
-written in it are switched off. tokenizer_config.json only adds tokens that tokenizer.json lacks, marks named tokens
-as special, and names bos and eos. What transformers' model-specific classes do beyond that (LlamaTokenizer rebuilds
-its normalizer) is not repeated: a checkpoint whose tokenizer.json disagrees with its class is read as its
-tokenizer.json says.
+tokenizer.json decides, as it does for transformers (5.x). Its post-processor says which special tokens `encode` adds, so
+`add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored. Truncation and padding that it asks for are switched
+off. tokenizer_config.json only adds tokens that tokenizer.json lacks, marks named tokens as special, and names bos and eos.
+Some classes of transformers do more for their models (LlamaTokenizer rebuilds its normalizer). That is not repeated here: a
+checkpoint whose tokenizer.json disagrees with such a class is read as its tokenizer.json says.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ from backend.api.errors import ConfigError, InvalidRequest, Unsupported
 from backend.api.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
 
+TOKEN_LISTS = (
+    "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
+)  # fmt: skip
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILE, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -32,7 +34,7 @@ NO_TOKENIZER = ("config.json", "generation_config.json", "model.safetensors.inde
 
 
 class _Token(Struct):
-    """A token in tokenizer_config.json, if it is no plain string."""
+    """A token in tokenizer_config.json that is no plain string."""
 
     content: str
     special: bool = False
@@ -46,11 +48,12 @@ TOKEN_FIELDS = _Token.__struct_fields__
 
 
 class _Config(Struct):
-    """What is used of tokenizer_config.json."""
+    """The part of tokenizer_config.json that is used."""
 
-    added_tokens_decoder: dict[str, Any] | None = None  # of _Token
+    added_tokens_decoder: dict[str, Any] | None = None  # The values are checked as _Token.
     extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
     additional_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
+    model_specific_special_tokens: dict[str, str | _Token] | None = None
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
     unk_token: str | _Token | None = None
@@ -63,19 +66,19 @@ class _Config(Struct):
 
 
 class Tokenizer:
-    """Immutable after construction; safe to use from several threads."""
+    """Does not change after its construction, and may be used by several threads."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, eos_ids: Sequence[int] = ()
-    ):
-        """`backend` is taken over. `config`: tokenizer_config.json; `eos_ids`: those of generation_config.json."""
+    ) -> None:
+        """Take over and change `backend`. `config` is tokenizer_config.json; `eos_ids` are those of generation_config.json."""
         config = config or {}
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         _add_tokens(backend, config)
-        self.special_tokens: dict[str, str] = _named_tokens(config)  # bos_token, eos_token, ... -> text
+        self.special_tokens: dict[str, str] = _named_tokens(config)  # the text of bos_token, eos_token, ...
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = self._named_id("bos_token")
@@ -83,28 +86,29 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if self.eos_id is None else [self.eos_id])]))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         state = json.loads(backend.to_str())
-        # transformers leaves BPE alone: the clean-up would eat real spaces
+        # As in transformers, the text of a BPE tokenizer is not cleaned up, because that would remove real spaces.
         self._cleanup = bool(config.get("clean_up_tokenization_spaces", False)) and state["model"].get("type") != "BPE"
         self._decoder = state.get("decoder")
+        self.is_byte_level = '"ByteLevel"' in json.dumps(self._decoder)  # entries stand for bytes, not for characters
         self._pipeline: DecodePipeline | None = None
         self._tokens: dict[int, str | None] = {}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json and its neighbours. Without it, ask transformers to convert what is there.
+        """Read tokenizer.json and the files that belong to it. Without it, transformers converts older files.
 
         Raises ConfigError when the directory has no tokenizer that can be read.
         """
         path = Path(path)
         config, eos_ids = _read_config(path), _eos_ids(path)
-        backend = _convert(path) if find_file(path, FILE) is None else _read_backend(path)
-        return cls(backend, config, eos_ids)
+        text = read_text(path, FILE, MAX_TOKENIZER_BYTES)
+        return cls(_convert(path) if text is None else _parse(text), config, eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it is not Unicode text (a lone surrogate).
 
-        Other threads run meanwhile: the library lets go of the interpreter's lock for a batch, never for a single text.
-        Without offsets (`fast`) it is besides four times as quick; the ids are the same.
+        Other threads can run meanwhile, because the library releases the interpreter's lock for a batch, though not for a single
+        text. The fast form makes no offsets and takes a quarter of the time. It gives the same ids.
         """
         try:
             text.encode("utf-8")
@@ -115,7 +119,7 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; an id beyond the vocabulary has none. Raises InvalidRequest for an id that is no uint32."""
+        """The text of `ids`. An id beyond the vocabulary has no text. Raises InvalidRequest for an id that is no uint32."""
         try:
             text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except OverflowError:
@@ -129,7 +133,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def visible_token(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The vocabulary entry that the decoder is given for `token_id`; None when it decodes to nothing."""
+        """The vocabulary's entry for `token_id`, which the decoder is given; None if the token has no text."""
         if skip_special_tokens and token_id in self.special_ids:
             return None
         if token_id not in self._tokens:
@@ -137,7 +141,7 @@ class Tokenizer:
         return self._tokens[token_id]
 
     def new_pipeline(self) -> DecodePipeline:
-        """A decoder for one stream of tokens. Raises Unsupported when this tokenizer's decoder cannot be streamed."""
+        """A new decoder for one stream of tokens. Raises Unsupported when this tokenizer's decoder cannot be streamed."""
         if self._pipeline is None:
             self._pipeline = build_pipeline(self._decoder, self._cleanup)
         return self._pipeline.copy()
@@ -148,10 +152,10 @@ class Tokenizer:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or {}; what is used of it has the types that it should have. Raises ConfigError."""
+    """The content of tokenizer_config.json, or {}. Raises ConfigError when a part that is used has the wrong type."""
     config = read_object(path, CONFIG) or {}
     name = CONFIG
-    if "added_tokens_decoder" not in config:  # transformers reads the older file only then
+    if "added_tokens_decoder" not in config:  # Only then transformers reads the older file.
         older = read_object(path, OLDER_CONFIG)
         _check_config(config, CONFIG)
         config, name = {**config, **(older or {})}, CONFIG if older is None else OLDER_CONFIG
@@ -161,7 +165,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_config(config: dict[str, Any], name: str) -> None:
     convert(config, _Config, name)
-    for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+    for key in TOKEN_LISTS:
         count = len(config.get(key) or ())
         if count > MAX_ADDED_TOKENS:
             raise ConfigError(
@@ -173,45 +177,54 @@ def _check_config(config: dict[str, Any], name: str) -> None:
                 f"{name}: added_tokens_decoder has the key {shown(key)}, an id of a token is needed; {REMEDY}"
             )
         convert(token, _Token, name, f"added_tokens_decoder.{key}")
+    further = _further_tokens(config)
+    if len(further) > MAX_ADDED_TOKENS:
+        raise ConfigError(
+            f"{name} names {len(further)} tokens, at most {MAX_ADDED_TOKENS} can be added; put them into {FILE}"
+        )
+    for key, token in further.items():
+        if isinstance(token, dict):
+            convert(token, _Token, name, key)
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    text = read_text(path, FILE, MAX_TOKENIZER_BYTES)
+def _parse(text: str) -> tokenizers.Tokenizer:
+    """The tokenizer in the text of tokenizer.json. Raises ConfigError."""
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+    except Exception as error:  # The library raises plain Exception, whatever is wrong with the file.
         raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
-    except BaseException as error:  # a panic of the library, which is no Exception
+    except BaseException as error:  # A panic of the library is no Exception, and its class cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
-    """Let transformers build a fast tokenizer from older files (vocab.txt, merges.txt, tokenizer.model)."""
+    """Let transformers build a fast tokenizer of older files (vocab.txt, merges.txt, tokenizer.model). Raises ConfigError."""
     names = [each.name for each in path.glob("*") if each.suffix in OLDER_SUFFIXES]
-    for name in names:  # transformers opens them without a look
+    for name in names:  # Checked here, because transformers opens any kind of file.
         find_file(path, name, MAX_TOKENIZER_BYTES)
     if not set(names) - {*NO_TOKENIZER, CONFIG}:
         raise ConfigError(f"the model directory has no {FILE}, and none of the older files; add a {FILE}")
-    import transformers  # slow to import, and needed by few models
+    import transformers  # Imported here, because that is slow and few models need it.
 
     try:
         converted = transformers.AutoTokenizer.from_pretrained(
             str(path), use_fast=True, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever transformers and the libraries below it make of the files
+    except Exception as error:  # Neither transformers nor the libraries below it say what they raise for bad files.
         raise ConfigError(
             f"the model directory has no {FILE}, and transformers cannot convert its other files "
             f"({type(error).__name__}); add a {FILE}"
         ) from error
     if not getattr(converted, "is_fast", False):
         raise Unsupported(f"{type(converted).__name__} has no fast version; add a {FILE} to the model")
-    return converted.backend_tokenizer
+    backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    return backend
 
 
 def _eos_ids(path: Path) -> list[int]:
-    """eos_token_id of generation_config.json, or of config.json without that file (as transformers derives it)."""
+    """The eos_token_id of generation_config.json, or of config.json if that file is not there, as in transformers."""
     for name in ("generation_config.json", "config.json"):
         content = read_object(path, name)
         if content is not None:
@@ -220,17 +233,32 @@ def _eos_ids(path: Path) -> list[int]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token in tokenizer_config.json is a string, or an object with its `content`."""
+    """The text of a token in tokenizer_config.json, which is a string or an object with a `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    named = {name: _text_of(config.get(name)) for name in NAMED_TOKENS}
+    """bos_token, ... and further ones -> their texts."""
+    tokens = {**_further_tokens(config), **{name: config.get(name) for name in NAMED_TOKENS}}
+    named = {name: _text_of(token) for name, token in tokens.items()}
     return {name: text for name, text in named.items() if text}
 
 
+def _further_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that the model names beside NAMED_TOKENS: keys such as image_token, and what is listed as an object."""
+    own = {key: config[key] for key in config if key.endswith("_token") and key not in NAMED_TOKENS}
+    tokens = {key: token for key, token in own.items() if isinstance(token, str) or _is_token(token)}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    listed = extra if isinstance(extra, dict) else {}
+    return {**tokens, **(config.get("model_specific_special_tokens") or {}), **listed}
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("__type") == "AddedToken"
+
+
 def _as_added(token: str | dict[str, Any], special: bool) -> AddedToken:
-    """`special` marks the token whatever its object says; an object that does not say is no special token."""
+    """Make a token that can be added. It is special if it is a plain string, if `special` is set or if its object says so."""
     if isinstance(token, str):
         return AddedToken(token, special=True)
     fields = {key: token[key] for key in TOKEN_FIELDS if token.get(key) is not None}
@@ -238,15 +266,17 @@ def _as_added(token: str | dict[str, Any], special: bool) -> AddedToken:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add what tokenizer_config.json names and tokenizer.json lacks, in transformers' order: listed, named, extra."""
+    """Add the tokens that tokenizer.json lacks and tokenizer_config.json has. As in transformers, listed ones come first, then
+    named ones, then extra ones.
+    """
     known = backend.get_added_tokens_decoder().values()
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     added = [_as_added(token, special=False) for _, token in listed]
     old = {repr(token) for token in known}
     missing = [token for token in added if repr(token) not in old]
-    texts = {token.content for token in (*known, *missing)}
+    texts: set[str | None] = {token.content for token in (*known, *missing)}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, dict) else extra
+    extra = [*_further_tokens(config).values(), *([] if isinstance(extra, dict) else extra)]
     named = [config[name] for name in NAMED_TOKENS if config.get(name)]
     for token, special in [*((token, True) for token in named), *((token, False) for token in extra)]:
         if _text_of(token) not in texts:

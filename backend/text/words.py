@@ -1,14 +1,14 @@
-"""Bad words and stop words given as text, as token lists.
+"""Turns bad words and stop words that are given as text into lists of token ids.
 
-A word has several spellings in tokens: at the start of a text, after a space, in the middle of a word. TensorRT-LLM's
-preprocessing encodes the word as it was written; vLLM bans `word` and ` word`. Here a word stands for all of
+A word has different token ids at the start of a text, after a space and in the middle of a word. TensorRT-LLM's preprocessing
+encodes the word as it was written, and vLLM bans `word` and ` word`. Here a word stands for all of
 
-    encode("word")    encode(" word")    and both as they come out in the middle of a text
+    encode("word")    encode(" word")    and what each of the two becomes in the middle of a text
 
-without special tokens, doubles and spellings with the unknown token left out. The last two are encoded behind a line
-break whose own tokens are cut off: a SentencePiece-like tokenizer would else put a space in front of everything. A
-longer text that merges the word with its neighbours into other tokens is not covered; stop strings are therefore
-matched on text (stop_strings.py), and token lists are for requests that want them.
+without special tokens. Duplicates, and spellings with the unknown token, are left out. The last two are encoded behind a line
+break, whose own tokens are then cut off, because a tokenizer like SentencePiece would put a space before everything else. A
+text in which the word merges with its neighbours into other tokens is not found. Therefore stop strings are matched with text
+(stop_strings.py), and token lists serve requests that ask for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANCHOR = "\n"
 
 
 def word_token_ids(tokenizer: Tokenizer, word: str) -> list[list[int]]:
-    """The token spellings of one word, the plainest first. Raises InvalidRequest for a word that has none."""
+    """The spellings of one word as token ids, beginning with that of the bare word. Raises InvalidRequest if it has none."""
     if not word:
         raise InvalidRequest("a stop word or bad word is empty, at least one character is needed; leave it out")
     bare = word.lstrip(" ") or word
@@ -40,13 +40,13 @@ def word_token_ids(tokenizer: Tokenizer, word: str) -> list[list[int]]:
 
 
 def words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """The spellings of all words in one list: the form of Request.bad_words and Request.stop_words."""
+    """The spellings of all words in one list, as Request.bad_words and Request.stop_words have them."""
     spellings = [tuple(ids) for word in words for ids in word_token_ids(tokenizer, word)]
     return [list(ids) for ids in dict.fromkeys(spellings)]
 
 
 def _inside_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of `text` behind a line break; [] when the break merges with it."""
+    """The token ids of `text` behind a line break; [] when the break and the text merge into one token."""
     anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
     ids = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
     return ids[len(anchor) :] if ids[: len(anchor)] == anchor else []

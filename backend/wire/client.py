@@ -22,7 +22,7 @@ class SocketTransport:
 
     is_remote = True
 
-    def __init__(self, socket_path: str):
+    def __init__(self, socket_path: str) -> None:
         self._path = socket_path
         self._sock: socket.socket | None = None
         self._outgoing: Outgoing | None = None

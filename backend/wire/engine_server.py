@@ -42,7 +42,7 @@ class Connection:
         sock: socket.socket,
         post: Callable[[Command | ClientGone], None],
         on_closed: Callable[[int], None],
-    ):
+    ) -> None:
         self.index = index
         self._sock = sock
         self._post = post
@@ -131,7 +131,7 @@ class EngineServer:
         post: Callable[[Command | ClientGone], None],
         hello: Callable[[int], Hello],
         present_turn: Callable[[], int | None] = lambda: None,
-    ):
+    ) -> None:
         """Listen at `socket_path` (its directory is made 0700; a stale socket is replaced). `present_turn`: see Heart."""
         self._post = post
         self._hello = hello

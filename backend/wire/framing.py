@@ -35,7 +35,7 @@ class _Addressed(Struct):
 class FrameTooLarge(InvalidRequest):
     """A frame is beyond MAX_FRAME_BYTES. Nothing of it was sent; or all of it was read and dropped."""
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int) -> None:
         super().__init__(
             f"the request takes {num_bytes} bytes on its way to the engine, the limit is {MAX_FRAME_BYTES}; "
             f"shorten its prompt, words, bias or extra inputs"

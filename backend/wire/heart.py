@@ -14,7 +14,7 @@ from backend.core.messages import HEARTBEAT_S, Heartbeat
 
 
 class Heart:
-    def __init__(self, present_turn: Callable[[], int | None], send: Callable[[Heartbeat], None]):
+    def __init__(self, present_turn: Callable[[], int | None], send: Callable[[Heartbeat], None]) -> None:
         """`present_turn`: the number of the loop's turn, None while it sleeps. `send` must not block."""
         self._present_turn = present_turn
         self._send = send

@@ -20,7 +20,7 @@ class Outgoing:
     To wake a thread for every step would cost more than the sending does, on the cores that the model computes on.
     """
 
-    def __init__(self, sock: socket.socket, name: str):
+    def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
         self._backlog: deque[memoryview] = deque()  # the first one is being sent by the thread
         self._num_bytes = 0  # of the backlog

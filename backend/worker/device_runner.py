@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.core.step import Row, StepInput, StepOutput
+from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.models.llama import Llama
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
@@ -61,7 +62,7 @@ class DeviceRunner:
         batch: InputBatch,
         parameters: SlotParameters,
         graphs: Graphs,
-    ):
+    ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
         self.batch = batch
@@ -108,7 +109,7 @@ class DeviceRunner:
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def _run_generation(self, rows: list[Row]) -> tuple[list[int], Chosen]:
+    def _run_generation(self, rows: list[Row]) -> tuple[list[SlotId], Chosen]:
         """Returns the rows' slots, and their tokens followed by those of padding rows."""
         numbers = self.batch.row_numbers(rows, [1] * len(rows))
         slots, num_tokens = numbers[:, 0].tolist(), (numbers[:, 1] + 1).tolist()
@@ -176,7 +177,7 @@ class DeviceRunner:
 
     # ---------------------------------------------------------------------------------------------------------- mixed
 
-    def _run_mixed(self, rows: list[Row]) -> tuple[list[int], Chosen]:
+    def _run_mixed(self, rows: list[Row]) -> tuple[list[SlotId], Chosen]:
         """Returns the slots that sample, and their tokens."""
         if not rows:
             return [], self._nothing
@@ -217,7 +218,7 @@ class _Inputs:
     filled while the copy from another is in flight.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device):
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows, self.width, self.key = rows, width, (rows, width)
         self._columns = even(rows)
         shape = (len(Number) * self._columns * 8 + rows * width * 4,)
@@ -227,15 +228,16 @@ class _Inputs:
         ]
         self._turn = 0
         self.device_numbers, self.device_tables = self._views(self._device)
-        self._arrays = [tuple(view.numpy() for view in self._views(host)) for host in self._hosts]
+        views = map(self._views, self._hosts)
+        self._arrays = [(numbers.numpy(), tables.numpy()) for numbers, tables in views]
 
     @property
-    def numbers(self) -> np.ndarray:
+    def numbers(self) -> NDArray[np.int64]:
         """The host buffer's numbers; fill them before `send`."""
         return self._arrays[self._turn][0]
 
     @property
-    def tables(self) -> np.ndarray:
+    def tables(self) -> NDArray[np.int32]:
         """The host buffer's block tables; fill them before `send`."""
         return self._arrays[self._turn][1]
 

@@ -51,7 +51,7 @@ class CudaCapture:
 
 
 class Graphs:
-    def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None):
+    def __init__(self, make_capture: Callable[[], Callable[[Step], Captured]] | None) -> None:
         """`make_capture` is CudaCapture on a GPU; with None every step runs eagerly."""
         self._make_capture = make_capture
         self._capture = make_capture() if make_capture is not None else None
@@ -62,14 +62,15 @@ class Graphs:
 
     def run(self, key: Hashable, step: Step) -> Tensor:
         """The result of `step`, which must be the same function for the same key."""
-        if self._capture is None:
+        capture = self._capture
+        if capture is None:
             return step()
         if key not in self._known:
             self._remember(key, None)
             return step()
         captured = self._known[key]
         if captured is None:
-            captured = self._try_capture(key, step)
+            captured = self._try_capture(capture, key, step)
             if captured is None:
                 return step()
         self._known.move_to_end(key)
@@ -79,17 +80,16 @@ class Graphs:
     def clear(self) -> None:
         """Drop all graphs, because a tensor that they read has moved, and start a new memory pool: one dies with its graphs."""
         self._known.clear()
-        if self._capture is not None:
+        if self._make_capture is not None and self._capture is not None:
             self._capture = self._make_capture()
 
-    def _try_capture(self, key: Hashable, step: Step) -> Captured | None:
+    def _try_capture(self, capture: Callable[[Step], Captured], key: Hashable, step: Step) -> Captured | None:
         """Capture `step`. If that fails, log the reason, turn graphs off for good and return None."""
         try:
-            captured = self._capture(step)
+            captured = capture(step)
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[
-                0
-            ]  # ending a failed capture fails, too: show the first error
+            # Ending a failed capture fails as well, so the error before that one is the cause.
+            cause = str(error.__context__ or error).splitlines()[0]
             log.warning("CUDA graphs: off, because capturing a step of %s failed: %s", key, cause)
             self._capture = None
             self._known.clear()

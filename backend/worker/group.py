@@ -29,7 +29,7 @@ from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import free_bytes
 from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
-from backend.worker.tier import Choice, KVBlock, choose_tier, kv_dtype, kv_layout
+from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
 
@@ -46,7 +46,7 @@ class InProcessWorkerGroup:
         scheduler: SchedulerConfig,
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         progress: Callable[[str], None] = lambda line: None,
-    ):
+    ) -> None:
         """`progress` gets a line before slow work. Raises ConfigError when the checkpoint or the device does not exist."""
         self._section = model
         self._kv_cache = kv_cache
@@ -123,6 +123,7 @@ class InProcessWorkerGroup:
 
     def submit(self, step: StepInput) -> None:
         with self._all_or_nothing():
+            assert self.runner is not None  # initialize_kv_cache comes first
             self._in_flight.append(self.runner.launch(step))
 
     def collect(self) -> StepOutput:
@@ -145,7 +146,7 @@ class InProcessWorkerGroup:
         """On a failure drop every step in flight, once the device has finished them. WorkersLost if the device is lost."""
         try:
             yield
-        except Exception:
+        except Exception:  # it is raised again below: whatever failed, the steps in flight are lost
             self._in_flight.clear()
             if self.device.type == "cuda":
                 try:
@@ -158,31 +159,40 @@ class InProcessWorkerGroup:
         quantization = self._section.quantization
         match self._choice.name:
             case "native":
+                assert self._choice.library is not None  # choose_tier chooses this tier only with it
                 return LinearOptions(quantization, make=PackLinears(self._choice.library))
             case "triton":
                 group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel takes
                 return LinearOptions(quantization, group, make_triton_linear(dtype))
         return LinearOptions(quantization)
 
+    @property
+    def _loaded(self) -> Llama:
+        assert self.model is not None  # load comes before whatever needs it
+        return self.model
+
     def _dummy_run(self) -> ModelRunner | DeviceRunner:
         """Run the largest step on a runner of its own, which warms up kernels and the allocator; returns that runner."""
-        step = full_step(self._num_slots, self._max_num_tokens, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE)
+        step = full_step(self._num_slots, self._max_num_tokens, self._loaded.cos.shape[0], _DUMMY_BLOCK_SIZE)
         runner = self._make_runner(_DUMMY_BLOCK_SIZE, step.num_blocks)
         runner.execute(step)
         if isinstance(runner, DeviceRunner):
-            runner.execute(full_step(1, 2, self.model.cos.shape[0], _DUMMY_BLOCK_SIZE))  # few queries use other kernels
+            runner.execute(
+                full_step(1, 2, self._loaded.cos.shape[0], _DUMMY_BLOCK_SIZE)
+            )  # few queries use other kernels
             runner.warm_up()
         return runner
 
     def _layout(self, block_size: int) -> PoolLayout:
         """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
-        config = self.model.config
-        return kv_layout(config, block_size, self.model.dtype, kv_dtype(self._kv_cache, config))
+        config = self._loaded.config
+        return kv_layout(config, block_size, self._loaded.dtype, kv_dtype(self._kv_cache, config))
 
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
-            is_int8 = kv_dtype(self._kv_cache, self.model.config) == "int8"
-            self._native = NativeTier(self.model, self._choice.library, block_size, is_int8)
+            assert self._choice.library is not None  # choose_tier chooses this tier only with it
+            is_int8 = kv_dtype(self._kv_cache, self._loaded.config) == "int8"
+            self._native = NativeTier(self._loaded, self._choice.library, block_size, is_int8)
         return self._native
 
     def _kv_block(self, block_size: int) -> KVBlock:
@@ -192,7 +202,7 @@ class InProcessWorkerGroup:
         return KVBlock(layout.block_shape, layout.dtype)
 
     def _storage(self, block_size: int, num_blocks: int) -> KVStorage:
-        storage = KVStorage(self.model.config.num_layers, *self._kv_block(block_size), self.device)
+        storage = KVStorage(self._loaded.config.num_layers, *self._kv_block(block_size), self.device)
         try:
             storage.grow(num_blocks)
         except (MemoryError, torch.OutOfMemoryError):
@@ -203,7 +213,7 @@ class InProcessWorkerGroup:
         return storage
 
     def _make_runner(self, block_size: int, num_blocks: int) -> ModelRunner | DeviceRunner:
-        model, slots, device = self.model, self._num_slots, self.device
+        model, slots, device = self._loaded, self._num_slots, self.device
         max_len, vocab_size = model.cos.shape[0], model.config.vocab_size
         storage = self._storage(block_size, num_blocks)
         if self._choice.name == "triton":
@@ -211,7 +221,7 @@ class InProcessWorkerGroup:
             parameters = SlotParameters(slots, vocab_size, device)
             return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs())
         is_native = self._choice.name == "native"
-        tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
+        tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         batch = InputBatch(slots, max_len, block_size, device)
         return ModelRunner(tier, storage, batch, Sampler(slots, vocab_size, device, self._choice.library))
 

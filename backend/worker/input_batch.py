@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
@@ -32,7 +33,7 @@ class FlatBatch:
     logits_index: Tensor  # int64 into the flat batch: the tokens whose logits are wanted
 
 
-def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: np.dtype) -> NDArray:
+def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: DTypeLike) -> NDArray[Any]:
     """An array [len(rows), width] of rows of up to `width` numbers, each filled up with `pad`."""
     out = np.full((len(rows), width), pad, dtype=dtype)
     for index, row in enumerate(rows):
@@ -41,7 +42,7 @@ def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dt
 
 
 class InputBatch:
-    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device):
+    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._max_blocks = -(-max_seq_len // block_size)
@@ -70,7 +71,7 @@ class InputBatch:
         placed = place(np.stack((np.concatenate(places), np.concatenate(ids))), self._device)
         self.token_ids.view(-1).index_copy_(0, placed[0], placed[1])
 
-    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+    def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         start = self.num_blocks[slot]
         self.block_tables[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] = start + len(block_ids)
@@ -87,7 +88,7 @@ class InputBatch:
             self.token_ids[placed[0], placed[1]] = placed[2]
         self.count_tokens([sample.slot for sample in samples])
 
-    def count_tokens(self, slots: list[int]) -> None:
+    def count_tokens(self, slots: Sequence[int]) -> None:
         """Count one more token in each slot, when the token itself is written by others (the device)."""
         for slot in slots:
             self.num_tokens[slot] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from kernels.cpu.memory import allocate
 
 
 class KVStorage:
-    def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    def __init__(self, num_layers: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """`block_shape` is the shape of one layer's block."""
         self._shape = block_shape
         self._dtype, self._device = dtype, device
@@ -36,7 +37,7 @@ class KVStorage:
                 self.pools[layer] = new
         self.num_blocks = num_blocks
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination), with the result of copying them one after the other."""
         if not copies:
             return
@@ -56,7 +57,7 @@ class KVStorage:
         return allocate(shape, self._dtype)
 
 
-def _is_chain(copies: list[tuple[int, int]]) -> bool:
+def _is_chain(copies: Sequence[tuple[int, int]]) -> bool:
     """Whether the order of the copies matters: a block is written twice, or is both read and written."""
     destinations = [destination for _, destination in copies]
     return len(set(destinations)) < len(copies) or not set(destinations).isdisjoint(source for source, _ in copies)

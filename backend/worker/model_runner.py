@@ -30,7 +30,7 @@ class Done(NamedTuple):
 
 
 class ModelRunner:
-    def __init__(self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler):
+    def __init__(self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler) -> None:
         self.tier = tier
         self.storage = storage
         self.batch = batch

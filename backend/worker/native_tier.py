@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.core.step import Row
-from backend.layers.linear import QuantizedWeight, Weight, in_eight_bits
+from backend.layers.linear import Linear, QuantizedWeight, Weight, in_eight_bits
 from backend.models.llama import LayerWeights, Llama
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
@@ -30,7 +30,7 @@ log = logging.getLogger("everbatch.worker")
 class PackLinears:
     """A MakeLinear (backend/layers/linear.py) that packs all weights for the native kernels into one arena."""
 
-    def __init__(self, library: CDLL):
+    def __init__(self, library: CDLL) -> None:
         self._library = library
         self._arena = Arena()
         self._keeps_scales = True
@@ -64,7 +64,7 @@ MIN_SHARE = 1 / 32
 class NativeTier:
     name = "native"
 
-    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool):
+    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool) -> None:
         """The linear layers of `model` must have been made by PackLinears."""
         config = model.config
         self.block_size = block_size
@@ -78,7 +78,7 @@ class NativeTier:
             int8_kv,
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
-        lm_head, screen = model.lm_head, None
+        lm_head, screen = _packed(model.lm_head), None
         if Screen.fits(lm_head) and lm_head.num_bytes >= MIN_SHARE * model.num_linear_bytes:
             screen = Screen(library, lm_head)
             log.debug("greedy rows read an int8 screen of lm_head first: %.0f MB more", screen.num_bytes / 1e6)
@@ -108,15 +108,20 @@ class NativeTier:
 def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
     return NativeLayer(
         input_norm=_float(layer.input_norm),
-        qkv=layer.attention.qkv,
+        qkv=_packed(layer.attention.qkv),
         q_norm=None if layer.attention.q_norm is None else _float(layer.attention.q_norm),
         k_norm=None if layer.attention.k_norm is None else _float(layer.attention.k_norm),
-        out=layer.attention.out,
+        out=_packed(layer.attention.out),
         post_norm=_float(layer.post_norm),
-        gate_up=layer.mlp.gate_up,
-        down=layer.mlp.down,
+        gate_up=_packed(layer.mlp.gate_up),
+        down=_packed(layer.mlp.down),
         window=window,
     )
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    assert isinstance(linear, PackedLinear), "the model was not loaded with PackLinears"
+    return linear
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def choose_tier(
     wanted = section.kernels
     if wanted == "auto":
         wanted = "native" if device.type == "cpu" else "triton"
-    reason, library = "model.kernels is torch", None
+    reason: str | None = "model.kernels is torch"
+    library: build.NativeLibrary | None = None
     if wanted == "triton":
         reason = _triton_objection(kv_cache, device, config)
     elif wanted == "native":

@@ -18,7 +18,7 @@ from kernels.paged_attention import plan_attention
 class TorchTier:
     name = "torch"
 
-    def __init__(self, model: Llama, layout: PoolLayout):
+    def __init__(self, model: Llama, layout: PoolLayout) -> None:
         self._model = model
         self._layout = layout
 

@@ -41,11 +41,11 @@ class Peer(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     name: str
-    number: int  # of the kernel, in the table of the project's notes
+    number: int  # the kernel's number in the table of the project's notes
     make: Callable[[Random], Inputs]  # one copy
     run: Callable[[Inputs], object]
-    check: Callable[[Inputs, Any], Check]  # what the first `run` of a copy has returned, against the reference
-    bytes: int  # that have to be read and written
+    check: Callable[[Inputs, Any], Check]  # compares what the first `run` of a copy returned with the reference
+    bytes: int  # the bytes that a call must read and write
     flops: int = 0
     rate: Rate = "bf16"
     goals: tuple[Goal, ...] = ()
@@ -60,7 +60,7 @@ class Case:
 class Random:
     """Random tensors on a device, from one seed. `dtype`: that of activations and float weights."""
 
-    def __init__(self, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -69,7 +69,7 @@ class Random:
         return values.mul_(scale).to(dtype or self.dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
-        """low to high - 1."""
+        """Integers from low to high - 1."""
         return torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def order(self, n: int) -> Tensor:
@@ -106,6 +106,6 @@ def int8_rows(measured: Int8Rows, expected: Int8Rows) -> Check:
 
 
 def worst(*checks: Check) -> Check:
-    """Of several: one that failed, else the one nearest its limit."""
+    """The worst of several checks: one that failed, else the one nearest its limit."""
     failed = [check for check in checks if not check.passed]
     return failed[0] if failed else max(checks, key=lambda check: check.error / (check.limit or 1.0))

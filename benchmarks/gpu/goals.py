@@ -35,7 +35,7 @@ def at_most_us(most: float) -> Goal:
 
 
 def than_peer(name: str, least: float) -> Goal:
-    """The speed, over the peer's."""
+    """The goal is the speed divided by the peer's."""
 
     def judge(record: Record, known: Known) -> str:
         peer = record["peers"].get(name, {}).get("us")
@@ -55,7 +55,7 @@ def than_row(name: str, least: float) -> Goal:
 
 
 def verdict(goals: tuple[Goal, ...], record: Record, known: Known) -> str:
-    """Of all goals together: the worst; "" without a goal."""
+    """The worst verdict of all goals; "" without a goal."""
     return min((goal.judge(record, known) for goal in goals), key=ORDER.index, default="")
 
 

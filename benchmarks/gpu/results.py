@@ -14,7 +14,7 @@ MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
 
 
 class Results:
-    def __init__(self, directory: Path | None):
+    def __init__(self, directory: Path | None) -> None:
         """`directory` None keeps nothing. What an earlier run left there is read."""
         self._path = directory / "gpu.json" if directory else None
         self.runs: dict[str, Record] = {}

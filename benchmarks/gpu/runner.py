@@ -26,7 +26,7 @@ class DeviceLost(Exception):
 class Budget:
     """Seconds that a run may take, counted from a moment."""
 
-    def __init__(self, started: float, minutes: float):
+    def __init__(self, started: float, minutes: float) -> None:
         self._end = started + 60 * minutes
 
     def left(self) -> float:
@@ -113,7 +113,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def num_bytes(inputs: Any) -> int:
-    """Of all tensors within tuples and lists, each memory once."""
+    """Bytes of all tensors within tuples and lists; memory that several share counts once."""
     return sum(
         {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(inputs)}.values()
     )

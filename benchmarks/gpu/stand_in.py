@@ -40,7 +40,7 @@ class Meta:
         "multiple_of": (lambda value, bound: value % bound == 0, "that's a multiple of"),
     }
 
-    def __init__(self, **bounds: float):
+    def __init__(self, **bounds: float) -> None:
         self._bounds = bounds
 
     def check(self, value: Any, kind: Any, path: str) -> None:
@@ -51,7 +51,7 @@ class Meta:
 
 
 class Struct:
-    __struct_fields__ = ()  # without annotations: those of a struct are its fields
+    __struct_fields__ = ()  # has no annotation, because the annotations of a struct are its fields
     _forbids_unknown = False
 
     def __init_subclass__(cls, frozen: bool = False, forbid_unknown_fields: bool = False, **ignored: object) -> None:
@@ -65,7 +65,7 @@ class Struct:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value`, of the type that is asked for. Raises ValidationError, which says where."""
+    """Returns `value` as the type that is asked for. Raises ValidationError, which says where."""
     return _convert(value, kind, "$")
 
 

@@ -16,9 +16,9 @@ import torch
 
 COLD_BYTES = 256 << 20  # several times any L2 cache
 MIN_COPIES, MAX_COPIES = 4, 64
-MAX_BYTES = 24 << 30  # of all copies
+MAX_BYTES = 24 << 30  # all copies together
 GRAPH_US = 2000.0  # a replay should be at least as long: events count by half a microsecond
-MEASURED_US = 150_000.0  # of all replays
+MEASURED_US = 150_000.0  # all replays together
 MIN_REPLAYS, MAX_REPLAYS = 7, 100
 
 
@@ -71,7 +71,7 @@ def _captured(once: Callable[[], None], rounds: int) -> torch.cuda.CUDAGraph:
 
 
 def _events(call: Callable[[], object]) -> float:
-    """Microseconds on the device."""
+    """Returns microseconds on the device."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()

@@ -136,7 +136,7 @@ def check(work: Work) -> None:
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """`1,8,32` as numbers. Raises UserError."""
+    """Parses `1,8,32` as numbers. Raises UserError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -147,7 +147,7 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def choices(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    """`M,L` as names, each once. Raises UserError."""
+    """Parses `M,L` as names, each once. Raises UserError."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if name not in known:
@@ -168,7 +168,7 @@ def alone() -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -18,7 +18,7 @@ from deploy.progress import Progress
 class CommandFailed(Exception):
     """`output`: all lines the command wrote."""
 
-    def __init__(self, status: int, output: list[str]):
+    def __init__(self, status: int, output: list[str]) -> None:
         super().__init__(output[-1].strip() if output else f"it ended with status {status} and said nothing")
         self.output = output
 
@@ -27,7 +27,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], **popen: Any) 
     """Start a command as the leader of a process group of its own; the leader is killed should this process die."""
     spawn = [sys.executable, "-m", "deploy.spawn", str(os.getpid()), "0", *command]
     variables = {**os.environ, **environment}
-    variables.pop("PYTHONPATH", None)  # of our environment; the command may be another one's
+    variables.pop("PYTHONPATH", None)  # it belongs to our environment; the command may belong to another
     return subprocess.Popen(spawn, cwd=ROOT, env=variables, start_new_session=True, **popen)
 
 

@@ -28,7 +28,7 @@ class EngineSpec:
 
     @property
     def module(self) -> str:
-        """The runner."""
+        """The runner's module."""
         return f"benchmarks.peers.run_{self.name}"
 
     def held_bytes(self, weight_bytes: int, kv_bytes: int) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 class Model:
     """A GGUF model with one context of one sequence."""
 
-    def __init__(self, path: Path, length: int, threads: int):
+    def __init__(self, path: Path, length: int, threads: int) -> None:
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()

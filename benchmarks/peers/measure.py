@@ -22,7 +22,7 @@ from benchmarks.peers.roof import Meter
 from benchmarks.peers.runners import Runner
 from deploy.progress import Progress
 
-MEMORY_SHARE = 0.95  # of what is available that engines may take together
+MEMORY_SHARE = 0.95  # engines may take this share of the available memory together
 WARM_UP_TOKENS = 8
 
 
@@ -45,7 +45,7 @@ class Work:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """The tokens of the longest sequence."""
         return max(self.prompts) + self.new
 
     @property
@@ -82,8 +82,8 @@ class Contestant:
     load_s: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    samples: dict[int, list[Sample]] = field(default_factory=dict)  # by concurrency
-    peak_rss_gib: dict[int, float] = field(default_factory=dict)  # by concurrency: the highest until then
+    samples: dict[int, list[Sample]] = field(default_factory=dict)  # samples by concurrency
+    peak_rss_gib: dict[int, float] = field(default_factory=dict)  # the highest memory until then, by concurrency
 
     @property
     def label(self) -> str:
@@ -94,14 +94,14 @@ class Contestant:
 
 @dataclass
 class Outcome:
-    """`alternated`: else one engine after the other."""
+    """`alternated`: whether engines took turns; otherwise one ran after the other."""
 
     contestants: list[Contestant]
     alternated: bool
 
     @property
     def bandwidths(self) -> list[float]:
-        """Of all measurements, bytes a second."""
+        """Bytes a second of all measurements."""
         samples = [sample for contestant in self.contestants for some in contestant.samples.values() for sample in some]
         return [sample.bandwidth for sample in samples]
 
@@ -112,7 +112,7 @@ def fit_together(engines: Sequence[EngineSpec], work: Work, available_bytes: int
 
 
 def bytes_together(engines: Sequence[EngineSpec], work: Work) -> int:
-    """What `fit_together` compares."""
+    """The bytes that `fit_together` compares with the limit."""
     weights = work.model.resident_bytes(work.weights)
     return weights + sum(engine.held_bytes(weights, work.kv_bytes) for engine in engines)
 
@@ -140,7 +140,7 @@ def measure(work: Work, contestants: list[Contestant], progress: Progress) -> Ou
 class _Session:
     """The runners of one plan; all but the one at work are paused."""
 
-    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack):
+    def __init__(self, work: Work, contestants: list[Contestant], progress: Progress, stack: ExitStack) -> None:
         self._work = work
         self._contestants = contestants
         self._progress = progress

@@ -21,9 +21,9 @@ from deploy import ROOT
 from deploy.errors import UserError
 from deploy.progress import Progress
 
-SHAPES = ("S", "M", "L")  # of tools/make_random_model.py
-BYTES = {"bf16": 2, "int8": 1}  # of one weight
-_KV_BYTES = 2  # of one number in the KV of the roof
+SHAPES = ("S", "M", "L")  # names of shapes in tools/make_random_model.py
+BYTES = {"bf16": 2, "int8": 1}  # bytes of one weight
+_KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def max_length(self) -> int:
-        """Tokens of one sequence."""
+        """The most tokens that one sequence may have."""
         return self.config["max_position_embeddings"]
 
     @property
@@ -69,7 +69,7 @@ class Model:
         return self.linear_weights * BYTES[weights] + kv
 
     def resident_bytes(self, weights: str) -> int:
-        """Of the weights in memory, an embedding of its own included."""
+        """Bytes of the weights in memory, an embedding of its own included."""
         embedding = 0 if self.config.get("tie_word_embeddings") else self.vocab_size * self.config["hidden_size"]
         return self.linear_weights * BYTES[weights] + embedding * BYTES["bf16"]
 

@@ -18,7 +18,7 @@ COLOURS = {
     "vllm": "#8a5a9e",
     "transformers": "#8c8c8c",
 }
-_BAR = 0.8  # of the room of a group, all its bars together
+_BAR = 0.8  # all bars of a group take this share of its width
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -32,10 +32,10 @@ class Load:
 
     model: str
     weights: str  # bf16 or int8
-    setting: str  # of the engine, for those that have several
+    setting: str  # the setting of an engine that has several
     threads: int
     max_concurrency: int
-    max_length: int  # of one sequence, prompt and output
+    max_length: int  # tokens of one sequence, prompt and output
     kv_bytes_per_token: int
 
     @property
@@ -80,7 +80,7 @@ class Engine(Protocol):
 class Stopwatch:
     """Times one measurement of an engine that delivers tokens piece by piece. Runs from when it is made."""
 
-    def __init__(self, concurrency: int):
+    def __init__(self, concurrency: int) -> None:
         self._counts = [0] * concurrency
         self._waiting = concurrency
         self._began = time.perf_counter()
@@ -138,7 +138,7 @@ def _measure(engine: Engine, measure: Measure) -> dict[str, float]:
 
 
 def peak_rss_gib() -> float:
-    """Of this program. (getrusage would count what its parent held at the fork.)"""
+    """The highest memory of this program. (getrusage would count what its parent held at the fork.)"""
     status = Path("/proc/self/status").read_text()
     kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) / 2**20

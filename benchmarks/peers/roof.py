@@ -21,14 +21,14 @@ REPEATS = 3
 
 
 def tokens_per_s(concurrency: int, step_bytes: float, bandwidth: float) -> float:
-    """Of decode steps that do nothing but read `step_bytes` at `bandwidth` bytes a second."""
+    """Tokens a second of decode steps that do nothing but read `step_bytes` at `bandwidth` bytes a second."""
     return concurrency * bandwidth / step_bytes
 
 
 class Meter:
     """Reads the bandwidth whenever it is asked."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int) -> None:
         command = [sys.executable, "-m", "benchmarks.peers.roof", "--threads", str(threads)]
         self._process = commands.start(command, {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.read()  # when it answers it has loaded, and its memory is there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from backend.api import EngineConfig, Request, Response
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
@@ -14,7 +15,7 @@ MIN_SLOTS = 32
 
 
 class Everbatch:
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch's OpenMP is loaded
         from backend.executor import Executor
         from backend.worker.group import InProcessWorkerGroup
@@ -42,7 +43,7 @@ class Everbatch:
         unfinished = set(range(len(prompts)))
         watch = Stopwatch(len(prompts))
 
-        def receiver(index: int):
+        def receiver(index: int) -> Callable[[Response], None]:
             def on_response(response: Response) -> None:
                 if response.has_error():
                     errors.append(response.error_msg)

@@ -9,13 +9,13 @@ from typing import Any
 from benchmarks.peers.protocol import Load, Timing, serve
 
 _MIN_BATCH_TOKENS = 2048
-_CELLS_MULTIPLE = 256  # of a context's size
+_CELLS_MULTIPLE = 256  # a context's size is a multiple of this
 
 
 class LlamaCpp:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         import llama_cpp
 
         self._api: Any = llama_cpp

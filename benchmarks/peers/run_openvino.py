@@ -18,7 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class OpenVino:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         import openvino_genai
 
         scheduler = openvino_genai.SchedulerConfig()

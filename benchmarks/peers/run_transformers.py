@@ -11,7 +11,7 @@ from benchmarks.peers.protocol import Load, Timing, serve
 class Transformers:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 class Vllm:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         cores = sorted(os.sched_getaffinity(0))[: load.threads]
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -24,7 +24,7 @@ MEASURE_TIMEOUT_S = 1200.0
 class Runner:
     """One engine in a process group of its own. While it is paused (SIGSTOP) not even a spinning thread of it runs."""
 
-    def __init__(self, python: Path, module: str, threads: int, log: Path, tick: Callable[[], None]):
+    def __init__(self, python: Path, module: str, threads: int, log: Path, tick: Callable[[], None]) -> None:
         self._log_path = log
         self._tick = tick
         self._buffer = b""
@@ -48,7 +48,7 @@ class Runner:
         return self._process.pid
 
     def load(self, load: Load) -> dict[str, Any]:
-        """Versions and note. Raises Skipped."""
+        """Returns the versions and the note. Raises Skipped."""
         return self._ask({"load": asdict(load)}, LOAD_TIMEOUT_S)
 
     def measure(self, measure: Measure) -> dict[str, Any]:

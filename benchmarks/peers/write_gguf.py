@@ -131,7 +131,7 @@ def permute(rows: numpy.ndarray, num_heads: int) -> numpy.ndarray:
 
 
 def read_tensors(model_dir: Path) -> Iterator[tuple[str, numpy.ndarray]]:
-    """(name, float32 values) of all safetensors files. numpy has no bfloat16: its bits are the upper half of a float32's."""
+    """Yields (name, float32 values) of all safetensors files. A bfloat16, which numpy lacks, is the upper half of a float32."""
     for file in sorted(model_dir.glob("*.safetensors")):
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             size = int.from_bytes(data[:8], "little")

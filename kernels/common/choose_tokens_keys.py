@@ -37,14 +37,14 @@ def factor_of(temperature, row):
 
 @jit
 def weight_of(d, factor, COEFFICIENTS: tl.constexpr):
-    """d float32 (see choose_tokens.py) -> weight int64."""
+    """Returns the weight int64 of d float32; choose_tokens.py defines d."""
     w, n = weight_and_exponent_of(d, factor, COEFFICIENTS)
     return w
 
 
 @jit
 def weight_and_exponent_of(d, factor, COEFFICIENTS: tl.constexpr):
-    """d float32 -> (weight int64, n int32)."""
+    """Returns the weight int64 of d float32, and n int32."""
     t = d.to(tl.float64) * factor
     t = tl.where(t < 62.0, t, 62.0) * 4294967296.0  # without a finite maximum d is inf or NaN, hence 62
     words = (4503874505277440.0 - t).to(tl.int64, bitcast=True)

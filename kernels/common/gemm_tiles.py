@@ -9,7 +9,7 @@ T = TypeVar("T")
 PROGRAMS = 132  # programs that fill a GPU: one for each SM of an H200
 SPLIT_UP_TO = 64  # rows up to which k is split
 MAX_SPLITS = 8
-MIN_STEPS = 4  # the least steps along k of a split
+MIN_STEPS = 4  # the smallest number of steps along k in a split
 
 
 class GroupTiles(NamedTuple):

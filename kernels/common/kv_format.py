@@ -55,11 +55,11 @@ class KVPool(NamedTuple):
     # scale and least, float16 [num_blocks, block_size, 2, kv_heads, 2], a view; None: data holds the values themselves
     params: Tensor | None
     head_dim: int
-    bits: int  # of an element: 8 or 4 with params, otherwise those of data's dtype
+    bits: int  # bits of an element: 8 or 4 with params, otherwise as many as data's dtype has
 
     @property
     def words(self) -> Tensor | None:
-        """params as int32 [num_blocks, block_size, 2, kv_heads]: scale in the low half, least in the high half."""
+        """Views params as int32 [num_blocks, block_size, 2, kv_heads]: scale in the low half, least in the high half."""
         return None if self.params is None else self.params.view(torch.int32)[..., 0]
 
     @property
@@ -111,7 +111,7 @@ class QuantizedPool(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key, or value, of one head."""
+        """Bytes of the key, or of the value, of one token and head."""
         return self.head_dim * self.bits // 8
 
     @property
@@ -134,7 +134,7 @@ PoolLayout = PlainPool | QuantizedPool
 
 
 def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, head_dim] -> (q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows])."""
+    """Quantises x [rows, head_dim]; returns q uint8 [rows, head_dim], scale float16 [rows], least float16 [rows]."""
     x = x.float()
     max_q = (1 << bits) - 1
     least = x.amin(1).clamp_(-MAX_HALF, MAX_HALF).half()
@@ -148,12 +148,12 @@ def quantize_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize_rows(q: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """q uint8 [rows, head_dim], scale, least float16 [rows] -> float32 [rows, head_dim]."""
+    """Returns float32 [rows, head_dim] of q uint8 [rows, head_dim], scale and least float16 [rows]."""
     return q.float() * scale.float()[:, None] + least.float()[:, None]
 
 
 def pack(q: Tensor, bits: int) -> Tensor:
-    """q uint8 [..., head_dim] -> uint8 [..., head_dim * bits / 8]."""
+    """Packs q uint8 [..., head_dim] to uint8 [..., head_dim * bits / 8]."""
     if bits == 8:
         return q
     low, high = q.chunk(2, dim=-1)
@@ -273,6 +273,6 @@ def load_seen(at, seen, MASKED: tl.constexpr):
 def scale_and_least(
     words,  # int32: KVPool.words
 ):
-    """scale and least, float32 each."""
+    """Returns scale and least, each float32."""
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -36,7 +36,7 @@ def from_qserve(
     s2_scales: Tensor | None = None,
     s2_zeros: Tensor | None = None,
 ) -> Weight4A8:
-    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. ValueError if it cannot be held."""
+    """Reads a layer: per channel with s1_szeros, per group with s2_scales and s2_zeros. Raises ValueError if it cannot."""
     n, k = len(qweight), 2 * qweight.shape[1]
     _require_whole_tiles(n, k)
     q, scale = _rows(qweight), s1_scales.float()
@@ -69,12 +69,13 @@ def to_qserve(weight: Weight4A8) -> dict[str, Tensor]:
 
 
 def _tiles(q: Tensor) -> Tensor:
-    """q uint8 [n, k], 0..15 -> qweight."""
+    """Returns the qweight of q uint8 [n, k], 0..15."""
     n, k = q.shape
     # [tile_n, high bits, half_n, lane_n, tile_k, half_k, lane_k, column]
     parts = q.reshape(n // TILE, 2, 2, 8, k // TILE, 2, 4, 4)
     low, high = parts.permute(1, 0, 4, 3, 6, 5, 2, 7)
-    return (low | high << 4).reshape(n, k // 2).view(torch.int8)
+    packed: Tensor = low | high << 4
+    return packed.reshape(n, k // 2).view(torch.int8)
 
 
 def _rows(qweight: Tensor) -> Tensor:
@@ -86,13 +87,15 @@ def _rows(qweight: Tensor) -> Tensor:
 
 
 def _by_lanes(table: Tensor) -> Tensor:
-    """[groups, n], each 32 rows in order -> 0, 8, 16, 24, 1, 9, ..."""
-    return table.unflatten(1, (-1, 4, 8)).transpose(2, 3).flatten(1).contiguous()
+    """Reorders each 32 rows of a table [groups, n] to 0, 8, 16, 24, 1, 9, and so on."""
+    lanes: Tensor = table.unflatten(1, (-1, 4, 8))
+    return lanes.transpose(2, 3).flatten(1).contiguous()
 
 
 def _in_order(table: Tensor) -> Tensor:
     """The inverse of `_by_lanes`."""
-    return table.unflatten(1, (-1, 8, 4)).transpose(2, 3).flatten(1).contiguous()
+    lanes: Tensor = table.unflatten(1, (-1, 8, 4))
+    return lanes.transpose(2, 3).flatten(1).contiguous()
 
 
 def _channel_zeros(szeros: Tensor, scale: Tensor) -> Tensor:
@@ -127,10 +130,10 @@ def _require_whole_tiles(n: int, k: int) -> None:
         )
 
 
-def _require(values: Tensor, least: int, most: int, what: str) -> None:
+def _require(values: Tensor, lowest: int, highest: int, what: str) -> None:
     low, high = values.min().item(), values.max().item()
-    if low < least or high > most:
+    if low < lowest or high > highest:
         raise ValueError(
-            f"{what} is {low if low < least else high}, not within {least}..{most}: such a layer cannot be represented; "
+            f"{what} is {low if low < lowest else high}, not within {lowest}..{highest}: such a layer cannot be represented; "
             "quantise it again with QoQ's protective range, or store s2 tensors in QServe's order of rows"
         )

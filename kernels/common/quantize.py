@@ -25,7 +25,7 @@ CASES = [(1, 1, 32), (3, 64, 64), (5, 100, 32), (17, 130, 64), (2, 31, 64), (40,
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [tokens, k], any float dtype -> (q int8 [tokens, k], scale float32 [tokens, ceil(k / group)])."""
+    """Quantises x [tokens, k] of any float type; returns q int8 [tokens, k], scale float32 [tokens, ceil(k / group)]."""
     rows, columns = x.shape
     num_groups = -(-columns // group)
     grouped = F.pad(x.float(), (0, num_groups * group - columns)).view(rows, num_groups, group)
@@ -35,7 +35,7 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """w [n, k], any float dtype -> (q int8 [n, k], scale float32 [n, ceil(k / group)], each a bfloat16)."""
+    """Quantises w [n, k] of any float type; returns q int8 [n, k], scale float32 [n, ceil(k / group)], each a bfloat16."""
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], -(-w.shape[1] // group), dtype=torch.float32, device=w.device)
     for rows in row_slices(*w.shape):
@@ -46,7 +46,7 @@ def quantize_weight(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(q: Tensor, scale: Tensor, group: int) -> Tensor:
-    """q int8 [rows, columns], scale float32 [rows, ceil(columns / group)] -> float32 [rows, columns]."""
+    """Returns float32 [rows, columns] of q int8 [rows, columns], scale float32 [rows, ceil(columns / group)]."""
     return q * scale.repeat_interleave(group, dim=1)[:, : q.shape[1]]
 
 
@@ -57,19 +57,19 @@ def row_slices(rows: int, columns: int) -> list[slice]:
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
-    """x [rows, columns] -> float32 [rows, groups, group], zeros behind the last column."""
+    """Views x [rows, columns] as float32 [rows, groups, group], with zeros behind the last column."""
     rows, columns = x.shape
     num_groups = -(-columns // group)
     return F.pad(x.float(), (0, num_groups * group - columns)).view(rows, num_groups, group)
 
 
 def _rounded(grouped: Tensor, scale: Tensor, columns: int) -> Tensor:
-    """int8 [rows, columns] of values [rows, groups, group] and their scales [rows, groups]."""
+    """Rounds values [rows, groups, group] by their scales [rows, groups]; returns int8 [rows, columns]."""
     q = (grouped / torch.where(scale > 0, scale, 1)[:, :, None]).round_().clamp_(-127, 127)
     return q.view(q.shape[0], -1)[:, :columns].to(torch.int8).contiguous()
 
 
 def _up_to_bfloat16(x: Tensor) -> Tensor:
-    """x, which is not negative, rounded up to a bfloat16; float32."""
+    """Rounds x, which is not negative, up to a bfloat16; returns float32."""
     bits = x.view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)

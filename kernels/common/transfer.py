@@ -5,12 +5,14 @@ A copy from or to pageable memory would block the host until the device has fini
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 
-def place(array: NDArray, device: torch.device) -> Tensor:
+def place(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on `device`: on a CPU the same memory, else a copy that is queued but may not be finished."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -13,11 +13,23 @@ never called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+__all__ = [
+    "AVAILABLE",
+    "INTERPRETED",
+    "Variant",
+    "architecture_of",
+    "jit",
+    "next_power_of_two",
+    "runs_at",
+    "runs_on",
+    "tl",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = INTERPRETED or os.environ.get("EVERBATCH_TRITON") == "1" or torch.cuda.is_available()
@@ -30,8 +42,8 @@ if AVAILABLE:
 else:
     tl = None
 
-    def jit(function: Callable | None = None, **options: object) -> Callable:
-        """Stands in for triton.jit: returns the function unchanged."""
+    def jit(function: Any = None, **options: object) -> Any:
+        """Stands in for triton.jit: returns the function, or a decorator that does, unchanged."""
         return function if function is not None else jit
 
 
@@ -39,12 +51,12 @@ class Variant(NamedTuple):
     """One specialisation of a kernel to compile in tests, and the instructions that its machine code must contain."""
 
     kernel: Any  # under @jit
-    types: dict[str, str]  # argument -> "*bf16", "*i8", "i32", "fp32", ...; pointers are aligned to 16 bytes
-    constants: dict[str, object]  # the constexpr arguments, and arguments that are None
+    types: Mapping[str, str]  # argument -> "*bf16", "*i8", "i32", "fp32", ...; pointers are aligned to 16 bytes
+    constants: Mapping[str, object]  # the constexpr arguments, and arguments that are None
     num_warps: int = 4
     num_stages: int = 2
     divisible: tuple[str, ...] = ()  # integer arguments that are multiples of 16
-    instructions: dict[int, tuple[str, ...]] = {}  # architecture -> mnemonics that SASS must contain
+    instructions: Mapping[int, tuple[str, ...]] = {}  # architecture -> mnemonics that SASS must contain
     architectures: tuple[int, ...] = (80, 90, 100)  # the compute capabilities to compile for, times ten
 
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch  # noqa: F401  # imported before the library is loaded, which then binds to torch's libgomp.so.1
@@ -79,7 +80,7 @@ def load(
     path = recipe.cached() or recipe.compile(progress)
     try:
         return NativeLibrary(path, recipe.isa)
-    except OSError:
+    except OSError:  # the cached file is damaged, or its mount forbids execution
         path = recipe.compile(progress, instead_of=path)
     try:
         return NativeLibrary(path, recipe.isa)
@@ -204,7 +205,7 @@ class _Recipe:
             with open_trusted(library) as file:
                 file.seek(-len(self.key), os.SEEK_END)
                 return file.read() == self.key.encode()
-        except OSError:
+        except OSError:  # it is missing, cut short, or not trusted
             return False
 
     def _remove_others(self, directory: Path) -> None:
@@ -243,13 +244,9 @@ class _Recipe:
 
 def _best_recipe(isas: Sequence[str], sanitize: bool, sources: Path) -> _Recipe:
     """The recipe of the first variant that is cached or whose flags the compiler knows; if there is none, of the first one."""
-    first: _Recipe | None = None
-    for isa in isas:
-        recipe = _Recipe.of(isa, sanitize, sources)
-        if recipe.cached() or recipe.is_known:
-            return recipe
-        first = first or recipe
-    return first
+    first = _Recipe.of(isas[0], sanitize, sources)
+    recipes = chain([first], (_Recipe.of(isa, sanitize, sources) for isa in isas[1:]))
+    return next((recipe for recipe in recipes if recipe.cached() or recipe.is_known), first)
 
 
 def _cache_directories() -> list[Path]:

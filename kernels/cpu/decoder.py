@@ -98,7 +98,7 @@ class NativeDecoder:
             self._layers,
         )
         self._batch = BatchStruct()
-        self._placed: tuple = ()
+        self._placed: tuple[object, ...] = ()
         self._rows = np.empty((0, 4), dtype=np.int32)
         self._greedy = np.empty(0, dtype=np.int64)
         self._workspace = library.everbatch_new_workspace()
@@ -106,7 +106,7 @@ class NativeDecoder:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one layer's block."""
-        return self._library.everbatch_kv_block_bytes(byref(self.layout))
+        return int(self._library.everbatch_kv_block_bytes(byref(self.layout)))
 
     def step(
         self,

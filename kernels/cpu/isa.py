@@ -103,4 +103,4 @@ def _amx_permitted() -> bool:
     """Ask Linux for the AMX tile registers; they stay granted for the whole process."""
     libc = ctypes.CDLL(None)
     arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)
-    return libc.syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0
+    return bool(libc.syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0)

@@ -26,7 +26,7 @@ class PackedLinear:
 
     @classmethod
     def of_floats(cls, library: CDLL, arena: Arena, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards."""
+        """Packs weight [n, k] float32 or bfloat16, on the CPU; it may be freed afterwards."""
         return cls._pack(library, arena, weight, _FLOAT_FORMATS[weight.dtype], 0, None, bias)
 
     @classmethod
@@ -40,7 +40,7 @@ class PackedLinear:
         bias: Tensor | None,
         quantize_activations: bool,
     ) -> PackedLinear:
-        """weight [n, k] int8, scales [n, ceil(k / group)] that bfloat16 holds exactly; group 32 or a multiple of 64."""
+        """Packs weight [n, k] int8 and scales [n, ceil(k / group)] exact in bfloat16; group is 32 or a multiple of 64."""
         if group != 32 and group % 64:
             raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
         kind = W8A8 if quantize_activations else INT8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_without_a_file_everything_has_its_default() -> None:
     assert load_config() == EngineConfig()
 
 
-def test_a_file_and_overrides_are_applied_in_order(tmp_path) -> None:
+def test_a_file_and_overrides_are_applied_in_order(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     file.write_text(json.dumps({"kv_cache": {"max_tokens": 64, "block_size": 16}, "model": {"path": "m"}}))
     config = load_config(file, ["kv_cache.max_tokens=128", "model.dtype=bfloat16", "kv_cache.max_tokens=256"])
@@ -29,7 +30,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3", '{"kv_cache": 3}'])
-def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path, text: str) -> None:
+def test_a_file_that_is_no_object_of_sections_is_an_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engine.json"
     file.write_text(text)
     with pytest.raises(ConfigError):
@@ -55,6 +56,58 @@ def test_a_mistake_is_named(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match="configuration|kv_cache|scheduler|override") as caught:
         load_config(overrides=[override])
     assert named.split(".")[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "message"),
+    [
+        (
+            {},
+            ["kv_cache.block_size=abc"],
+            'kv_cache.block_size is "abc": Expected int, got str (kv_cache.block_size is from '
+            "--set kv_cache.block_size=abc)",
+        ),
+        (
+            {"scheduler": {"policy": "fastest"}},
+            [],
+            "scheduler.policy is \"fastest\": Invalid enum value 'fastest'; allowed are "
+            "guaranteed_no_evict, max_utilization (scheduler.policy is from engine.json)",
+        ),
+        (
+            {"kv_cache": {"max_tokens": 0}},
+            [],
+            "kv_cache.max_tokens is 0, allowed is 1 or more; change it with --set "
+            "kv_cache.max_tokens=VALUE (kv_cache.max_tokens is from engine.json)",
+        ),
+        (
+            {"kv_cache": {"max_tokens": 0}},
+            ["kv_cache.max_tokens=-7"],
+            "(kv_cache.max_tokens is from --set kv_cache.max_tokens=-7)",
+        ),
+        (
+            {"kv_cache": {"max_token": 3}},
+            [],
+            "did you mean kv_cache.max_tokens? (kv_cache.max_token is from engine.json)",
+        ),
+        ({"kvcache": {"max_tokens": 3}}, [], "did you mean kv_cache? (kvcache is from engine.json)"),
+        (
+            {"kv_cache": {"num_slots": 4}},
+            ["scheduler.max_batch_size=9"],
+            "(kv_cache.num_slots is from engine.json, "
+            "scheduler.max_batch_size is from --set scheduler.max_batch_size=9)",
+        ),
+        ({"kv_cache": 3}, [], "kv_cache is 3: Expected object, got int (kv_cache is from engine.json)"),
+        ({"limits": {"max_bias_bytes": 1 << 25}}, [], "allowed is 0 to 16777216;"),
+    ],
+)
+def test_an_error_tells_the_value_and_what_is_allowed_and_where_the_key_was_set(
+    tmp_path: Path, given: dict[str, object], overrides: list[str], message: str
+) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(given))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("key", sorted(_RANGES))
@@ -84,7 +137,7 @@ def test_a_section_cannot_be_changed() -> None:
         EngineConfig().kv_cache.max_tokens = 3
 
 
-def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path) -> None:
+def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     file.write_text('{"kv_cache": 3}')
     with pytest.raises(ConfigError, match="kv_cache is no section"):

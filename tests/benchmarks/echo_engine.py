@@ -12,7 +12,7 @@ from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 class Echo:
     note = ""
 
-    def __init__(self, load: Load):
+    def __init__(self, load: Load) -> None:
         print("noise on standard output")
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.engine import drive, roofline, rows
 from benchmarks.gpu.engine.waits import HostClock, host_clock
-from benchmarks.gpu.engine.weights import FORMATS, LLAMA_3_8B, SMALL, RandomTensors, config_json
+from benchmarks.gpu.engine.weights import FORMATS, LLAMA_3_8B, SMALL, Format, RandomTensors, config_json
 from benchmarks.gpu.machine import NOMINAL
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.runner import Budget
@@ -40,18 +40,18 @@ CPU = torch.device("cpu")
         ("w4a16kv8", 256, 8.98),
     ],
 )
-def test_the_roofline_is_that_of_the_projects_notes(format, batch, milliseconds):
+def test_the_roofline_is_that_of_the_projects_notes(format: str, batch: int, milliseconds: float) -> None:
     assert roofline.step_ms(NOMINAL, LLAMA_3_8B, FORMATS[format], batch, 1024) == pytest.approx(milliseconds, rel=0.015)
 
 
-def test_what_is_accepted():
+def test_what_is_accepted() -> None:
     assert [roofline.judge("w4a8kv4", 256, share) for share in (0.59, 0.6, 0.8)] == ["miss", "pass", "stretch"]
     assert roofline.judge("bf16", 1, 0.76) == "pass" and roofline.judge("w4a16kv8", 1, 0.9) == "-"
     assert roofline.host_goal_ms(256) == pytest.approx(2.348)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_tensor_is_the_same_whenever_it_is_asked_for_and_unlike_the_others(name):
+def test_a_tensor_is_the_same_whenever_it_is_asked_for_and_unlike_the_others(name: str) -> None:
     tensors = RandomTensors(SMALL, FORMATS[name], CPU)
     assert len(tensors) == len(set(tensors))
     for each in tensors:
@@ -61,7 +61,7 @@ def test_a_tensor_is_the_same_whenever_it_is_asked_for_and_unlike_the_others(nam
     assert not torch.equal(first, second) and json.loads(config_json(SMALL, FORMATS[name]))
 
 
-def test_qoq_tensors_are_weights_of_8_bits():
+def test_qoq_tensors_are_weights_of_8_bits() -> None:
     """(q - zero) * s2, of every q from 0 to 15: what QServe's products make of them."""
     tensors = RandomTensors(SMALL, FORMATS["w4a8kv4"], CPU)
     scale = tensors["model.layers.0.mlp.up_proj.s2_scales"].int()
@@ -72,7 +72,7 @@ def test_qoq_tensors_are_weights_of_8_bits():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_engine_reads_and_serves_every_format(name):
+def test_the_engine_reads_and_serves_every_format(name: str) -> None:
     """With KV as floats: a CPU does not quantise it in every tier."""
     engine = drive.Engine(SMALL, FORMATS[name]._replace(kv_dtype="auto"), drive.SMALL, CPU, kernels="torch")
     try:
@@ -84,7 +84,7 @@ def test_the_engine_reads_and_serves_every_format(name):
         engine.close()
 
 
-def test_prompts_keep_arriving_while_rows_generate():
+def test_prompts_keep_arriving_while_rows_generate() -> None:
     engine = drive.Engine(SMALL, FORMATS["bf16"], drive.SMALL, CPU, kernels="torch")
     try:
         mixed = engine.mixed()
@@ -95,7 +95,7 @@ def test_prompts_keep_arriving_while_rows_generate():
         engine.close()
 
 
-def test_a_request_that_fails_is_no_figure():
+def test_a_request_that_fails_is_no_figure() -> None:
     engine = drive.Engine(SMALL, FORMATS["bf16"], drive.SMALL._replace(context=1000), CPU, kernels="torch")
     try:
         with pytest.raises(RuntimeError, match="accepted"):
@@ -104,11 +104,13 @@ def test_a_request_that_fails_is_no_figure():
         engine.close()
 
 
-def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_path, monkeypatch):
+def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU in the place of the GPU."""
     made = rows._drive()
 
-    def engine_of(shape, format, load, device):
+    def engine_of(shape: object, format: Format, load: object, device: object) -> drive.Engine:
         if format is FORMATS["w8a8kv8"]:
             raise ValueError("no such thing")
         return made.Engine(SMALL, format, made.SMALL, CPU, "torch")
@@ -129,8 +131,8 @@ def test_a_format_that_cannot_be_served_is_a_result_and_the_others_are_run(tmp_p
     assert rows.mixed_table([rows.Row("bf16", 0)], results).splitlines()[-1].count(".") >= 2
 
 
-def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch):
-    def busy(seconds):
+def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(seconds: float) -> None:
         end = time.thread_time() + seconds
         while time.thread_time() < end:
             pass
@@ -146,7 +148,7 @@ def test_waiting_for_a_device_is_not_the_hosts_time(monkeypatch):
     assert torch.cuda.synchronize is before and "item" not in vars(torch.Tensor)
 
 
-def test_a_call_that_does_not_wait_is_the_hosts_time():
+def test_a_call_that_does_not_wait_is_the_hosts_time() -> None:
     clock = HostClock()
     clock.restart()
     call = clock.leave_out(lambda x: sum(range(x)), lambda x: False)
@@ -168,7 +170,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.timeout(180)
-def test_nothing_is_needed_but_torch_triton_transformers_and_numpy():
+def test_nothing_is_needed_but_torch_triton_transformers_and_numpy() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", BARE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180

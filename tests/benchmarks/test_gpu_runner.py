@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Never, Self
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, runner, timing
 from benchmarks.gpu.case import Case, Peer, near
-from benchmarks.gpu.goals import at_most_us, of_floor, than_peer, than_row, times_floor, verdict
+from benchmarks.gpu.engine import rows as engine_rows
+from benchmarks.gpu.goals import Goal, Record, at_most_us, of_floor, than_peer, than_row, times_floor, verdict
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.timing import Timing
 
@@ -19,34 +24,34 @@ CPU = torch.device("cpu")
 MACHINE = {"name": "a fake", "copy_bytes_s": 1e12, "bf16_flop_s": 1e14}
 
 
-def double(x):
+def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def raises(x):
+def raises(x: Tensor) -> Never:
     raise ValueError("it cannot be had\nfor a reason")
 
 
-def make_case(name="row", run=double, **fields):
+def make_case(name: str = "row", run: Callable[[Tensor], object] = double, **fields: Any) -> Case:
     given = dict(number=1, make=lambda random: random.normal(100), check=lambda x, out: near(out, 2 * x), bytes=10**6)
     return Case(name=name, run=run, **given | fields)
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch):
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "wake", lambda device: None)
     monkeypatch.setattr(runner, "time_calls", lambda run, copies: Timing(3.0 if run is double else 6.0, "graph"))
     monkeypatch.setattr(runner, "_let_go", lambda name, device: None)
 
 
-def run(tmp_path, *cases, minutes=5.0):
+def run(tmp_path: Path, *cases: Case, minutes: float = 5.0) -> dict[str, Record]:
     results = Results(tmp_path)
     name = results.begin(MACHINE, time.time())
     runner.run_cases(cases, results, name, MACHINE, CPU, runner.Budget(time.time(), minutes), lambda text: None)
     return Results(tmp_path).rows
 
 
-def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path):
+def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path: Path) -> None:
     peers = (Peer("slow", lambda x: x + x), Peer("broken", raises), Peer("unmade", double, raises))
     row = run(tmp_path, make_case(peers=peers))["row"]
     assert (row["status"], row["us"], row["floor_us"], row["copies"]) == ("measured", 3.0, 1.0, 64)
@@ -55,7 +60,7 @@ def test_a_right_row_has_its_time_its_floor_and_its_peers(tmp_path):
     assert row["peers"] == {"slow": {"us": 6.0, "how": "graph"}, "broken": reason, "unmade": reason}
 
 
-def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path):
+def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path: Path) -> None:
     rows = run(tmp_path, make_case("wrong", run=lambda x: 3 * x), make_case("broken", run=raises), make_case("right"))
     assert rows["wrong"]["status"] == "failed" and "us" not in rows["wrong"]
     assert rows["wrong"]["reason"].startswith("wrong: error 5.0e-01, limit 1.0e-02")
@@ -63,22 +68,22 @@ def test_a_wrong_row_is_not_timed_and_a_broken_one_ends_nothing(tmp_path):
     assert rows["right"]["status"] == "measured"
 
 
-def test_rows_behind_the_budget_are_not_run_and_replace_nothing(tmp_path):
+def test_rows_behind_the_budget_are_not_run_and_replace_nothing(tmp_path: Path) -> None:
     run(tmp_path, make_case("old"))
     rows = run(tmp_path, make_case("old"), make_case("new"), minutes=0.0)
     assert rows["old"]["status"] == "measured"
     assert rows["new"]["status"] == "not run" and rows["new"]["reason"] == "time"
 
 
-def test_peers_are_left_out_when_the_time_is_up(tmp_path, monkeypatch):
+def test_peers_are_left_out_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter((60.0, 0.5))
     monkeypatch.setattr(runner.Budget, "left", lambda self: next(left))
     row = run(tmp_path, make_case(peers=(Peer("slow", double),)))["row"]
     assert row["status"] == "measured" and row["peers"] == {"slow": {"reason": "time"}}
 
 
-def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path):
-    def killed(x):
+def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed(tmp_path: Path) -> None:
+    def killed(x: Tensor) -> Never:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -88,7 +93,7 @@ def test_the_file_is_written_before_the_next_row_and_names_a_row_that_was_killed
     assert rows["second"]["status"] == "failed" and "was ended" in rows["second"]["reason"]
 
 
-def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path):
+def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
     run(tmp_path, make_case("kept"), make_case("gone"))
     results = Results(tmp_path)
     results.begin(MACHINE, 0.0)
@@ -115,38 +120,40 @@ def test_rows_and_runs_that_are_no_more_are_forgotten(tmp_path):
         (than_row("nothing", 1), 1, "unknown"),
     ],
 )
-def test_goals_are_judged(goal, us, expected):
+def test_goals_are_judged(goal: Goal, us: float, expected: str) -> None:
     record = {"us": us, "floor_us": 8.0, "peers": {"slow": {"us": 100.0}, "absent": {"reason": "no"}}}
     assert verdict((goal,), record, {"other": {"us": 20.0}}) == expected
 
 
-def test_of_several_goals_the_worst_counts():
+def test_of_several_goals_the_worst_counts() -> None:
     record = {"us": 10, "floor_us": 8.0, "peers": {}}
     assert verdict((of_floor(0.5, 0.8), at_most_us(9)), record, {}) == "miss"
     assert verdict((of_floor(0.5, 0.8), at_most_us(11)), record, {}) == "pass"
     assert verdict((), record, {}) == ""
 
 
-def test_copies_are_enough_to_leave_the_cache_and_fit_the_device():
+def test_copies_are_enough_to_leave_the_cache_and_fit_the_device() -> None:
     assert timing.copies_for(1 << 20, is_warm=False) == 64
     assert timing.copies_for(100 << 20, is_warm=False) == 4
     assert timing.copies_for(10 << 30, is_warm=False) == 2
     assert timing.copies_for(1 << 20, is_warm=True) == 4
 
 
-def test_bytes_of_inputs_count_a_memory_once():
+def test_bytes_of_inputs_count_a_memory_once() -> None:
     x = torch.zeros(10)
     assert runner.num_bytes((x, [x.view(2, 5), x[:3]], 7, None, (torch.zeros(1),))) == 44
 
 
-def test_a_limit_in_time_ends_what_is_longer():
+def test_a_limit_in_time_ends_what_is_longer() -> None:
     with pytest.raises(TimeoutError, match="0.05 s"), timing.limited(0.05):
         time.sleep(5)
     with timing.limited(5):
         pass
 
 
-def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     results = Results(tmp_path)
     name = results.begin(MACHINE, 0.0)
@@ -170,7 +177,9 @@ def test_without_a_device_the_command_prints_the_tables_and_keeps_what_was_measu
     assert set(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == {"greedy B256 bf16", "greedy B64 bf16"}
 
 
-def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_path, capsys, monkeypatch):
+def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU that passes for a GPU, with two rows of the kernels and an engine that is a fake."""
     cases = [make_case("kernel one", importance=2), make_case("kernel two", importance=1)]
     order = []
@@ -179,7 +188,14 @@ def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_
     monkeypatch.setattr(torch, "device", lambda name: CPU)
     monkeypatch.setattr(command.machine, "measure", lambda device: MACHINE)
 
-    def run_rows(rows, results, run, machine, budget, say):
+    def run_rows(
+        rows: list[engine_rows.Row],
+        results: Results,
+        run: str,
+        machine: Record,
+        budget: runner.Budget,
+        say: Callable[[str], None],
+    ) -> None:
         for row in rows:
             order.append(row.name)
             results.put(row.name, {"status": "failed", "reason": "a fake", "run": run})
@@ -196,8 +212,8 @@ def test_a_run_measures_what_is_asked_for_and_the_next_only_what_is_missing(tmp_
     assert len(order) == 4 and capsys.readouterr().out.index("kernel two:") > 0
 
 
-def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path, monkeypatch):
-    def lost(*_):
+def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> Never:
         raise runner.DeviceLost("kernel one: illegal address")
 
     started = []
@@ -209,7 +225,7 @@ def test_a_device_that_is_lost_is_left_to_a_new_process(tmp_path, monkeypatch):
     assert started[0][-1].startswith("--resumed=") and started[0][-2].startswith("--started=")
 
 
-def test_a_new_process_goes_on_behind_the_rows_of_its_run():
+def test_a_new_process_goes_on_behind_the_rows_of_its_run() -> None:
     arguments = command._resumed(["--part", "kernels", "--started=1.0"], 60.0)
     assert arguments == ["--part", "kernels", "--started=60.0", "--resumed=1970-01-01 00:01:00"]
     options = command._parser().parse_args(arguments)
@@ -223,49 +239,49 @@ def test_a_new_process_goes_on_behind_the_rows_of_its_run():
 class FakeDevice:
     """Stands in for torch.cuda: a call takes 10 microseconds."""
 
-    def __init__(self, captures=True):
+    def __init__(self, captures: bool = True) -> None:
         self.calls = 0
         self.captures = captures
         self.captured: list[int] = []
 
-    def install(self, monkeypatch):
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         device = self
 
         class Event:
-            def __init__(self, enable_timing):
+            def __init__(self, enable_timing: bool) -> None:
                 pass
 
-            def record(self):
+            def record(self) -> None:
                 self.at = device.calls
 
-            def synchronize(self):
+            def synchronize(self) -> None:
                 pass
 
-            def elapsed_time(self, end):
+            def elapsed_time(self, end: Event) -> float:
                 return 0.01 * (end.at - self.at)
 
         class Graph:
-            def replay(self):
+            def replay(self) -> None:
                 device.calls += len(device.captured)
 
         class Context:
-            def __enter__(self):
+            def __enter__(self) -> Self:
                 return self
 
-            def __exit__(self, *_):
+            def __exit__(self, *_: object) -> Literal[False]:
                 return False
 
         class Capture(Context):
-            def __init__(self, graph, stream):
+            def __init__(self, graph: object, stream: object) -> None:
                 pass
 
-            def __enter__(self):
+            def __enter__(self) -> Self:
                 device.captured.clear()
                 if not device.captures:
                     raise RuntimeError("operation not permitted when stream is capturing")
 
         class Stream:
-            def wait_stream(self, other):
+            def wait_stream(self, other: object) -> None:
                 pass
 
         for name, fake in dict(
@@ -274,12 +290,12 @@ class FakeDevice:
         ).items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, fake)
 
-    def run(self, copy):
+    def run(self, copy: int) -> None:
         self.calls += 1
         self.captured.append(copy)
 
 
-def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monkeypatch):
+def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     device.install(monkeypatch)
     measured = timing.time_calls(device.run, [1, 2, 3, 4])
@@ -287,7 +303,7 @@ def test_a_graph_holds_every_copy_in_turn_and_its_time_is_that_of_one_call(monke
     assert device.captured == [1, 2, 3, 4] * 50  # 2 ms
 
 
-def test_what_cannot_be_captured_is_launched(monkeypatch):
+def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(captures=False)
     device.install(monkeypatch)
     measured = timing.time_calls(device.run, [1, 2])

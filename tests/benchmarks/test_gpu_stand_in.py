@@ -1,6 +1,7 @@
 """msgspec's stand-in does what the engine relies on, as msgspec does it."""
 
 import sys
+from types import ModuleType
 from typing import Annotated, Literal, NewType
 
 import msgspec
@@ -12,7 +13,7 @@ Number = NewType("Number", int)
 
 
 @pytest.fixture(params=[msgspec, None], ids=["msgspec", "stand-in"])
-def module(request, monkeypatch):
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if request.param is not None:
         return request.param
     monkeypatch.setitem(sys.modules, "msgspec", None)  # import raises ImportError
@@ -23,7 +24,7 @@ def module(request, monkeypatch):
 
 
 @pytest.fixture
-def kinds(module):
+def kinds(module: ModuleType) -> tuple[type, type]:
     class Inner(module.Struct, frozen=True, forbid_unknown_fields=True):
         size: int = 3
         kind: Literal["a", "b"] = "a"
@@ -39,7 +40,7 @@ def kinds(module):
     return Inner, Outer
 
 
-def test_structs_have_fields_defaults_and_equality(kinds):
+def test_structs_have_fields_defaults_and_equality(kinds: tuple[type, type]) -> None:
     Inner, Outer = kinds
     one, other = Outer("x", Inner(4)), Outer(name="x", inner=Inner(size=4))
     assert one == other and one != Outer("y") and one.inner.size == 4
@@ -50,13 +51,13 @@ def test_structs_have_fields_defaults_and_equality(kinds):
         Outer()
 
 
-def test_replace_makes_another(module, kinds):
+def test_replace_makes_another(module: ModuleType, kinds: tuple[type, type]) -> None:
     Inner, _ = kinds
     one = Inner(4)
     assert module.structs.replace(one, kind="b") == Inner(4, "b") and one.kind == "a"
 
 
-def test_convert_makes_structs_of_json_values(module, kinds):
+def test_convert_makes_structs_of_json_values(module: ModuleType, kinds: tuple[type, type]) -> None:
     Inner, Outer = kinds
     tree = {"name": "x", "inner": {"size": 1, "share": 2}, "numbers": [1, 2], "lists": [[1], []], "table": {"a": 1}}
     made = module.convert(tree, Outer)
@@ -79,17 +80,19 @@ def test_convert_makes_structs_of_json_values(module, kinds):
         ({}, "Object missing required field"),
     ],
 )
-def test_convert_says_what_is_wrong_and_where(module, kinds, tree, message):
+def test_convert_says_what_is_wrong_and_where(
+    module: ModuleType, kinds: tuple[type, type], tree: dict[str, object], message: str
+) -> None:
     with pytest.raises(module.ValidationError) as error:
         module.convert(tree, kinds[1])
     assert message in str(error.value)
 
 
-def test_where_msgspec_is_installed_it_is_left_alone():
+def test_where_msgspec_is_installed_it_is_left_alone() -> None:
     assert not stand_in.install_where_missing() and sys.modules["msgspec"] is msgspec
 
 
-def test_numbers_have_bounds(module):
+def test_numbers_have_bounds(module: ModuleType) -> None:
     Even = Annotated[int, module.Meta(ge=2, le=8, multiple_of=2)]
 
     class Sized(module.Struct, frozen=True):
@@ -102,7 +105,7 @@ def test_numbers_have_bounds(module):
             module.convert(wrong, Sized)
 
 
-def test_json_is_decoded_into_types_and_in_two_steps(module, kinds):
+def test_json_is_decoded_into_types_and_in_two_steps(module: ModuleType, kinds: tuple[type, type]) -> None:
     Inner, _ = kinds
     raw = module.json.decode('{"a": {"size": 5}, "b": {"size": "5"}}', type=dict[str, module.Raw])
     assert module.json.decode(raw["a"], type=Inner) == Inner(5)

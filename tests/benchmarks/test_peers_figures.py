@@ -12,11 +12,11 @@ from rich.console import Console
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import models, roof
 from benchmarks.peers.commands import CommandFailed
-from benchmarks.peers.engines import GIB, PEERS, ours
+from benchmarks.peers.engines import GIB, PEERS, EngineSpec, ours
 from benchmarks.peers.measure import MEMORY_SHARE, Contestant, Outcome, Sample, Work, bytes_together, fit_together
 from benchmarks.peers.models import Model
 from benchmarks.peers.plot import plot
-from benchmarks.peers.rows import add_ratios, make_rows
+from benchmarks.peers.rows import Row, add_ratios, make_rows
 from benchmarks.peers.table import make_table, reasons
 
 M = Model(
@@ -37,7 +37,7 @@ GB_PER_S = 20.0
 WORK = Work(M, "int8", (1, 8), prompts=(128,), new=128, repeats=2, threads=2)
 
 
-def measured(engine, setting: str, rates: dict[int, list[float]]) -> Contestant:
+def measured(engine: EngineSpec, setting: str, rates: dict[int, list[float]]) -> Contestant:
     contestant = Contestant(engine, setting, load_s=1.0, versions={"package": "1.0"})
     contestant.samples = {
         at: [Sample(rate, 10 * rate, rate / 2, GB_PER_S * 1e9) for rate in some] for at, some in rates.items()
@@ -58,7 +58,7 @@ def outcome() -> Outcome:
     return Outcome(contestants, alternated=True)
 
 
-def rows_by_engine(outcome: Outcome, concurrency: int) -> dict:
+def rows_by_engine(outcome: Outcome, concurrency: int) -> dict[str, Row]:
     return {row["engine"]: row for row in make_rows(WORK, outcome) if row["concurrency"] == concurrency}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import commands, environments, llamacpp_source, plan
-from benchmarks.peers.engines import PEERS
+from benchmarks.peers.engines import PEERS, EngineSpec
 from benchmarks.peers.errors import Skipped
 from benchmarks.peers.plan import Action
 from benchmarks.peers.protocol import Load, Measure, Stopwatch
@@ -141,12 +141,14 @@ def test_an_environment_is_complete_only_with_the_stamp_of_its_recipe(tmp_path: 
 
 
 @pytest.mark.parametrize("engine", [peer for peer in PEERS.values() if peer.requirements], ids=lambda peer: peer.name)
-def test_every_requirement_of_a_peer_is_pinned(engine) -> None:
+def test_every_requirement_of_a_peer_is_pinned(engine: EngineSpec) -> None:
     lines = (environments.REQUIREMENTS / engine.requirements).read_text().splitlines()
     assert all("==" in line for line in lines if line and not line.startswith("#"))
 
 
-def test_a_peer_that_cannot_be_installed_is_skipped_with_a_reason(tmp_path: Path, monkeypatch) -> None:
+def test_a_peer_that_cannot_be_installed_is_skipped_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "env-vllm").write_text("a file where the environment should be")
     monkeypatch.setattr(environments, "BENCH", tmp_path)
     with pytest.raises(Skipped, match="it cannot be installed"):

@@ -33,8 +33,9 @@ def grpc_answer(text: str = "", *, final: bool = False, error: str = "") -> Any:
 class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers each stream with `answers(self)`. `left` is set when a client has gone, or has the whole stream."""
 
-    def __init__(self, answers: Answers):
+    def __init__(self, answers: Answers) -> None:
         self.requests: list[Any] = []
+        self.keys: list[str | bytes | None] = []  # the metadata `authorization` of each request
         self.left = threading.Event()
         self.url = ""
         self._answers = answers
@@ -42,6 +43,8 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         context.add_callback(self.left.set)
         self.requests.append(next(request_iterator))
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        self.context = context  # of the last request, for answers that refuse it
         yield from self._answers(self)
 
 
@@ -63,9 +66,10 @@ class HttpServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answers: tuple[dict[str, Any], ...], status: int):
+    def __init__(self, answers: tuple[dict[str, Any], ...], status: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []  # the header Authorization of each request
         self.answers, self.status = answers, status
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -76,6 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.requests.append((self.path, json.loads(asked)))
+        self.server.keys.append(self.headers["Authorization"])
         self.send_response(self.server.status)
         self.end_headers()
         texts = [json.dumps(answer) for answer in self.server.answers]

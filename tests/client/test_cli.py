@@ -36,6 +36,17 @@ def test_every_turn_of_a_chat_and_its_end_are_in_the_namespace() -> None:
     assert [body["STOP"] for body in bodies] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_the_key_of_a_gateway_is_sent_and_never_shown(command: list[str], given: str) -> None:
+    options, variables = (["--api-key", "k3y"], {}) if given == "option" else ([], {"EVERBATCH_API_KEY": "k3y"})
+    with http_server(ANSWER) as server:
+        done = CliRunner().invoke(app, [*command, "--url", server.url, *options], input="hello\n", env=variables)
+    assert done.exit_code == 0 and server.keys[0] == "Bearer k3y"
+    asked_for_help = CliRunner().invoke(app, [command[0], "--help"], env={"EVERBATCH_API_KEY": "k3y"})
+    assert "k3y" not in done.output and "k3y" not in asked_for_help.output
+
+
 @pytest.mark.parametrize("options", [[], ["--protocol", "grpc"]])
 def test_an_address_without_http_is_spoken_to_over_grpc(options: list[str]) -> None:
     with grpc_server(lambda server: iter([grpc_answer("hi", final=True)])) as server:

@@ -15,7 +15,7 @@ from client.messages import GenerateRequest, TextChunk
 class ScriptedClient:
     """Answers each request with the next item of the script: chunks, or an error."""
 
-    def __init__(self, *script: list[str] | ClientError):
+    def __init__(self, *script: list[str] | ClientError) -> None:
         self.script = list(script)
         self.requests: list[GenerateRequest] = []
 

@@ -20,7 +20,9 @@ class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.message = ""
         self.metadata: list[dict[str, str]] = []
 
-    def ModelStreamInfer(self, requests, context):  # noqa: N802, Triton's name
+    def ModelStreamInfer(
+        self, requests: Iterator[service_pb2.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[service_pb2.ModelStreamInferResponse]:  # noqa: N802, Triton's name
         self.metadata.append({key: value for key, value in context.invocation_metadata()})
         next(requests)
         yield service_pb2.ModelStreamInferResponse(error_message=self.message)
@@ -40,7 +42,7 @@ def refusing() -> Iterator[tuple[Refusing, str]]:
 @pytest.mark.parametrize(
     ("message", "code"), [("[UNAVAILABLE] queue full", "UNAVAILABLE"), ("unknown model", "UNKNOWN")]
 )
-def test_an_error_has_the_code_that_its_text_names(refusing, message: str, code: str) -> None:
+def test_an_error_has_the_code_that_its_text_names(refusing: tuple[Refusing, str], message: str, code: str) -> None:
     servicer, url = refusing
     servicer.message = message
     with EverbatchClient(url) as client, pytest.raises(ClientError) as caught:
@@ -48,7 +50,7 @@ def test_an_error_has_the_code_that_its_text_names(refusing, message: str, code:
     assert (caught.value.code, str(caught.value)) == (code, message)
 
 
-def test_no_metadata_is_sent_that_tritonserver_does_not_survive(refusing) -> None:
+def test_no_metadata_is_sent_that_tritonserver_does_not_survive(refusing: tuple[Refusing, str]) -> None:
     servicer, url = refusing
     with EverbatchClient(url) as client, pytest.raises(ClientError):
         client.generate("a", timeout_s=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -54,7 +55,7 @@ def test_without_a_finish_reason_the_end_of_the_stream_is_the_final_chunk() -> N
 
 
 def test_text_is_not_held_back_until_the_next_chunk() -> None:
-    def chunks():  # type: ignore[no-untyped-def]
+    def chunks() -> Iterator[TextChunk]:
         yield TextChunk("a")
         pytest.fail("the second chunk was asked for before the first was handed over")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from client.messages import INPUTS, Completion, GenerateRequest, Session, TextChunk
 from deploy import ROOT
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import service_pb2
 
 
 def test_only_what_is_given_is_sent() -> None:
@@ -27,7 +30,7 @@ def test_a_seed_of_zero_and_a_temperature_of_zero_are_given() -> None:
 
 def test_messages_travel_as_one_json_string_in_place_of_the_prompt() -> None:
     tensors = GenerateRequest(messages=[{"role": "user", "content": "grüß"}]).tensors()
-    assert "text_input" not in tensors
+    assert tensors["text_input"] == ("BYTES", [""]), "the model asks for it"
     datatype, (text,) = tensors["messages"]
     assert datatype == "BYTES" and json.loads(text) == [{"role": "user", "content": "grüß"}]
 
@@ -178,7 +181,7 @@ def test_values_survive_encoding(datatype: str, values: list[object]) -> None:
     assert grpc_transport.decode_values(datatype, grpc_transport.encode_values(datatype, values)) == values
 
 
-def response(final: bool | None, **outputs: tuple[str, list[object]]):  # type: ignore[no-untyped-def]
+def response(final: bool | None, **outputs: tuple[str, list[object]]) -> service_pb2.ModelInferResponse:
     from tritonclient.grpc import service_pb2
 
     message = service_pb2.ModelInferResponse()

@@ -76,7 +76,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
 
 
 def test_a_token_without_text_is_a_first_token() -> None:
-    """As of a character whose bytes are several tokens."""
+    """This happens with a character whose bytes are several tokens."""
     waiting, shown = TextChunk("", num_output_tokens=1), TextChunk("é", True, "length", num_output_tokens=1)
     assert answer((0.1, waiting), (0.6, shown)) == "2 tokens, 2.0 tokens/s, first after 100 ms, length"
 

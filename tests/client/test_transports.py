@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from client import http_transport
@@ -48,11 +51,102 @@ def salt_over_http(of_client: str, **options: Any) -> str | None:
 
 
 @pytest.mark.parametrize("salt", [salt_over_grpc, salt_over_http])
-def test_the_clients_namespace_goes_with_every_request_that_names_none(salt) -> None:
+def test_the_clients_namespace_goes_with_every_request_that_names_none(salt: Callable[..., str | None]) -> None:
     assert salt("alice") == "alice"
     assert salt("alice", namespace="böb") == "böb"
     assert salt("alice", namespace="") is None  # this request is anonymous
     assert salt("") is None
+
+
+# ---- the key of a gateway --------------------------------------------------------------------------------------------
+
+KEY = "5f1c09a7e2b84d63905fb7c1aa3e4d22"
+
+
+def key_over_grpc(api_key: str | None) -> object:
+    """The metadata `authorization` as a server received it."""
+    with grpc_server(whole) as server, EverbatchClient(server.url, "grpc", api_key=api_key) as client:
+        list(client.stream("x"))
+    return server.keys[0]
+
+
+def key_over_http(api_key: str | None) -> object:
+    with http_server(WHOLE) as server, EverbatchClient(server.url, "http", api_key=api_key) as client:
+        list(client.stream("x"))
+    return server.keys[0]
+
+
+@pytest.mark.parametrize("key_of", [key_over_grpc, key_over_http])
+def test_a_key_goes_with_every_request_and_may_come_from_the_environment(
+    key_of: Callable[[str | None], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EVERBATCH_API_KEY", raising=False)
+    assert key_of(None) is None
+    assert key_of(KEY) == f"Bearer {KEY}"
+    monkeypatch.setenv("EVERBATCH_API_KEY", "of-the-environment")
+    assert key_of(None) == "Bearer of-the-environment"
+    assert key_of("") is None
+
+
+@pytest.mark.parametrize("key", ["two words", "line\nbreak", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="API key holds") as caught:
+        EverbatchClient(api_key=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "words"), [("", "asks for a key"), (KEY, "does not take the key that was sent")])
+def test_a_gateway_that_lets_nobody_in_is_told_with_the_remedy_and_without_the_key(key: str, words: str) -> None:
+    def refuse(server: GrpcServer) -> Iterator[Any]:
+        server.context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is needed: authorization: Bearer KEY")
+        yield from ()
+
+    with grpc_server(refuse) as over_grpc, http_server({"error": "no"}, status=401) as over_http:
+        for client in (
+            EverbatchClient(over_grpc.url, api_key=key),
+            EverbatchClient(over_http.url, "http", api_key=key),
+        ):
+            with client, pytest.raises(ClientError, match=words) as caught:
+                list(client.stream("x"))
+            assert caught.value.code == "UNAUTHENTICATED"
+            assert "EVERBATCH_API_KEY" in str(caught.value) and KEY not in str(caught.value)
+
+
+# ---- the ports confused ----------------------------------------------------------------------------------------------
+
+
+def test_http_spoken_to_the_grpc_port_is_explained_and_no_raw_bytes_are_shown() -> None:
+    with grpc_server(whole) as server, EverbatchClient(f"http://{server.url}", "http") as client:
+        with pytest.raises(ClientError, match="does not speak HTTP/1; if this is the gRPC port") as caught:
+            list(client.stream("x"))
+    assert str(caught.value).isprintable() and server.url in str(caught.value)
+
+
+def test_grpc_spoken_to_the_http_port_is_explained() -> None:
+    with http_server(WHOLE) as server:
+        assert_no_grpc(server.url.removeprefix("http://"))
+
+
+def test_grpc_spoken_to_a_server_that_hangs_up_at_once_is_explained_too() -> None:
+    """As Triton's HTTP port does, which knows no request PRI."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert_no_grpc(f"127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
+def assert_no_grpc(address: str) -> None:
+    with EverbatchClient(address) as client:
+        with pytest.raises(ClientError, match="does not speak gRPC; if this is the HTTP port") as caught:
+            list(client.stream("x"))
+    assert caught.value.code == "UNREACHABLE"
 
 
 # ---- gRPC ------------------------------------------------------------------------------------------------------------
@@ -120,3 +214,7 @@ def test_a_status_that_is_no_success_raises_the_servers_reason(status: int, code
         with EverbatchClient(server.url, "http") as client, pytest.raises(ClientError, match="no") as caught:
             list(client.stream("x"))
     assert caught.value.code == code
+
+
+def test_the_page_of_a_gateway_is_not_shown() -> None:
+    assert http_transport._error_text("<html><body>413 Request Entity Too Large</body></html>") == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
@@ -94,6 +95,43 @@ def test_a_fresh_clone_gets_a_venv_then_packages_then_the_stamp(checkout: Path, 
     environment.ensure(checkout)
     assert recorded == ["venv", "pip", "pip --no-deps"]
     assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+
+
+@pytest.fixture
+def shared(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that .venv of the checkout leads to, in another one; nothing is in it yet."""
+    target = tmp_path_factory.mktemp("shared") / "environment"
+    target.mkdir()
+    (checkout / ".venv").symlink_to(target)
+    return target
+
+
+def test_checkouts_that_share_an_environment_share_its_lock(
+    checkout: Path, shared: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = shared.parent / ".run" / "environment.lock"
+    held: list[bool] = []
+
+    def make(root: Path, venv: Path, wanted: str, progress: Progress, descriptor: int) -> None:
+        with lock.open() as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        original(root, venv, wanted, progress, descriptor)
+
+    original = environment.make
+    monkeypatch.setattr(environment, "make", make)
+    assert environment.ensure(checkout) == checkout / ".venv" / "bin" / "python"
+    assert held == [True] and not (checkout / ".run").exists()
+    assert (checkout / ".venv").is_symlink() and (shared / "everbatch.json").is_file(), "the link stays"
+    assert environment.is_complete(checkout / ".venv", environment.requirements_hash(checkout))
+
+
+def test_a_shared_environment_of_somebody_else_is_refused_with_the_remedy(checkout: Path) -> None:
+    (checkout / ".venv").symlink_to(checkout / "gone" / "environment")
+    with pytest.raises(SetupError, match=r"environment\.lock cannot be written .*remove \.venv"):
+        environment.ensure(checkout)
 
 
 def test_an_interrupted_environment_is_completed_by_pip_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -71,7 +72,7 @@ def test_a_name_that_is_no_checkpoint_ends_in_one_sentence(directory: Path, name
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("config.json")])
-def test_a_config_that_is_no_file_makes_no_checkpoint(directory: Path, make) -> None:
+def test_a_config_that_is_no_file_makes_no_checkpoint(directory: Path, make: Callable[[Path], object]) -> None:
     (directory / "config.json").unlink()
     make(directory / "config.json")
     with pytest.raises(UserError, match="--model owner/model is no checkpoint"):

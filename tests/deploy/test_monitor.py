@@ -37,22 +37,26 @@ class Told:
 class Watched:
     """A monitor without a server: its clock goes fast, and `live` says whether tritonserver answers."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0):
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, watchdog_s: float = 60.0) -> None:
         monkeypatch.setattr(monitor_module, "POLL_S", 0.005)
         monkeypatch.setattr(monitor_module, "LIVE_EVERY_S", 0.005)
         monkeypatch.setattr(monitor_module.probe, "is_live", lambda url, timeout_s: self.live)
         self.live = True
+        self.events: list[str] = []
         self.told = Told()
         self.dead: list[Process] = []
+        self.log = directory / "server.log"
+        self.log.touch()
         self.directory = directory / "health"
         self.directory.mkdir()
         self.monitor = Monitor(
             "http://127.0.0.1:1",
             self.directory,
-            directory / "server.log",
+            self.log,
             self.told,  # type: ignore[arg-type]
             lambda: self.dead,
             watchdog_s,
+            self.events.append,
         )
         self.monitor.start()
 
@@ -104,6 +108,24 @@ def test_an_engine_that_was_given_up_is_a_final_failure(watched: Watched) -> Non
     watched.until(lambda: watched.monitor.failure() is not None, sign="given_up")
     failure = watched.monitor.failure()
     assert failure is not None and failure.final and "model a" in failure.text
+    assert f"the log is {watched.log}" in failure.text
+
+
+def test_an_end_of_the_engine_is_told_with_its_signal_and_the_log(watched: Watched) -> None:
+    with watched.log.open("a") as log:
+        log.write("ERROR everbatch.supervisor: the engine process ended with code -11; it is started again in 0.5 s\n")
+    watched.until(lambda: watched.events, sign="ready")
+    assert watched.events[0] == (
+        f"the engine process was ended by signal 11 (SIGSEGV); it is started again in 0.5 s; the log is {watched.log}"
+    )
+
+
+def test_the_errors_by_which_the_server_is_made_not_ready_are_explained_in_its_log(watched: Watched) -> None:
+    watched.until(lambda: not watched.told.told_ready, sign="unavailable")
+    watched.until(lambda: watched.told.told_ready, sign="ready")
+    watched.until(lambda: "ready again" in watched.events, sign="ready")
+    assert watched.events == ["not ready: model a is unavailable", "ready again"]
+    assert watched.log.read_text().count(f"model {SENTINEL} are intended") == 1
 
 
 def test_a_stub_that_is_silent_for_longer_than_the_watchdog_is_a_failure(watched: Watched) -> None:
@@ -185,7 +207,7 @@ class Triton(BaseHTTPRequestHandler):
         broken = "config" in body["parameters"] and "backend" in json.loads(body["parameters"]["config"])
         self._answer(503 if self.failing else 400 if broken else 200, {})
 
-    def _answer(self, status: int, body: dict) -> None:
+    def _answer(self, status: int, body: dict[str, object]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

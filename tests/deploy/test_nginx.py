@@ -18,6 +18,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from client.client import EverbatchClient
+from client.errors import ClientError
 from deploy import ROOT
 from deploy.ports import Ports
 
@@ -247,3 +249,29 @@ def test_grpc_without_a_key_or_to_another_method_is_refused(proxy: Proxy) -> Non
             call(proxy, method, {"authorization": "Bearer 5f1c09a7e2b84d63905fb7c1aa3e4d2288b6c0f91d7e35a4"})
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED, method
     assert call(proxy, "ServerReady", {}) is not None
+
+
+def client_of(proxy: Proxy, protocol: str, api_key: str) -> EverbatchClient:
+    if protocol == "grpc":
+        return EverbatchClient(f"127.0.0.1:{proxy.grpc}", "grpc", api_key=api_key)
+    return EverbatchClient(f"http://127.0.0.1:{proxy.http}", "http", api_key=api_key)
+
+
+@pytest.mark.parametrize(("api_key", "words"), [("", "asks for a key"), ("wrong", "does not take the key")])
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_our_client_is_told_that_a_key_is_needed(proxy: Proxy, protocol: str, api_key: str, words: str) -> None:
+    with client_of(proxy, protocol, api_key) as client, pytest.raises(ClientError, match=words) as caught:
+        client.generate("x")
+    assert caught.value.code == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_our_clients_key_lets_it_in(proxy: Proxy, protocol: str) -> None:
+    """Whoever is let in is answered by the stand-in, which over gRPC is not what the client understands."""
+    with client_of(proxy, protocol, KEY["Authorization"].removeprefix("Bearer ")) as client:
+        if protocol == "http":
+            assert client.generate("x").text == ""
+        else:
+            with pytest.raises(ClientError) as caught:
+                client.generate("x")
+            assert caught.value.code != "UNAUTHENTICATED"

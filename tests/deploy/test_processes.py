@@ -44,11 +44,11 @@ def test_kill_run_ends_its_own_processes_and_spares_others(bystander: subprocess
 def test_a_process_that_is_known_is_waited_for_although_its_environment_is_gone(
     bystander: subprocess.Popen[bytes],
 ) -> None:
-    """As of one that is ending: the bystander's environment does not say that it is ours."""
+    """A process that is ending is such a case: the bystander's environment does not say that it is ours."""
     stat = processes.read_stat(bystander.pid)
     assert stat is not None
     assert processes.kill_run(secrets.token_hex(8), known=[processes.Process(bystander.pid, stat.start)]) == []
-    assert bystander.wait() == -signal.SIGKILL
+    assert bystander.poll() == -signal.SIGKILL
 
 
 def test_a_run_id_that_is_a_prefix_of_another_does_not_match(bystander: subprocess.Popen[bytes]) -> None:
@@ -64,6 +64,20 @@ def test_a_zombie_does_not_count_as_alive() -> None:
     assert not seen.alive()
     child.wait()
     assert processes.read_stat(child.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "ended with exit status 0"),
+        (3, "ended with exit status 3"),
+        (-9, "was ended by signal 9 (SIGKILL)"),
+        (-11, "was ended by signal 11 (SIGSEGV)"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_an_exit_status_is_put_into_words(status: int, words: str) -> None:
+    assert processes.describe_end(status) == words
 
 
 def test_a_reused_pid_is_not_taken_for_the_former_process() -> None:
@@ -124,7 +138,7 @@ def test_the_janitor_kills_what_a_dead_launcher_has_left(tmp_path: Path) -> None
     command = [sys.executable, "-P", "-m", "deploy.janitor", run_id, f"no_such_region_{run_id}", str(sockets)]
     janitor = subprocess.Popen(command, stdin=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)})
     assert janitor.stdin is not None
-    janitor.stdin.close()  # what the kernel does when the launcher is killed
+    janitor.stdin.close()  # the kernel does this when the launcher is killed
     assert janitor.wait(timeout=20) == 0
     assert orphan.wait(timeout=20) == -signal.SIGKILL
     assert not sockets.exists()

@@ -29,6 +29,12 @@ def test_noise_is_left_out_and_the_reason_stays() -> None:
     assert lines[-1].endswith("it broke")
 
 
+def test_the_errors_by_which_readiness_is_switched_off_tell_nothing() -> None:
+    assert server_log.telling_lines(["E1120 model.cc:1] \"failed to load 'everbatch_not_ready'\"", "it broke"]) == [
+        "it broke"
+    ]
+
+
 def test_the_latest_phase_of_the_engine_is_known() -> None:
     assert server_log.engine_phase(LOG.splitlines()) == "loading the model"
     assert server_log.engine_phase(["nothing of it"]) is None
@@ -42,7 +48,7 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert server_log.tail(tmp_path / "none") == []
 
 
-def test_the_server_says_when_only_unloading_is_left():
+def test_the_server_says_when_only_unloading_is_left() -> None:
     waiting = ['I1120 server.cc:305] "Waiting for in-flight requests to complete."']
     assert not server_log.is_unloading(waiting)
     assert server_log.is_unloading([*waiting, 'I1120 server.cc:336] "All models are stopped, unloading models"'])

@@ -21,7 +21,7 @@ class ScriptedServer:
         "given up": Failure("the engine of model tensorrt_llm was given up", final=True),
     }
 
-    def __init__(self, script: list[str], at_end: Callable[[], None]):
+    def __init__(self, script: list[str], at_end: Callable[[], None]) -> None:
         self.script = script
         self.at_end = at_end
         self.lives = 0

@@ -118,7 +118,8 @@ def test_a_server_that_has_ended_has_failed_with_its_status(server: TritonServer
     server._process.kill()
     server._process.wait()
     failure = server.failure()
-    assert failure is not None and failure.text == "tritonserver ended with status -9"
+    assert failure is not None and failure.text.startswith("tritonserver was ended by signal 9 (SIGKILL); the log is ")
+    assert f"{server.log_path}, and server.log.1 beside it once" in failure.text
 
 
 @pytest.mark.parametrize("last_words, by_chance", [("boost::interprocess::lock_exception", True), ("segfault", False)])

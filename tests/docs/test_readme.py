@@ -12,7 +12,7 @@ from tools import write_config_table
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_configuration_table_is_up_to_date():
+def test_the_configuration_table_is_up_to_date() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert write_config_table.rendered(page) == page, "run python -m tools.write_config_table"
 
@@ -22,7 +22,7 @@ PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_somewhere(page):
+def test_every_relative_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:

@@ -21,7 +21,7 @@ def serve(run_dir: Path, *overrides: str) -> TritonServer:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory) -> Iterator[TritonServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The default configuration."""
     with serve(tmp_path_factory.mktemp("server")) as server:
         server.wait_ready(START_TIMEOUT_S)
@@ -41,20 +41,22 @@ def small_pool_config() -> EngineConfig:
 
 
 @pytest.fixture(scope="session")
-def small_pool_server(small_pool_config, tmp_path_factory) -> Iterator[TritonServer]:
+def small_pool_server(
+    small_pool_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     with TritonServer(small_pool_config, run_dir=tmp_path_factory.mktemp("small"), exit_timeout_s=5) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
 
 @pytest.fixture
-def tokens(server) -> Iterator[TokenClient]:
+def tokens(server: TritonServer) -> Iterator[TokenClient]:
     with TokenClient(server.grpc_url) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_in_use(request) -> Iterator[None]:
+def nothing_stays_in_use(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test no request is live and no KV block in use, on every server the test has used."""
     yield
     for name in ("server", "small_pool_server"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.e2e.wire import post
+from deploy.triton_server import TritonServer
+from tests.e2e.wire import TokenClient, post
 
 I32 = np.int32
 
@@ -41,7 +42,7 @@ BAD = {
 
 @pytest.mark.feature("000-23", "001-64", "003-40")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
+def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens: TokenClient, name: str) -> None:
     inputs, said = BAD[name]
     message = tokens.error_of(tokens.send({**GOOD, **inputs}))
     assert said.lower() in message.lower()
@@ -50,7 +51,7 @@ def test_bad_tensors_are_refused_and_the_next_request_is_served(tokens, name):
 
 
 @pytest.mark.parametrize("missing", GOOD)
-def test_a_missing_required_tensor_is_named(tokens, missing):
+def test_a_missing_required_tensor_is_named(tokens: TokenClient, missing: str) -> None:
     message = tokens.error_of(tokens.send({name: array for name, array in GOOD.items() if name != missing}))
     assert missing in message or "expected number of inputs" in message
     assert len(tokens.generate([1, 2, 3], 4)) == 4
@@ -64,7 +65,7 @@ TEXT_BAD = {
     "a wrong type": {"text_input": "a", "max_tokens": "many"},
     "10,000 stop words": {"text_input": "a", "max_tokens": 4, "stop_words": [f"w{i}" for i in range(10_000)]},
     "text and messages": {"text_input": "a", "messages": '[{"role": "user", "content": "b"}]', "max_tokens": 4},
-    "messages that are no JSON": {"messages": "hello", "max_tokens": 4},
+    "messages that are no JSON": {"text_input": "", "messages": "hello", "max_tokens": 4},
     "a long text": {"text_input": "x = 1\n" * 20_000, "max_tokens": 4},
     "top_p above 1": {"text_input": "a", "max_tokens": 4, "top_p": 1.5},
 }
@@ -72,7 +73,9 @@ TEXT_BAD = {
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("name", TEXT_BAD)
-def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, model, name):
+def test_bad_json_is_refused_over_http_and_the_next_request_is_served(
+    server: TritonServer, model: str, name: str
+) -> None:
     url = f"{server.http_url}/v2/models/{model}/generate"
     status, text = post(url, TEXT_BAD[name])
     assert status in (400, 500) and "error" in text
@@ -81,7 +84,7 @@ def test_bad_json_is_refused_over_http_and_the_next_request_is_served(server, mo
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff\xfe", b'{"text_input": {"a": 1}, "max_tokens": 3}'])
-def test_bodies_that_are_no_request_are_refused(server, body):
+def test_bodies_that_are_no_request_are_refused(server: TritonServer, body: bytes) -> None:
     status, _ = post(f"{server.http_url}/v2/models/ensemble/generate", body)
     assert status in (400, 500)
     assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200

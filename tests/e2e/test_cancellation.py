@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.wire import TYPES, TokenClient, eventually, ids_of, scrape, to_input
 
 LONG = 1800
 
 
-def active(server) -> float:
+def active(server: TritonServer) -> float:
     return scrape(server.metrics_url)["everbatch_requests{state=active}"]
 
 
 @pytest.mark.feature("000-07", "001-09")
 @pytest.mark.parametrize("num_received", [0, 1, 2, 3, 5, 8, 16, 31, 32, 33])
-def test_a_stream_cancelled_in_any_phase_frees_everything(server, tokens, num_received):
+def test_a_stream_cancelled_in_any_phase_frees_everything(
+    server: TritonServer, tokens: TokenClient, num_received: int
+) -> None:
     stream = tokens.start(list(range(4, 40)), LONG, streaming=True)
     received, results = 0, iter(stream)
     while received < num_received:
@@ -30,7 +33,7 @@ def test_a_stream_cancelled_in_any_phase_frees_everything(server, tokens, num_re
     assert len(tokens.generate([1, 2, 3], 4)) == 4
 
 
-def test_queued_requests_can_be_cancelled(small_pool_server):
+def test_queued_requests_can_be_cancelled(small_pool_server: TritonServer) -> None:
     with TokenClient(small_pool_server.grpc_url) as client:
         running = [client.start([i + 1] * 8, 370, streaming=True) for i in range(2)]
         queued = [client.start([i + 50] * 8, 370) for i in range(8)]
@@ -40,7 +43,7 @@ def test_queued_requests_can_be_cancelled(small_pool_server):
         assert eventually(lambda: active(small_pool_server) == 0, 5)
 
 
-def test_stop_with_the_same_request_id_ends_a_request_with_fewer_tokens(tokens):
+def test_stop_with_the_same_request_id_ends_a_request_with_fewer_tokens(tokens: TokenClient) -> None:
     stream = tokens.start([4, 5, 6], LONG, request_id="victim", streaming=True)
     results = iter(stream)
     count = len(ids_of(next(results)))
@@ -50,12 +53,12 @@ def test_stop_with_the_same_request_id_ends_a_request_with_fewer_tokens(tokens):
     assert 0 < count < LONG
 
 
-def test_stop_of_an_unknown_request_is_answered_and_stop_without_id_is_an_error(tokens):
+def test_stop_of_an_unknown_request_is_answered_and_stop_without_id_is_an_error(tokens: TokenClient) -> None:
     assert tokens.start([0], 0, request_id="nobody", stop=True).token_ids() == []
     assert "request id" in tokens.error_of(tokens.start([0], 0, stop=True)).lower()
 
 
-def test_an_http_client_that_leaves_its_stream_cancels_it(server):
+def test_an_http_client_that_leaves_its_stream_cancels_it(server: TritonServer) -> None:
     connection = http.client.HTTPConnection(server.http_url.removeprefix("http://"))
     body = {"text_input": "import os", "max_tokens": LONG, "stream": True, "end_id": 1}
     connection.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
@@ -66,7 +69,7 @@ def test_an_http_client_that_leaves_its_stream_cancels_it(server):
     assert eventually(lambda: active(server) == 0, 5)
 
 
-def test_a_client_deadline_reaches_the_engine(server):
+def test_a_client_deadline_reaches_the_engine(server: TritonServer) -> None:
     """The reserved request parameter `timeout` (microseconds) ends the request on the server."""
     with TokenClient(server.grpc_url) as client:
         values = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": LONG}

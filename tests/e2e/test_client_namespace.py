@@ -11,6 +11,7 @@ from client.client import EverbatchClient
 from client.conversation import Conversation
 from client.errors import ClientError
 from client.messages import GenerateRequest, Session, TextChunk
+from deploy.triton_server import TritonServer
 from tests.e2e.test_command_line import everbatch
 
 Connect = Callable[..., EverbatchClient]
@@ -19,7 +20,7 @@ QUOTED = 'a "quoted" \\ name, ümläut\n'
 
 
 @pytest.fixture(params=["grpc", "http"])
-def connect(request, server) -> Connect:
+def connect(request: pytest.FixtureRequest, server: TritonServer) -> Connect:
     """A client of the server over one transport; the argument is `namespace`."""
     url = server.grpc_url if request.param == "grpc" else server.http_url
     return partial(EverbatchClient, url, request.param)
@@ -32,7 +33,7 @@ def turn(client: EverbatchClient, session: Session) -> TextChunk:
 
 
 @pytest.mark.parametrize("owner, stranger", [("alice", "bob"), ("alice", ""), ("", "bob"), (QUOTED, QUOTED[:-1])])
-def test_a_session_of_one_namespace_is_unknown_in_another(connect, owner, stranger):
+def test_a_session_of_one_namespace_is_unknown_in_another(connect: Connect, owner: str, stranger: str) -> None:
     with connect(namespace=owner) as mine, connect(namespace=stranger) as theirs:
         turn(mine, Session(9001, start=True))
         with pytest.raises(ClientError, match="session error 1"):
@@ -40,7 +41,7 @@ def test_a_session_of_one_namespace_is_unknown_in_another(connect, owner, strang
         assert turn(mine, Session(9001, end=True)).num_cached_tokens > 0
 
 
-def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connect):
+def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connect: Connect) -> None:
     with connect(namespace="alice") as client, connect(namespace="bob") as bob:
         talk = Conversation(client, max_tokens=2, namespace="bob")
         list(talk.say("hello"))
@@ -54,7 +55,7 @@ def test_a_namespace_named_by_the_request_is_used_in_place_of_the_clients(connec
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_command_line_reuses_a_prompt_within_its_namespace_only(server, protocol):
+def test_the_command_line_reuses_a_prompt_within_its_namespace_only(server: TritonServer, protocol: str) -> None:
     url = server.grpc_url if protocol == "grpc" else server.http_url
 
     def statistics(namespace: str) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.triton_server import TritonServer
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,7 +19,7 @@ def everbatch(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[s
     return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
-def test_generate_streams_text_to_standard_output_and_statistics_to_standard_error(server):
+def test_generate_streams_text_to_standard_output_and_statistics_to_standard_error(server: TritonServer) -> None:
     done = everbatch("generate", "def main(", "--max-tokens", "12", "--url", server.grpc_url)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -25,7 +27,7 @@ def test_generate_streams_text_to_standard_output_and_statistics_to_standard_err
 
 
 @pytest.mark.feature("004-05")
-def test_the_second_turn_of_a_chat_reuses_the_kv_of_the_first(server):
+def test_the_second_turn_of_a_chat_reuses_the_kv_of_the_first(server: TritonServer) -> None:
     typed = "Write the function read_lines.\nAnd now one that writes.\n/quit\n"
     done = everbatch("chat", "--max-tokens", "24", "--url", server.grpc_url, typed=typed)
     assert done.returncode == 0, done.stderr
@@ -33,7 +35,7 @@ def test_the_second_turn_of_a_chat_reuses_the_kv_of_the_first(server):
     assert int(second[0]) > int(first[1]), "more than the first prompt: the first reply is in the cache too"
 
 
-def test_without_a_server_the_error_names_the_address_and_the_remedy():
+def test_without_a_server_the_error_names_the_address_and_the_remedy() -> None:
     done = everbatch("generate", "x", "--url", "127.0.0.1:9")
     assert done.returncode != 0
     assert "127.0.0.1:9" in done.stderr and "everbatch serve" in done.stderr

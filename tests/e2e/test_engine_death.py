@@ -5,34 +5,36 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
 @pytest.fixture
-def mortal_server(tmp_path):
+def mortal_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
 
 WATCHDOG_S = 5.0
-STALE_AFTER_S = 2.0  # without a sign of life
+STALE_AFTER_S = 2.0  # a stub is stale after this time without a sign of life
 
 
 @pytest.fixture
-def watched_server(tmp_path):
+def watched_server(tmp_path: Path) -> Iterator[TritonServer]:
     with serve(tmp_path, f"triton.watchdog_timeout_s={WATCHDOG_S}") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
 
 
-def engine_pid(server) -> int | None:
+def engine_pid(server: TritonServer) -> int | None:
     for pid in server.processes():
         if b"backend.executor.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
@@ -48,7 +50,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.feature("002-34")
-def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_server):
+def test_a_killed_engine_ends_its_streams_with_unavailable_and_returns(mortal_server: TritonServer) -> None:
     with TokenClient(mortal_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)
         streams = [client.start([i + 1, 5], 1500, streaming=True) for i in range(8)]
@@ -82,7 +84,7 @@ def refusal(client: TokenClient) -> str | None:
     return None
 
 
-def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_server):
+def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_server: TritonServer) -> None:
     """Those who were in flight learn of it when it is killed: until then it might come back."""
     with TokenClient(watched_server.grpc_url) as client:
         before = client.generate([1, 2, 3], 8)
@@ -107,7 +109,7 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
         assert engine_pid(watched_server) not in (None, stopped)
 
 
-def test_nothing_is_left_after_stop(mortal_server):
+def test_nothing_is_left_after_stop(mortal_server: TritonServer) -> None:
     with TokenClient(mortal_server.grpc_url) as client:
         client.start([1, 2], 1500, streaming=True)
         pids = mortal_server.processes()

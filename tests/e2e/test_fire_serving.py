@@ -7,9 +7,10 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,7 +33,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 
 @pytest.fixture(scope="module")
-def fire_server(tmp_path_factory) -> Iterator[TritonServer]:
+def fire_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The default model with a hostile chat template, and little patience with text."""
     model = tmp_path_factory.mktemp("model") / "default"
     shutil.copytree(DEFAULT_MODEL, model)
@@ -44,12 +45,14 @@ def fire_server(tmp_path_factory) -> Iterator[TritonServer]:
 
 
 @pytest.fixture
-def stub(fire_server) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+def stub(fire_server: TritonServer) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
     with grpc.insecure_channel(fire_server.grpc_url, options=OPTIONS) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-def request(model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id: str = "", **parameters: str):
+def request(
+    model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id: str = "", **parameters: str
+) -> service_pb2.ModelInferRequest:
     """Arrays as they are; a list of strings is one row."""
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -68,17 +71,27 @@ def request(model: str, inputs: dict[str, np.ndarray | list[bytes]], request_id:
     return message
 
 
-def text_request(text: bytes = b"a", request_id: str = "", parameters: dict[str, str] | None = None, **inputs):
+def text_request(
+    text: bytes = b"a",
+    request_id: str = "",
+    parameters: dict[str, str] | None = None,
+    **inputs: np.ndarray | list[bytes],
+) -> service_pb2.ModelInferRequest:
     return request(
         "ensemble", {"text_input": [text], "max_tokens": np.int32([[2]]), **inputs}, request_id, **(parameters or {})
     )
 
 
-def chat_request(messages: bytes):
-    return request("ensemble", {"messages": [messages], "max_tokens": np.int32([[2]])})
+def chat_request(messages: bytes) -> service_pb2.ModelInferRequest:
+    return request("ensemble", {"text_input": [b""], "messages": [messages], "max_tokens": np.int32([[2]])})
 
 
-def answer(stub, message, metadata=(), timeout_s: float = 60) -> tuple[int, str]:
+def answer(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+    message: service_pb2.ModelInferRequest,
+    metadata: tuple[tuple[str, str], ...] = (),
+    timeout_s: float = 60,
+) -> tuple[int, str]:
     """The number of data responses, and the error that ended the stream ("" when there was none)."""
     num_data = 0
     try:
@@ -94,7 +107,9 @@ def answer(stub, message, metadata=(), timeout_s: float = 60) -> tuple[int, str]
     return num_data, ""
 
 
-def test_an_error_with_triton_grpc_error_does_not_end_the_server(fire_server, stub) -> None:
+def test_an_error_with_triton_grpc_error_does_not_end_the_server(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     """Two rows, one refused while the other streams: without the mend tritonserver 24.10 dies within five requests."""
     rows = {
         "input_ids": np.int32([[1, 2, 3], [4, 5, 6]]),
@@ -112,13 +127,17 @@ def test_an_error_with_triton_grpc_error_does_not_end_the_server(fire_server, st
     assert num_data >= 1 and "row 0: temperature is 200.0" in error, "the other row was answered first"
 
 
-def test_a_lone_surrogate_in_an_error_text_leaves_no_stream_without_an_end(stub) -> None:
+def test_a_lone_surrogate_in_an_error_text_leaves_no_stream_without_an_end(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+) -> None:
     _, error = answer(stub, chat_request(rb'[{"role": "\ud800", "content": "x"}]'), timeout_s=20)
     assert error == "[INVALID_ARGUMENT] the chat template refuses these messages: the role ? is not known"
     assert answer(stub, text_request())[1] == ""
 
 
-def test_bytes_that_are_no_text_are_refused_without_a_path(fire_server, stub) -> None:
+def test_bytes_that_are_no_text_are_refused_without_a_path(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     url = f"{fire_server.http_url}/v2/models/ensemble/generate"
     bodies = {
         b'{"id": "\xff\xfe", "text_input": "a", "max_tokens": 2}': "the request id is not valid UTF-8",
@@ -133,14 +152,16 @@ def test_bytes_that_are_no_text_are_refused_without_a_path(fire_server, stub) ->
     assert answer(stub, text_request())[1] == ""
 
 
-def test_a_long_request_id_is_refused_and_not_logged(fire_server, stub) -> None:
+def test_a_long_request_id_is_refused_and_not_logged(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     _, error = answer(stub, text_request(request_id="y" * 1_000_000))
     assert error.startswith("[INVALID_ARGUMENT] the request id has 1000000 characters, the limit is 256")
     assert answer(stub, text_request(request_id="y" * 256))[1] == ""
     assert "y" * 1000 not in fire_server.log_path.read_text(errors="replace")
 
 
-def longest_wait(server: TritonServer, attack) -> tuple[float, list[str]]:
+def longest_wait(server: TritonServer, attack: Callable[[], object]) -> tuple[float, list[str]]:
     """Seconds that a newcomer waited at most while `attack()` ran, and what newcomers were told."""
     over, waits, errors = threading.Event(), [], []
 
@@ -172,7 +193,7 @@ def tokenising_s() -> float:
     return time.monotonic() - began
 
 
-def empty_words(number: int):
+def empty_words(number: int) -> service_pb2.ModelInferRequest:
     message = text_request()
     message.inputs.add(name="embedding_bias_words", datatype="BYTES", shape=[1, number])
     message.raw_input_contents.append(bytes(4 * number))
@@ -180,7 +201,9 @@ def empty_words(number: int):
 
 
 @pytest.mark.parametrize("what", ["one word of 10 MB", "ten million empty words", "messages of 10 MB"])
-def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(fire_server, stub, tokenising_s, what) -> None:
+def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub, tokenising_s: float, what: str
+) -> None:
     weights = {"embedding_bias_weights": np.ones((1, 1), np.float32)}
     message, limit = {
         "one word of 10 MB": lambda: (text_request(embedding_bias_words=[WORDS], **weights), "limits.max_bias_bytes"),
@@ -193,7 +216,9 @@ def test_a_request_of_many_megabytes_of_text_does_not_hold_up_others(fire_server
     assert set(errors) == {""} and wait_s < tokenising_s
 
 
-def test_a_template_that_never_ends_costs_its_own_requests_alone(stub) -> None:
+def test_a_template_that_never_ends_costs_its_own_requests_alone(
+    stub: service_pb2_grpc.GRPCInferenceServiceStub,
+) -> None:
     loops = [chat_request(b'[{"role": "loop", "content": "x"}]') for _ in range(6)]  # three times the threads
     with ThreadPoolExecutor(len(loops)) as pool:
         errors = [error for _, error in pool.map(lambda message: answer(stub, message), loops)]
@@ -203,11 +228,15 @@ def test_a_template_that_never_ends_costs_its_own_requests_alone(stub) -> None:
     assert answer(stub, chat_request(b'[{"role": "user", "content": "def main("}]')) == (1, "")
 
 
-def test_a_stop_request_reaches_one_whose_text_is_being_read(stub) -> None:
+def test_a_stop_request_reaches_one_whose_text_is_being_read(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     loop = request(
-        "ensemble", {"messages": [b'[{"role": "loop", "content": "x"}]'], "max_tokens": np.int32([[2]])}, "victim"
+        "ensemble",
+        {"text_input": [b""], "messages": [b'[{"role": "loop", "content": "x"}]'], "max_tokens": np.int32([[2]])},
+        "victim",
     )
-    stop = request("ensemble", {"stop": np.ones((1, 1), bool), "max_tokens": np.int32([[0]])}, "victim")
+    stop = request(
+        "ensemble", {"stop": np.ones((1, 1), bool), "text_input": [b""], "max_tokens": np.int32([[0]])}, "victim"
+    )
     with ThreadPoolExecutor(1) as pool:
         victim = pool.submit(answer, stub, loop)
         while not victim.done():  # the first may overtake the victim
@@ -216,7 +245,9 @@ def test_a_stop_request_reaches_one_whose_text_is_being_read(stub) -> None:
     assert error == "[CANCELLED] the request was cancelled before its text had been read"
 
 
-def test_a_salt_larger_than_a_frame_is_its_own_requests_error(fire_server, stub) -> None:
+def test_a_salt_larger_than_a_frame_is_its_own_requests_error(
+    fire_server: TritonServer, stub: service_pb2_grpc.GRPCInferenceServiceStub
+) -> None:
     with TokenClient(fire_server.grpc_url) as client:
         bystanders = [client.start([n + 1, 2], 1500, streaming=True) for n in range(8)]
         first = [ids_of(next(iter(stream))) for stream in bystanders]
@@ -229,7 +260,7 @@ def test_a_salt_larger_than_a_frame_is_its_own_requests_error(fire_server, stub)
         assert len(client.generate([1, 2, 3], 4)) == 4, "the engine was not lost meanwhile"
 
 
-def test_a_stop_request_stays_in_its_namespace(stub) -> None:
+def test_a_stop_request_stays_in_its_namespace(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
     inputs = {"input_ids": [4, 5, 6], "input_lengths": [3], "request_output_len": [1500], "streaming": [True]}
     arrays = {name: np.array([value], TYPES[name]) for name, value in inputs.items()}
     stop = {**arrays, "stop": np.ones((1, 1), bool)}
@@ -244,11 +275,11 @@ def test_a_stop_request_stays_in_its_namespace(stub) -> None:
     assert 6 < 6 + sum(1 for _ in running) < 1500
 
 
-def health(server: TritonServer) -> dict[str, dict]:
+def health(server: TritonServer) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in (server.run_dir / "health").glob("[a-z]*")}
 
 
-def test_each_model_says_twice_a_second_how_it_is(fire_server) -> None:
+def test_each_model_says_twice_a_second_how_it_is(fire_server: TritonServer) -> None:
     first = health(fire_server)
     assert set(first) == {"tensorrt_llm", "ensemble", "tensorrt_llm_bls"}
     assert {sign["state"] for sign in first.values()} == {"ready"}

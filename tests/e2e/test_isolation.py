@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deploy.triton_server import TritonServer
 from tests.e2e.wire import post
 from tests.fakes.prober import Observe, recover, secret_of, victims_prompt
 
@@ -36,20 +37,22 @@ def prober(url: str, **fields: Any) -> Observe:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("victim, attacker", [({}, {}), ({"cache_salt": "alice"}, {}), ({}, {"cache_salt": "mallory"})])
-def test_a_prober_recovers_no_digit_of_a_strangers_prompt(server, seed, victim, attacker):
+def test_a_prober_recovers_no_digit_of_a_strangers_prompt(
+    server: TritonServer, seed: int, victim: dict[str, str], attacker: dict[str, str]
+) -> None:
     secret = secret_of(seed)
     assert ask(server.http_url, victims_prompt(secret), **victim)["status"] == 200
     assert recover(prober(server.http_url, **attacker)) == []
 
 
-def test_the_prober_is_not_blind(server):
+def test_the_prober_is_not_blind(server: TritonServer) -> None:
     """Within one namespace tokens are shared by intention, and there the same program reads the whole secret."""
     secret, party = secret_of(77), {"cache_salt": "one party"}
     assert ask(server.http_url, victims_prompt(secret), **party)["status"] == 200
     assert recover(prober(server.http_url, **party)) == secret
 
 
-def test_a_session_of_one_namespace_is_not_known_in_another(server):
+def test_a_session_of_one_namespace_is_not_known_in_another(server: TritonServer) -> None:
     session = {"CORRID": 4711, "START": 1, "END": 0}
     assert ask(server.http_url, [5, 6, 7], **session, cache_salt="alice")["status"] == 200
     later = {"CORRID": 4711, "START": 0, "END": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -31,13 +32,13 @@ def exchange(port: int, head: str, body: Iterator[bytes]) -> bytes:
             return b""
 
 
-def canary(server) -> int:
+def canary(server: TritonServer) -> int:
     status, _ = post(f"{server.http_url}{PATH}", {"text_input": "a", "max_tokens": 2})
     return status
 
 
 @pytest.fixture
-def attacked(tmp_path):
+def attacked(tmp_path: Path) -> Iterator[TritonServer]:
     """A server of its own: what an attack has made it occupy goes with it."""
     with serve(tmp_path) as server:
         server.wait_ready(START_TIMEOUT_S)
@@ -45,7 +46,9 @@ def attacked(tmp_path):
 
 
 @pytest.mark.skipif(memory.stack_bytes() < 3 << 30, reason="needs stacks of 3 GB: 6 GB of memory that nobody counts")
-def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_server_lives(attacked):
+def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_server_lives(
+    attacked: TritonServer,
+) -> None:
     pid, port = attacked.pid, attacked.ports.http
     for size in [NESTED] * 8 + [4 * NESTED]:
         answer = exchange(port, f"Content-Length: {size}", (b"[" * (1 << 20) for _ in range(size >> 20)))
@@ -58,7 +61,9 @@ def test_bodies_nested_millions_deep_and_a_million_chunks_are_answered_and_the_s
     assert attacked.running() and attacked.pid == pid
 
 
-def test_a_server_that_a_body_makes_too_large_is_ended_and_started_again(attacked, monkeypatch):
+def test_a_server_that_a_body_makes_too_large_is_ended_and_started_again(
+    attacked: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit is lowered to half a gigabyte above what it has, which a body of 1.2 million chunks passes."""
     limit = memory.resident_bytes(attacked.pid) + (512 << 20)
     monkeypatch.setattr(memory, "limit_bytes", lambda pid: limit)
@@ -74,7 +79,7 @@ def test_a_server_that_a_body_makes_too_large_is_ended_and_started_again(attacke
 class Told:
     """A reporter that sends a canary at each readiness, the body after the first one, and ends it after the second."""
 
-    def __init__(self, signals: StopSignals, server: TritonServer):
+    def __init__(self, signals: StopSignals, server: TritonServer) -> None:
         self.problems: list[str] = []
         self.canaries: list[int] = []
         self._signals, self._server = signals, server

@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ import tritonclient.grpc as grpcclient
 from deploy import ROOT, health, memory
 from deploy.ports import Ports
 from deploy.processes import stubs_of
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S, serve
 from tests.e2e.test_engine_death import engine_pid
 from tests.e2e.wire import eventually, post
 
 
 @pytest.fixture(scope="module")
-def watched_server(tmp_path_factory):
+def watched_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("watched")) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
@@ -36,7 +38,7 @@ def watched_server(tmp_path_factory):
 SOON_S = 10.0
 
 
-def readiness(server, timeout_s: float = 10.0) -> int:
+def readiness(server: TritonServer, timeout_s: float = 10.0) -> int:
     try:
         with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout_s) as response:
             return response.status
@@ -44,7 +46,7 @@ def readiness(server, timeout_s: float = 10.0) -> int:
         return error.code
 
 
-def seconds_until(condition, limit_s: float = 30.0) -> float:
+def seconds_until(condition: Callable[[], bool], limit_s: float = 30.0) -> float:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, f"not within {limit_s} s"
@@ -52,16 +54,16 @@ def seconds_until(condition, limit_s: float = 30.0) -> float:
     return time.monotonic() - began
 
 
-def both_say(server, ready: bool) -> bool:
+def both_say(server: TritonServer, ready: bool) -> bool:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         return (readiness(server) == 200) == ready and client.is_server_ready() == ready
 
 
-def signs(server) -> list[health.Report]:
+def signs(server: TritonServer) -> list[health.Report]:
     return health.read(server._health_directory, time.monotonic_ns())
 
 
-def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server):
+def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server: TritonServer) -> None:
     server = watched_server
     assert eventually(lambda: len(signs(server)) == 3, 10), "every stub gives signs of life"
     assert eventually(lambda: both_say(server, True), 10)
@@ -77,7 +79,9 @@ def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_se
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(tmp_path, number):
+def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Triton 24.10 itself kills some stubs that have been stopped for about a second, and then serves on without them;
     the others are silent until the watchdog's time is over.
     """
@@ -91,7 +95,7 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(tm
         assert "died" in server.failure().text or number == signal.SIGSTOP and "silent" in server.failure().text
 
 
-def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
+def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path: Path) -> None:
     with serve(tmp_path, "triton.watchdog_timeout_s=3") as server:
         server.wait_ready(START_TIMEOUT_S)
         assert server.failure() is None
@@ -102,7 +106,7 @@ def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path):
     assert not server.processes()
 
 
-def test_an_engine_that_was_given_up_ends_serve_with_status_one():
+def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     """The sign is written by hand, for a model of that name; serve knows only signs."""
     ports = Ports.free()
     root = Path(tempfile.mkdtemp(prefix="eb-"))  # short enough for the socket, and so for the signs beside it
@@ -126,7 +130,7 @@ def test_an_engine_that_was_given_up_ends_serve_with_status_one():
     assert "the engine of model by_hand ended too often and was given up" in said
 
 
-def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server):
+def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients(watched_server: TritonServer) -> None:
     server = watched_server
     load = f"{server.http_url}/v2/repository/models/everbatch_not_ready/load"
     assert post(load, {})[0] == 403
@@ -138,7 +142,7 @@ def test_the_switch_of_readiness_is_neither_in_the_index_nor_in_reach_of_clients
     assert "tensorrt_llm" in text and "everbatch_not_ready" not in text
 
 
-def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server):
+def test_no_command_line_shows_the_admin_key_and_only_the_server_has_large_stacks(watched_server: TritonServer) -> None:
     pids = watched_server.processes()
     assert len(pids) >= 5, "server, three stubs, engine"
     for pid in pids:

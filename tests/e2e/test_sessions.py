@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from backend.api import EngineConfig, OutputConfig, Request
 from backend.executor import Executor
 from backend.worker.group import InProcessWorkerGroup
+from deploy.triton_server import TritonServer
 from tests.e2e.wire import TokenClient, ids_of, settled
 
 NUM_SESSIONS, NUM_TURNS, NEW_TOKENS, OUTPUT_TOKENS = 100, 5, 8, 8
@@ -51,7 +53,9 @@ def replies_without_sessions(config: EngineConfig) -> list[list[list[int]]]:
 
 
 @pytest.mark.feature("004-14", "004-15", "004-25", "004-29")
-def test_100_sessions_on_a_pool_for_4_get_the_replies_of_unlimited_memory(small_pool_server, small_pool_config):
+def test_100_sessions_on_a_pool_for_4_get_the_replies_of_unlimited_memory(
+    small_pool_server: TritonServer, small_pool_config: EngineConfig
+) -> None:
     before = settled(small_pool_server.metrics_url)
     replies: list[list[list[int]]] = [[] for _ in range(NUM_SESSIONS)]
     with TokenClient(small_pool_server.grpc_url) as client, ThreadPoolExecutor(4) as pool:
@@ -68,7 +72,7 @@ def test_100_sessions_on_a_pool_for_4_get_the_replies_of_unlimited_memory(small_
 
 
 @pytest.mark.feature("004-05", "004-12")
-def test_a_warm_turn_computes_only_its_new_tokens(tokens):
+def test_a_warm_turn_computes_only_its_new_tokens(tokens: TokenClient) -> None:
     tokens.generate(list(range(10, 110)), 8, CORRID=501, START=1)
     (result,) = list(tokens.start([5, 6, 7], 8, CORRID=501, END=1, return_perf_metrics=True))
     assert (
@@ -79,7 +83,7 @@ def test_a_warm_turn_computes_only_its_new_tokens(tokens):
 
 
 @pytest.mark.feature("004-29")
-def test_step_rewinds_a_session(tokens):
+def test_step_rewinds_a_session(tokens: TokenClient) -> None:
     first = tokens.generate([10, 11, 12, 13], 6, CORRID=502, START=1)
     once = tokens.generate([20, 21], 6, CORRID=502)
     assert tokens.generate([20, 21], 6, CORRID=502, step=4 + len(first)) == once
@@ -87,8 +91,8 @@ def test_step_rewinds_a_session(tokens):
 
 
 @pytest.mark.feature("004-30")
-def test_session_errors_carry_their_codes(tokens):
-    def message(prompt=(1, 2), **inputs) -> str:
+def test_session_errors_carry_their_codes(tokens: TokenClient) -> None:
+    def message(prompt: Iterable[int] = (1, 2), **inputs: int) -> str:
         return tokens.error_of(tokens.start(list(prompt), 4, **inputs))
 
     assert "session error 1 (invalid)" in message(CORRID=600)
@@ -107,11 +111,11 @@ def test_session_errors_carry_their_codes(tokens):
 
 
 @pytest.mark.feature("004-31")
-def test_session_len_cuts_the_output(tokens):
+def test_session_len_cuts_the_output(tokens: TokenClient) -> None:
     assert len(tokens.generate(list(range(1, 21)), 100, CORRID=603, START=1, END=1, session_len=32)) == 12
 
 
-def test_two_sessions_at_once_do_not_mix(tokens):
+def test_two_sessions_at_once_do_not_mix(tokens: TokenClient) -> None:
     expected = {s: talk(tokens, s) for s in (700, 701)}
     got: dict[int, list[list[int]]] = {}
     threads = [threading.Thread(target=lambda s=s: got.update({s: talk(tokens, s)})) for s in (700, 701)]
@@ -122,7 +126,7 @@ def test_two_sessions_at_once_do_not_mix(tokens):
     assert got == expected
 
 
-def test_a_streamed_turn_equals_an_unstreamed_one(tokens):
+def test_a_streamed_turn_equals_an_unstreamed_one(tokens: TokenClient) -> None:
     whole = tokens.generate([9, 8, 7], 10, CORRID=800, START=1, END=1)
     stream = tokens.start([9, 8, 7], 10, CORRID=800, START=1, END=1, streaming=True)
     assert [token for result in stream for token in ids_of(result)] == whole

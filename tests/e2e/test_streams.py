@@ -10,13 +10,14 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from client.client import EverbatchClient
-from tests.e2e.wire import TYPES, TokenClient, events, ids_of, post, settled, to_input
+from deploy.triton_server import TritonServer
+from tests.e2e.wire import TYPES, Stream, TokenClient, events, ids_of, post, settled, to_input
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 
 
 @pytest.mark.feature("000-59", "001-65", "004-25")
-def test_tokens_stream_one_by_one_and_the_final_flag_rides_on_the_last_data(tokens):
+def test_tokens_stream_one_by_one_and_the_final_flag_rides_on_the_last_data(tokens: TokenClient) -> None:
     prompt = [10, 20, 30]
     results = list(tokens.start(prompt, 12, streaming=True))
     streamed = [token for result in results for token in ids_of(result)]
@@ -26,7 +27,7 @@ def test_tokens_stream_one_by_one_and_the_final_flag_rides_on_the_last_data(toke
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens, streaming):
+def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens: TokenClient, streaming: bool) -> None:
     stream = tokens.start(
         [10, 20, 30], 6, streaming=streaming, top_log_probs=4, return_log_probs=True, exclude_input_in_output=True
     )
@@ -41,12 +42,12 @@ def test_the_most_likely_tokens_of_each_position_can_be_asked_for(tokens, stream
     assert (np.diff(top[0], axis=1) <= 0).all() and (np.exp(top[0]).sum(axis=1) < 1 + 1e-5).all()
 
 
-def test_more_of_the_most_likely_tokens_than_the_limit_are_refused(tokens):
+def test_more_of_the_most_likely_tokens_than_the_limit_are_refused(tokens: TokenClient) -> None:
     error = tokens.error_of(tokens.start([10, 20], 4, top_log_probs=21))
     assert "INVALID_ARGUMENT" in error and "top_log_probs is 21, allowed is 0 to 20" in error
 
 
-def test_top_log_probs_need_no_other_log_probs_and_come_over_http_too(server):
+def test_top_log_probs_need_no_other_log_probs_and_come_over_http_too(server: TritonServer) -> None:
     url = f"{server.http_url}/v2/models/ensemble/generate"
     status, text = post(url, {"text_input": "def main(", "max_tokens": 5, "top_log_probs": 3})
     (answer,) = events("data: " + text)
@@ -54,14 +55,14 @@ def test_top_log_probs_need_no_other_log_probs_and_come_over_http_too(server):
     assert "output_log_probs" not in answer
 
 
-def test_without_streaming_there_is_one_response_and_the_prompt_comes_first(tokens):
+def test_without_streaming_there_is_one_response_and_the_prompt_comes_first(tokens: TokenClient) -> None:
     (result,) = list(tokens.start([10, 20, 30], 5))
     assert ids_of(result)[:3] == [10, 20, 30]
     assert len(ids_of(result)) == 8
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_generate_stream_sends_text_in_pieces_that_add_up(server, model):
+def test_generate_stream_sends_text_in_pieces_that_add_up(server: TritonServer, model: str) -> None:
     url = f"{server.http_url}/v2/models/{model}/generate"
     body = {"text_input": "def main(", "max_tokens": 24}
     status, text = post(url + "_stream", {**body, "stream": True})
@@ -72,7 +73,7 @@ def test_generate_stream_sends_text_in_pieces_that_add_up(server, model):
     assert "".join(pieces) == events("data: " + whole)[0]["text_output"]
 
 
-def test_64_concurrent_streams_all_get_their_own_tokens(server, tokens):
+def test_64_concurrent_streams_all_get_their_own_tokens(server: TritonServer, tokens: TokenClient) -> None:
     prompts = [[5 + i, 7 + i, 11 + 2 * i] for i in range(64)]
     alone = [tokens.generate(prompt, 16) for prompt in prompts[:8]]
     streams = [tokens.start(prompt, 16, streaming=True) for prompt in prompts]
@@ -82,8 +83,8 @@ def test_64_concurrent_streams_all_get_their_own_tokens(server, tokens):
     assert len({tuple(ids) for ids in together}) > 32, "different prompts get different answers"
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(tokens):
-    def ask():
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(tokens: TokenClient) -> None:
+    def ask() -> Stream:
         return tokens.start([10, 20, 30], 20, streaming=True, temperature=1.5, runtime_top_k=50, seed=2**63 + 11)
 
     alone = ask().token_ids()
@@ -94,7 +95,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(tokens):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_python_client_streams_and_counts(server, protocol):
+def test_the_python_client_streams_and_counts(server: TritonServer, protocol: str) -> None:
     url = server.grpc_url if protocol == "grpc" else server.http_url
     with EverbatchClient(url, protocol) as client:
         chunks = list(client.stream("import os", max_tokens=16))
@@ -103,7 +104,7 @@ def test_the_python_client_streams_and_counts(server, protocol):
         assert text and client.generate("import os", max_tokens=16).text == text
 
 
-def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(server):
+def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(server: TritonServer) -> None:
     with EverbatchClient(server.grpc_url) as client:
         text = client.generate("def main(", max_tokens=60).text
         stop = text[9:14]  # anywhere: it need not begin or end with a token
@@ -113,7 +114,7 @@ def test_a_stop_string_across_token_borders_ends_the_text_and_frees_the_request(
         assert chunks[-1].finish_reason == "stop"
 
 
-def test_a_batch_of_rows_becomes_independent_requests(server):
+def test_a_batch_of_rows_becomes_independent_requests(server: TritonServer) -> None:
     with TokenClient(server.grpc_url) as client:
         rows = np.array([[10, 20, 30, 0], [40, 50, 60, 70]], dtype=np.int32)
         column = lambda *values, dtype=np.int32: np.array(values, dtype=dtype).reshape(-1, 1)  # noqa: E731
@@ -131,7 +132,7 @@ def test_a_batch_of_rows_becomes_independent_requests(server):
         assert by_row == {0: client.generate([10, 20, 30], 6), 1: client.generate([40, 50, 60, 70], 9)}
 
 
-def test_the_metrics_count_what_the_clients_saw(server, tokens):
+def test_the_metrics_count_what_the_clients_saw(server: TritonServer, tokens: TokenClient) -> None:
     before = settled(server.metrics_url)["everbatch_tokens_total{kind=generated}"]
     with ThreadPoolExecutor(8) as pool:
         counts = list(pool.map(lambda i: len(tokens.generate([i + 1, i + 2], 5 + i)), range(8)))
@@ -139,11 +140,11 @@ def test_the_metrics_count_what_the_clients_saw(server, tokens):
     assert settled(server.metrics_url)["everbatch_tokens_total{kind=generated}"] == before + sum(counts)
 
 
-def test_one_grpc_stream_may_carry_many_requests(server):
+def test_one_grpc_stream_may_carry_many_requests(server: TritonServer) -> None:
     client = grpcclient.InferenceServerClient(server.grpc_url)
     done, finals = threading.Event(), []
 
-    def on_response(result, error):
+    def on_response(result: grpcclient.InferResult | None, error: Exception | None) -> None:
         assert error is None
         response = result.get_response()
         if response.parameters["triton_final_response"].bool_param:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
 from tests.e2e.wire import TYPES, ids_of, post, to_input
 
 
 @pytest.fixture(scope="module")
-def unary_server(tmp_path_factory):
+def unary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("unary"), "triton.decoupled=false") as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
@@ -25,14 +27,14 @@ def tensors(**values: object) -> list[grpcclient.InferInput]:
     return [to_input(name, np.array(value, dtype=TYPES[name]).reshape(1, -1)) for name, value in values.items()]
 
 
-def test_model_infer_returns_the_whole_answer(unary_server):
+def test_model_infer_returns_the_whole_answer(unary_server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
         ask = tensors(input_ids=[1, 2, 3], input_lengths=3, request_output_len=6)
         first, second = (ids_of(client.infer("tensorrt_llm", ask)) for _ in range(2))
         assert len(first) == 9 and first == second
 
 
-def test_many_unary_requests_share_the_batch(unary_server):
+def test_many_unary_requests_share_the_batch(unary_server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
         asks = [tensors(input_ids=[i + 1, 2], input_lengths=2, request_output_len=8) for i in range(12)]
         infer = lambda ask: ids_of(client.infer("tensorrt_llm", ask))  # noqa: E731
@@ -41,14 +43,14 @@ def test_many_unary_requests_share_the_batch(unary_server):
         assert together == [infer(ask) for ask in asks]
 
 
-def test_streaming_is_refused(unary_server):
+def test_streaming_is_refused(unary_server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(unary_server.grpc_url) as client:
         ask = tensors(input_ids=[1, 2, 3], input_lengths=3, request_output_len=6, streaming=True)
         with pytest.raises(InferenceServerException, match="decoupled mode"):
             client.infer("tensorrt_llm", ask)
 
 
-def test_http_infer_serves_text(unary_server):
+def test_http_infer_serves_text(unary_server: TritonServer) -> None:
     body = {
         "inputs": [
             {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["import os"]},

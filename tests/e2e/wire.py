@@ -85,7 +85,7 @@ def ids_of(result: grpcclient.InferResult) -> list[int]:
 class TokenClient:
     """Requests to `tensorrt_llm`."""
 
-    def __init__(self, url: str, model: str = "tensorrt_llm"):
+    def __init__(self, url: str, model: str = "tensorrt_llm") -> None:
         self._url, self._model = url, model
         self._streams: list[Stream] = []
 
@@ -113,7 +113,7 @@ class TokenClient:
         return stream
 
     def generate(self, prompt: list[int], max_tokens: int, **inputs: Any) -> list[int]:
-        """Only the generated tokens, in one response."""
+        """Returns only the generated tokens, from one response."""
         stream = self.start(prompt, max_tokens, exclude_input_in_output=True, **inputs)
         ids = stream.token_ids()
         stream.close()

@@ -28,7 +28,7 @@ class Driver:
         sharing: str = "namespace",
         chunked: bool = True,
         **worker: object,
-    ):
+    ) -> None:
         config = EngineConfig(
             kv_cache=KvCacheConfig(
                 block_size=block_size,

@@ -11,7 +11,7 @@ from tests.engine.driver import Driver, answer
 
 @pytest.fixture
 def driver() -> Driver:
-    """With a session that has had one turn: [1, 2] and four outputs."""
+    """A driver with a session that has had one turn: [1, 2] and four outputs."""
     driver = Driver()
     driver.turn(1, [1, 2], 4, start=True)
     driver.run()
@@ -63,22 +63,6 @@ def test_all_live_requests_are_answered_when_the_engine_ends(driver: Driver) -> 
     assert last[turn].error_msg == "session error 5 (fail): the engine is shutting down"
     assert not driver.core.has_work and driver.used_blocks == 0
     driver.core.check_integrity()
-
-
-@pytest.mark.parametrize("batching", ["fused", "separate"])
-def test_a_pool_that_shrinks_under_running_sequences_neither_crashes_nor_changes_an_answer(batching: str) -> None:
-    """Blocks that a pause frees while a shrink is pending are not there for anybody."""
-    driver = Driver(pool_tokens=80, policy="max_utilization", slots=4)
-    driver.core.scheduler._separate = batching == "separate"
-    requests = [driver.ask([i] * 12, 8) for i in range(4)]
-    driver.step(3)
-    for num_blocks in (11, 7, 5):
-        driver.core.kv.resize(num_blocks)
-        driver.step()
-    driver.run()
-    assert [driver.tokens(request) for request in requests] == [answer([i] * 12, 8) for i in range(4)]
-    assert driver.core.counters.pauses_total > 0
-    assert driver.core.kv.state.blocks.num_blocks == 5
 
 
 def test_a_request_id_may_be_used_again_after_its_final_response(driver: Driver) -> None:

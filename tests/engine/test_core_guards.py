@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from backend.api import EngineConfig, EngineStats, ErrorCode, Request, Response, SessionConfig
 from backend.api.config import KvCacheConfig
 from backend.core.clock import ManualClock
@@ -17,7 +19,7 @@ from tests.engine.driver import Driver, answer
 from tests.fakes.hash_worker import HashWorkerGroup
 
 
-def test_a_reused_id_is_not_ended_at_the_deadline_of_its_first_use():
+def test_a_reused_id_is_not_ended_at_the_deadline_of_its_first_use() -> None:
     driver = Driver()
     driver.ask([1, 2], 1, request_id=7, timeout_s=5.0)
     driver.run()
@@ -28,7 +30,7 @@ def test_a_reused_id_is_not_ended_at_the_deadline_of_its_first_use():
     assert driver.reason(7) == "LENGTH" and driver.tokens(7)[1:] == answer([3, 4], 6)
 
 
-def test_prompt_tokens_are_counted_once_however_long_the_conversation_is():
+def test_prompt_tokens_are_counted_once_however_long_the_conversation_is() -> None:
     driver = Driver()
     driver.turn(5, [1, 2, 3], 4, start=True)
     driver.run()
@@ -40,7 +42,7 @@ def test_prompt_tokens_are_counted_once_however_long_the_conversation_is():
 class SlowWorkerGroup(HashWorkerGroup):
     """Each step takes a second from when the one before it has ended."""
 
-    def __init__(self, clock: ManualClock):
+    def __init__(self, clock: ManualClock) -> None:
         super().__init__(looks_ahead=True)
         self._clock = clock
 
@@ -49,7 +51,7 @@ class SlowWorkerGroup(HashWorkerGroup):
         return super().collect()
 
 
-def test_looking_ahead_the_time_of_a_step_does_not_count_the_step_before_it():
+def test_looking_ahead_the_time_of_a_step_does_not_count_the_step_before_it() -> None:
     clock = ManualClock()
     core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), SlowWorkerGroup(clock), clock)
     core.enqueue(1, Request([1, 2], 6))
@@ -63,7 +65,7 @@ def test_looking_ahead_the_time_of_a_step_does_not_count_the_step_before_it():
 class Loop:
     """Runs an EngineLoop; a response makes the next command, on the loop's own thread, so that the order is certain."""
 
-    def __init__(self, next_command: Callable[[Response], Command | None]):
+    def __init__(self, next_command: Callable[[Response], Command | None]) -> None:
         core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
         self.loop = EngineLoop(core)
         self.next_command = next_command
@@ -90,20 +92,20 @@ def turn(request_id: int, **session: bool) -> Submit:
     return Submit(request_id, Request([1, 2], 2, session=SessionConfig(5, **session)))
 
 
-def test_the_next_turn_of_a_session_is_no_conflict_while_somebody_else_runs():
+def test_the_next_turn_of_a_session_is_no_conflict_while_somebody_else_runs() -> None:
     """The loop polls in every turn, not only when it has slept: two polls are two moments."""
     loop = Loop(lambda response: turn(2) if response.request_id == 1 else None)
     loop.run(Submit(9, Request([7], 100)), turn(1, start=True))
     assert loop.error_of(2) is None and loop.error_of(9) is None
 
 
-def test_two_turns_of_a_session_that_arrive_together_are_a_conflict():
+def test_two_turns_of_a_session_that_arrive_together_are_a_conflict() -> None:
     loop = Loop(lambda response: None)
     loop.run(turn(1, start=True), turn(2))
     assert "conflict" in loop.error_of(2)
 
 
-def test_a_session_is_stopped_under_the_namespace_of_the_command(monkeypatch):
+def test_a_session_is_stopped_under_the_namespace_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = []
     monkeypatch.setattr(EngineCore, "stop_session", lambda self, *arguments: stopped.append(arguments))
     Loop(lambda response: None).run(StopSession(3, 5, True, "tenant"))
@@ -122,7 +124,7 @@ def make_loop(seen: list[int | None]) -> EngineLoop:
     return loop
 
 
-def test_each_step_is_in_a_turn_of_its_own():
+def test_each_step_is_in_a_turn_of_its_own() -> None:
     seen: list[int | None] = []
     loop = make_loop(seen)
     loop.post(Submit(1, Request([1], 5)))
@@ -131,7 +133,7 @@ def test_each_step_is_in_a_turn_of_its_own():
     assert None not in seen and len(seen) == 5 and sorted(set(seen)) == seen
 
 
-def test_a_loop_that_sleeps_is_in_no_turn():
+def test_a_loop_that_sleeps_is_in_no_turn() -> None:
     """Or an idle engine would be killed for its long step."""
     seen: list[int | None] = []
     loop = make_loop(seen)
@@ -145,7 +147,7 @@ def test_a_loop_that_sleeps_is_in_no_turn():
     assert loop.present_turn is None
 
 
-def test_a_loop_that_is_stopped_answers_everybody_who_is_live():
+def test_a_loop_that_is_stopped_answers_everybody_who_is_live() -> None:
     loop = Loop(lambda response: None)
     for request_id in (1, 2):
         loop.loop.post(Submit(request_id, Request([1], 100)))
@@ -154,7 +156,7 @@ def test_a_loop_that_is_stopped_answers_everybody_who_is_live():
     assert [(r.request_id, r.error_code) for r in loop.responses] == [(i, ErrorCode.UNAVAILABLE) for i in (1, 2)]
 
 
-def test_statistics_are_published_once_in_a_period_however_many_steps_it_has():
+def test_statistics_are_published_once_in_a_period_however_many_steps_it_has() -> None:
     core = EngineCore(EngineConfig(kv_cache=KvCacheConfig(max_tokens=1024)), HashWorkerGroup())
     published: list[EngineStats] = []
     loop = EngineLoop(core, stats_period_s=1000.0)

@@ -12,7 +12,7 @@ from tests.engine.driver import Driver, answer
 
 @pytest.mark.feature("000-26")
 @pytest.mark.parametrize("exclude", [False, True])
-def test_without_streaming_there_is_one_final_response_with_or_without_the_prompt(exclude):
+def test_without_streaming_there_is_one_final_response_with_or_without_the_prompt(exclude: bool) -> None:
     driver = Driver()
     output = OutputConfig(exclude_input_from_output=exclude)
     request = driver.ask([1, 2, 3], 5, streaming=False, output_config=output)
@@ -22,7 +22,7 @@ def test_without_streaming_there_is_one_final_response_with_or_without_the_promp
 
 
 @pytest.mark.feature("000-25", "000-27")
-def test_streamed_results_hold_the_new_tokens_and_never_the_prompt():
+def test_streamed_results_hold_the_new_tokens_and_never_the_prompt() -> None:
     driver = Driver()
     request = driver.ask([1, 2, 3], 6)
     driver.run()
@@ -33,7 +33,7 @@ def test_streamed_results_hold_the_new_tokens_and_never_the_prompt():
 
 
 @pytest.mark.feature("000-21")
-def test_all_generated_tokens_so_far_can_be_asked_for():
+def test_all_generated_tokens_so_far_can_be_asked_for() -> None:
     driver = Driver()
     request = driver.ask([4], 4, return_all_generated_tokens=True)
     driver.run()
@@ -42,7 +42,7 @@ def test_all_generated_tokens_so_far_can_be_asked_for():
 
 
 @pytest.mark.feature("000-16")
-def test_a_stop_word_ends_the_output_and_stays_in_it():
+def test_a_stop_word_ends_the_output_and_stays_in_it() -> None:
     driver = Driver()
     expected = answer([1, 2, 3, 4], 12)
     request = driver.ask([1, 2, 3, 4], 12, stop_words=[[999, 998], expected[4:6]])
@@ -51,7 +51,7 @@ def test_a_stop_word_ends_the_output_and_stays_in_it():
     assert driver.reason(request) == "STOP_WORDS"
 
 
-def test_a_stop_word_must_lie_within_the_output():
+def test_a_stop_word_must_lie_within_the_output() -> None:
     driver = Driver()
     expected = answer([1, 2, 3, 4], 6)
     request = driver.ask([1, 2, 3, 4], 6, stop_words=[[4, expected[0]]])
@@ -60,7 +60,7 @@ def test_a_stop_word_must_lie_within_the_output():
 
 
 @pytest.mark.parametrize("min_tokens, ends_after", [(0, 3), (3, 3), (4, 8)])
-def test_an_end_id_ends_the_output_but_not_before_min_tokens(min_tokens, ends_after):
+def test_an_end_id_ends_the_output_but_not_before_min_tokens(min_tokens: int, ends_after: int) -> None:
     driver = Driver()
     expected = answer([7, 7], 8)
     config = SamplingConfig(min_tokens=min_tokens)
@@ -69,7 +69,7 @@ def test_an_end_id_ends_the_output_but_not_before_min_tokens(min_tokens, ends_af
     assert driver.tokens(request) == expected[:ends_after]
 
 
-def test_max_tokens_0_computes_the_prompt_and_generates_nothing():
+def test_max_tokens_0_computes_the_prompt_and_generates_nothing() -> None:
     driver = Driver()
     request = driver.ask([1, 2, 3, 4, 5], 0)
     driver.run()
@@ -78,7 +78,7 @@ def test_max_tokens_0_computes_the_prompt_and_generates_nothing():
 
 
 @pytest.mark.feature("000-10", "001-01")
-def test_a_request_joins_at_the_next_iteration_and_is_done_before_a_longer_one():
+def test_a_request_joins_at_the_next_iteration_and_is_done_before_a_longer_one() -> None:
     driver = Driver()
     long = driver.ask([1], 20)
     driver.step(3)
@@ -95,7 +95,7 @@ def test_a_request_joins_at_the_next_iteration_and_is_done_before_a_longer_one()
 
 @pytest.mark.feature("000-24")
 @pytest.mark.parametrize("seed", range(20))
-def test_there_is_exactly_one_final_response_whatever_happens(seed):
+def test_there_is_exactly_one_final_response_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     driver = Driver(pool_tokens=48, policy=rng.choice(["guaranteed_no_evict", "max_utilization"]))
     requests = []
@@ -117,7 +117,7 @@ def test_there_is_exactly_one_final_response_whatever_happens(seed):
 
 
 @pytest.mark.feature("000-23", "001-64")
-def test_a_request_that_cannot_run_is_answered_with_an_error_and_the_next_succeeds():
+def test_a_request_that_cannot_run_is_answered_with_an_error_and_the_next_succeeds() -> None:
     driver = Driver(max_seq_len=32)
     bad = driver.ask([1] * 40, 4)
     good = driver.ask([1, 2], 4)
@@ -127,7 +127,7 @@ def test_a_request_that_cannot_run_is_answered_with_an_error_and_the_next_succee
 
 
 @pytest.mark.feature("001-07")
-def test_an_id_in_use_is_refused_and_the_first_request_goes_on():
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
     driver = Driver()
     driver.ask([1, 2], 4, request_id=7)
     driver.step()
@@ -138,7 +138,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on():
     assert driver.tokens(7) == answer([1, 2], 4)
 
 
-def test_a_full_queue_refuses_with_unavailable():
+def test_a_full_queue_refuses_with_unavailable() -> None:
     driver = Driver(slots=1)
     caps = driver.core.config.limits.max_queue_size
     requests = [driver.ask([1], 2) for _ in range(caps + 2)]
@@ -148,7 +148,7 @@ def test_a_full_queue_refuses_with_unavailable():
     assert "Exceeds maximum queue size" in driver.error(refused[0])
 
 
-def test_a_deadline_ends_a_waiting_and_a_running_request():
+def test_a_deadline_ends_a_waiting_and_a_running_request() -> None:
     driver = Driver(slots=1)
     running, waiting = driver.ask([1], 50, timeout_s=5.0), driver.ask([2], 50, timeout_s=3.0)
     driver.step(2)
@@ -163,7 +163,7 @@ def test_a_deadline_ends_a_waiting_and_a_running_request():
 
 @pytest.mark.feature("001-58", "000-07", "002-31")
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
-def test_a_cancelled_request_is_free_at_once_in_every_phase(steps):
+def test_a_cancelled_request_is_free_at_once_in_every_phase(steps: int) -> None:
     driver = Driver(max_num_tokens=8)
     request = driver.ask(list(range(30)), 10)
     driver.step(steps)
@@ -174,7 +174,7 @@ def test_a_cancelled_request_is_free_at_once_in_every_phase(steps):
     assert driver.tokens(request) == answer(range(30), 10)[: len(driver.tokens(request))]
 
 
-def test_a_failed_step_ends_its_requests_and_evicts_the_others_to_token_ids():
+def test_a_failed_step_ends_its_requests_and_evicts_the_others_to_token_ids() -> None:
     driver = Driver(slots=1)
     first = driver.turn(1, [1, 2, 3], 4, start=True)
     driver.run()
@@ -190,7 +190,7 @@ def test_a_failed_step_ends_its_requests_and_evicts_the_others_to_token_ids():
 
 
 @pytest.mark.feature("004-32")
-def test_sampling_goes_on_across_turns_where_it_stopped():
+def test_sampling_goes_on_across_turns_where_it_stopped() -> None:
     driver = Driver()
     first = driver.ask([1, 2], 4, sampling_config=SamplingConfig(seed=77), session=SessionConfig(5, start=True))
     driver.run()
@@ -202,7 +202,7 @@ def test_sampling_goes_on_across_turns_where_it_stopped():
 
 
 @pytest.mark.feature("003-63", "003-64")
-def test_a_step_is_schedule_run_workers_update_publish():
+def test_a_step_is_schedule_run_workers_update_publish() -> None:
     driver = Driver()
     request = driver.ask([1, 2, 3], 2)
     responses = driver.core.step()
@@ -213,7 +213,7 @@ def test_a_step_is_schedule_run_workers_update_publish():
 
 
 @pytest.mark.feature("003-12")
-def test_inputs_besides_tokens_reach_the_model_again_after_a_pause_and_never_share_kv():
+def test_inputs_besides_tokens_reach_the_model_again_after_a_pause_and_never_share_kv() -> None:
     driver = Driver(pool_tokens=24, policy="max_utilization", slots=2, takes_extra_inputs=True)
     images = [{"image": b"a cat"}, {"image": b"a dog"}]
     requests = [driver.ask([1, 2, 3, 4, 5], 12, extra_inputs=image) for image in images]
@@ -228,7 +228,7 @@ def test_inputs_besides_tokens_reach_the_model_again_after_a_pause_and_never_sha
 
 
 @pytest.mark.feature("003-12")
-def test_a_model_that_takes_tokens_only_refuses_them():
+def test_a_model_that_takes_tokens_only_refuses_them() -> None:
     driver = Driver()
     request = driver.ask([1], 1, extra_inputs={"image": b"a cat"})
     assert "image" in driver.error(request)

@@ -40,19 +40,19 @@ def attack(seed: int, victim: str, attacker: str, **config: object) -> list[int]
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("victim, attacker", [("", ""), ("alice", ""), ("", "mallory"), ("alice", "mallory")])
-def test_a_prober_recovers_nothing_of_a_strangers_prompt(seed, victim, attacker):
+def test_a_prober_recovers_nothing_of_a_strangers_prompt(seed: int, victim: str, attacker: str) -> None:
     assert attack(seed, victim, attacker) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sharing, namespace", [("all", ""), ("namespace", "team")])
-def test_the_prober_is_not_blind(seed, sharing, namespace):
+def test_the_prober_is_not_blind(seed: int, sharing: str, namespace: str) -> None:
     """Where per-token sharing is wanted, the same program reads the secret out: that is what such sharing means."""
     assert attack(seed, namespace, namespace, sharing=sharing) == secret_of(seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_prober_that_knows_all_but_a_blocks_last_token_is_told_nothing_either(seed):
+def test_a_prober_that_knows_all_but_a_blocks_last_token_is_told_nothing_either(seed: int) -> None:
     """Whole blocks are shared with strangers, so a right guess of a whole block does find it; its counters do not say so."""
     driver = Driver(pool_tokens=4096, block_size=BLOCK, slots=2)
     prompt = [random.Random(seed).randrange(10) for _ in range(2 * BLOCK)]
@@ -62,7 +62,7 @@ def test_a_prober_that_knows_all_but_a_blocks_last_token_is_told_nothing_either(
     assert len({observe([*prompt[:-1], digit, 900 + digit]) for digit in range(10)}) == 1
 
 
-def test_a_paused_request_is_told_nothing_of_strangers_when_it_returns():
+def test_a_paused_request_is_told_nothing_of_strangers_when_it_returns() -> None:
     """Two that say the same under pressure: what one finds of the other's KV is told as run again."""
     driver = Driver(pool_tokens=10 * 4, block_size=4, slots=4, policy="max_utilization")
     output = OutputConfig(return_perf_metrics=True)
@@ -80,7 +80,7 @@ def converse(driver: Driver, namespace: str, prompt: list[int], **session: objec
     return request
 
 
-def test_a_number_names_another_session_in_another_namespace():
+def test_a_number_names_another_session_in_another_namespace() -> None:
     driver = Driver()
     converse(driver, "alice", [1, 2, 3], start=True)
     stranger = converse(driver, "", [4])
@@ -94,7 +94,7 @@ def test_a_number_names_another_session_in_another_namespace():
 
 
 @pytest.mark.parametrize("end", [False, True])
-def test_nobody_stops_or_erases_the_session_of_another_namespace(end):
+def test_nobody_stops_or_erases_the_session_of_another_namespace(end: bool) -> None:
     driver = Driver()
     running = driver.ask([1, 2], 8, session=SessionConfig(7, start=True), cache_salt="alice")
     driver.step(2)
@@ -106,7 +106,7 @@ def test_nobody_stops_or_erases_the_session_of_another_namespace(end):
     assert driver.session(7, "alice") is None
 
 
-def test_sessions_of_two_namespaces_do_not_collide_within_one_poll():
+def test_sessions_of_two_namespaces_do_not_collide_within_one_poll() -> None:
     driver = Driver()
     driver.core.begin_poll()
     for request_id, namespace in ((1, "alice"), (2, "bob")):

@@ -18,7 +18,7 @@ def rows_of(driver: Driver) -> list[int]:
     return [len(step.rows) for step in driver.workers.trace]
 
 
-def test_the_next_step_is_submitted_before_the_one_ahead_of_it_is_collected():
+def test_the_next_step_is_submitted_before_the_one_ahead_of_it_is_collected() -> None:
     driver = ahead()
     request_id = driver.ask([1, 2, 3], 3)
     driver.step()
@@ -28,7 +28,7 @@ def test_the_next_step_is_submitted_before_the_one_ahead_of_it_is_collected():
     assert driver.tokens(request_id) == oracle([1, 2, 3], 1, VOCAB)
 
 
-def test_nothing_is_submitted_for_a_request_whose_last_token_is_in_flight():
+def test_nothing_is_submitted_for_a_request_whose_last_token_is_in_flight() -> None:
     driver = ahead()
     request_id = driver.ask([1, 2, 3], 4)
     driver.run()
@@ -36,7 +36,7 @@ def test_nothing_is_submitted_for_a_request_whose_last_token_is_in_flight():
     assert rows_of(driver) == [1, 1, 1, 1]
 
 
-def test_a_token_that_ends_a_request_is_found_out_one_step_late_and_that_row_is_dropped():
+def test_a_token_that_ends_a_request_is_found_out_one_step_late_and_that_row_is_dropped() -> None:
     expected = oracle([5, 6], 3, VOCAB)
     driver = ahead()
     request_id = driver.ask([5, 6], 20, end_ids=(expected[2],))
@@ -47,7 +47,7 @@ def test_a_token_that_ends_a_request_is_found_out_one_step_late_and_that_row_is_
     assert driver.used_blocks == 0 and driver.workers.num_in_flight == 0
 
 
-def test_a_cancelled_request_ends_at_once_though_its_row_is_in_flight():
+def test_a_cancelled_request_ends_at_once_though_its_row_is_in_flight() -> None:
     driver = ahead()
     request_id = driver.ask([5, 6], 20)
     driver.step(3)
@@ -58,7 +58,7 @@ def test_a_cancelled_request_ends_at_once_though_its_row_is_in_flight():
     assert driver.used_blocks == 0
 
 
-def test_a_pause_waits_for_the_step_in_flight():
+def test_a_pause_waits_for_the_step_in_flight() -> None:
     driver = ahead(pool_tokens=24, policy="max_utilization", reuse=False)
     asked = [driver.ask([n, n + 1, n + 2], 16) for n in (1, 50)]
     driver.run()
@@ -67,7 +67,7 @@ def test_a_pause_waits_for_the_step_in_flight():
         assert driver.tokens(request_id) == oracle([n, n + 1, n + 2], 16, VOCAB)
 
 
-def test_a_failed_step_takes_the_one_behind_it_along(caplog: pytest.LogCaptureFixture):
+def test_a_failed_step_takes_the_one_behind_it_along(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
     driver = ahead()
     first = driver.ask([1, 2], 8)
@@ -81,7 +81,7 @@ def test_a_failed_step_takes_the_one_behind_it_along(caplog: pytest.LogCaptureFi
     assert driver.tokens(third) == oracle([3, 4], 8, VOCAB)
 
 
-def test_a_session_goes_on_though_its_last_turn_left_a_row_in_flight():
+def test_a_session_goes_on_though_its_last_turn_left_a_row_in_flight() -> None:
     expected = oracle([5, 6], 2, VOCAB)
     driver = ahead()
     first = driver.turn(7, [5, 6], 20, start=True)

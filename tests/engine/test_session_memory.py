@@ -42,7 +42,7 @@ def measure(driver: Driver, first: int, prompt: list[int]) -> tuple[int, int]:
     return tracemalloc.get_traced_memory()[0] - before, driver.core.sessions.num_bytes - accounted
 
 
-def test_idle_sessions_hold_no_more_memory_than_the_table_accounts_for():
+def test_idle_sessions_hold_no_more_memory_than_the_table_accounts_for() -> None:
     driver = Driver(pool_tokens=2048, block_size=32, slots=1, max_num_tokens=4096, keep_trace=False)
     prompt = [i % 900 for i in range(1000)]
     tracemalloc.start()
@@ -55,7 +55,7 @@ def test_idle_sessions_hold_no_more_memory_than_the_table_accounts_for():
     assert accounted / 3 < used <= accounted
 
 
-def test_a_session_forgets_its_last_request_and_nothing_that_a_return_needs():
+def test_a_session_forgets_its_last_request_and_nothing_that_a_return_needs() -> None:
     driver = Driver()
     turn(driver, 1, [1, 2, 3], sampling_config=SamplingConfig(seed=9), stop_words=[[998, 999]])
     idle = driver.session(1)
@@ -65,7 +65,7 @@ def test_a_session_forgets_its_last_request_and_nothing_that_a_return_needs():
     assert driver.tokens(again) == answer([*log, 4], 2, seed=9, counter=2)
 
 
-def test_the_least_recently_used_sessions_are_erased_beyond_the_bound_in_bytes():
+def test_the_least_recently_used_sessions_are_erased_beyond_the_bound_in_bytes() -> None:
     per_session = 2048 + 8 * 4
     driver = Driver(max_session_bytes=3 * per_session)
     for session in range(1, 4):
@@ -75,7 +75,7 @@ def test_the_least_recently_used_sessions_are_erased_beyond_the_bound_in_bytes()
     assert driver.core.sessions.num_bytes <= 3 * per_session
 
 
-def test_a_running_turn_weighs_nothing_and_an_erased_session_is_taken_off_the_sum():
+def test_a_running_turn_weighs_nothing_and_an_erased_session_is_taken_off_the_sum() -> None:
     driver = Driver()
     turn(driver, 1, [1, 2])
     assert driver.core.sessions.num_bytes == 2048 + 8 * 4
@@ -86,7 +86,7 @@ def test_a_running_turn_weighs_nothing_and_an_erased_session_is_taken_off_the_su
     assert driver.core.sessions.num_bytes == 0
 
 
-def test_deadlines_of_finished_requests_do_not_pile_up():
+def test_deadlines_of_finished_requests_do_not_pile_up() -> None:
     driver = Driver()
     for _ in range(1000):
         driver.ask([1, 2], 1)

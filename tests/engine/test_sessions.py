@@ -31,7 +31,7 @@ def expected_replies(turns: list[list[int]], max_tokens: int = 4) -> list[list[i
 
 
 @pytest.mark.feature("004-05", "004-12")
-def test_a_warm_turn_runs_its_new_tokens_and_the_last_sampled_one():
+def test_a_warm_turn_runs_its_new_tokens_and_the_last_sampled_one() -> None:
     driver = Driver()
     turns = [[1, 2, 3, 4, 5], [6, 7, 8]]
     converse(driver, 1, turns[:1])
@@ -45,7 +45,7 @@ def test_a_warm_turn_runs_its_new_tokens_and_the_last_sampled_one():
 
 
 @pytest.mark.feature("004-10", "004-13", "004-14", "004-18")
-def test_the_least_recently_used_session_is_evicted_and_comes_back_unchanged():
+def test_the_least_recently_used_session_is_evicted_and_comes_back_unchanged() -> None:
     driver = Driver(pool_tokens=48, block_size=4, reuse=False)  # room for three sessions of 16
     turns = {name: [[10 * name + i for i in range(8)], [10 * name]] for name in (1, 2, 3, 4)}
     for name in (1, 2, 3):
@@ -63,7 +63,7 @@ def test_the_least_recently_used_session_is_evicted_and_comes_back_unchanged():
 
 
 @pytest.mark.feature("004-15")
-def test_100_sessions_on_room_for_4_cannot_tell():
+def test_100_sessions_on_room_for_4_cannot_tell() -> None:
     driver = Driver(pool_tokens=4 * 64, block_size=4)
     rng = random.Random(0)
     turns = {s: [[rng.randrange(1000) for _ in range(8)] for _ in range(5)] for s in range(100)}
@@ -78,7 +78,7 @@ def test_100_sessions_on_room_for_4_cannot_tell():
 
 
 @pytest.mark.feature("004-11")
-def test_sequences_in_use_are_never_evicted_by_others():
+def test_sequences_in_use_are_never_evicted_by_others() -> None:
     driver = Driver(pool_tokens=32, block_size=4, slots=4)
     running = [driver.ask([i] * 8, 9) for i in (1, 2)]  # each needs 4 of 8 blocks
     waiting = driver.ask([3] * 8, 9)
@@ -91,7 +91,7 @@ def test_sequences_in_use_are_never_evicted_by_others():
 
 
 @pytest.mark.feature("004-29")
-def test_step_rewinds_and_a_step_beyond_the_end_is_clamped():
+def test_step_rewinds_and_a_step_beyond_the_end_is_clamped() -> None:
     driver = Driver()
     (first,) = converse(driver, 1, [[1, 2, 3]])
     rewound = driver.turn(1, [9], 4, step=2)
@@ -104,7 +104,7 @@ def test_step_rewinds_and_a_step_beyond_the_end_is_clamped():
     assert len(first) == 4
 
 
-def test_a_whole_conversation_keeps_the_common_prefix():
+def test_a_whole_conversation_keeps_the_common_prefix() -> None:
     driver = Driver(reuse=False)
     (reply,) = converse(driver, 1, [[1, 2, 3, 4, 5, 6]])
     conversation = [1, 2, 3, 4, 5, 6, *reply, 7]
@@ -120,7 +120,7 @@ def test_a_whole_conversation_keeps_the_common_prefix():
 
 
 @pytest.mark.feature("004-30")
-def test_every_refusal_has_its_code():
+def test_every_refusal_has_its_code() -> None:
     driver = Driver()
     assert "session error 1 (invalid)" in driver.error(driver.turn(1, [1], 4))
     driver.turn(2, [1], 50, start=True)
@@ -134,7 +134,7 @@ def test_every_refusal_has_its_code():
 
 
 @pytest.mark.feature("004-30")
-def test_two_requests_of_a_session_in_one_poll_are_a_conflict():
+def test_two_requests_of_a_session_in_one_poll_are_a_conflict() -> None:
     driver = Driver()
     driver.core.begin_poll()
     for request_id in (1, 2):
@@ -146,7 +146,7 @@ def test_two_requests_of_a_session_in_one_poll_are_a_conflict():
 
 @pytest.mark.feature("004-31")
 @pytest.mark.parametrize("session_len, outputs", [(10, 7), (4, 1), (100, 20)])
-def test_session_len_cuts_the_output(session_len, outputs):
+def test_session_len_cuts_the_output(session_len: int, outputs: int) -> None:
     driver = Driver()
     request = driver.turn(1, [1, 2, 3], 20, start=True, session_len=session_len)
     driver.run()
@@ -154,7 +154,7 @@ def test_session_len_cuts_the_output(session_len, outputs):
 
 
 @pytest.mark.feature("004-16", "004-29")
-def test_start_replaces_and_end_erases():
+def test_start_replaces_and_end_erases() -> None:
     driver = Driver()
     converse(driver, 1, [[1, 2]])
     replaced = driver.turn(1, [5], 3, start=True)
@@ -166,7 +166,7 @@ def test_start_replaces_and_end_erases():
     assert driver.core.kv.stats().used_num_blocks == 0
 
 
-def test_stop_interrupts_a_turn_and_keeps_what_it_said():
+def test_stop_interrupts_a_turn_and_keeps_what_it_said() -> None:
     driver = Driver()
     request = driver.turn(1, [1, 2], 50, start=True)
     driver.step(5)
@@ -178,7 +178,7 @@ def test_stop_interrupts_a_turn_and_keeps_what_it_said():
     assert driver.tokens(again) == answer([1, 2, *said, 3], 3, counter=5)
 
 
-def test_a_turn_cancelled_before_it_ran_leaves_the_session_as_it_was():
+def test_a_turn_cancelled_before_it_ran_leaves_the_session_as_it_was() -> None:
     driver = Driver(slots=1)
     (reply,) = converse(driver, 1, [[1, 2]])
     driver.ask([9], 20)
@@ -191,18 +191,19 @@ def test_a_turn_cancelled_before_it_ran_leaves_the_session_as_it_was():
     assert driver.tokens(again) == answer([1, 2, *reply, 3], 3, counter=4)
 
 
-def test_cancel_can_cut_the_session_behind_the_tokens_that_were_wanted():
+def test_cancel_can_cut_the_session_behind_the_tokens_that_were_wanted() -> None:
     driver = Driver()
     request = driver.turn(1, [1, 2], 50, start=True)
     driver.step(6)
     driver.core.cancel(request, keep_output_tokens=2)
+    assert driver.core.counters.requests_finished_total == {"STOP_WORDS": 1}, "a stop string is no cancellation"
     kept = answer([1, 2], 6)[:2]
     again = driver.turn(1, [3], 3)
     driver.run()
     assert driver.log(1) == [1, 2, *kept, 3, *driver.tokens(again)]
 
 
-def test_sessions_are_bounded_in_number_and_age():
+def test_sessions_are_bounded_in_number_and_age() -> None:
     driver = Driver(max_sessions=3)
     for session in range(1, 6):
         converse(driver, session, [[session]])
@@ -215,7 +216,7 @@ def test_sessions_are_bounded_in_number_and_age():
 
 
 @pytest.mark.feature("004-01")
-def test_10000_requests_pass_through_one_persistent_batch():
+def test_10000_requests_pass_through_one_persistent_batch() -> None:
     driver = Driver(slots=8)
     scheduler, workers = driver.core.scheduler, driver.core.workers
     workers._keep_trace = False
@@ -232,7 +233,7 @@ def test_10000_requests_pass_through_one_persistent_batch():
 
 
 @pytest.mark.feature("003-40")
-def test_without_chunks_new_tokens_must_fit_a_step_and_a_history_that_was_evicted_need_not():
+def test_without_chunks_new_tokens_must_fit_a_step_and_a_history_that_was_evicted_need_not() -> None:
     driver = Driver(max_num_tokens=8, chunked=False)
     turns = [[1] * 8, [2] * 6, [3] * 6]
     replies = converse(driver, 1, turns[:2])

@@ -51,7 +51,7 @@ def engine(socket_path: Path) -> Iterator[EngineCore]:
 class ScriptedTransport:
     """An engine that says what the test makes it say, on the test's own thread."""
 
-    def __init__(self, is_remote: bool = False):
+    def __init__(self, is_remote: bool = False) -> None:
         self.is_remote = is_remote
         self.sent: list[Command] = []
         self.on_send: Callable[[Command], None] = self.sent.append

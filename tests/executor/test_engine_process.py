@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from backend.executor import engine_process
 
 
-def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monkeypatch, capsys, tmp_path):
+def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(
         engine_process, "_die_with_parent", lambda: None
     )  # pytest's standard input is not a supervisor's
@@ -22,7 +27,7 @@ def test_what_keeps_it_from_starting_is_told_in_one_line_and_by_the_status(monke
     assert "max_batch" in json.loads(line)["error"]
 
 
-def test_it_ends_when_its_standard_input_does():
+def test_it_ends_when_its_standard_input_does() -> None:
     program = "from backend.executor import engine_process; engine_process._die_with_parent(); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], input="x", capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")

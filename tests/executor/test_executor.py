@@ -6,17 +6,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
-from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, SamplingConfig
+from backend.api import EngineUnavailable, ErrorCode, FinishReason, OutputConfig, Request, Response, SamplingConfig
+from backend.executor.executor import Executor
 from tests.executor.helpers import assert_processed, drain, make_executor, tokens_of
 from tests.fakes.hash_worker import oracle
 
 
 @pytest.fixture
-def executor():
+def executor() -> Iterator[Executor]:
     with make_executor() as executor:
         yield executor
 
@@ -26,7 +28,7 @@ def streaming(prompt: list[int], max_tokens: int, **fields: object) -> Request:
 
 
 @pytest.mark.feature("000-03")
-def test_enqueue_returns_distinct_ids_and_raises_after_shutdown():
+def test_enqueue_returns_distinct_ids_and_raises_after_shutdown() -> None:
     executor = make_executor()
     ids = [executor.enqueue_request(streaming([1, 2, 3], 3)) for _ in range(20)]
     assert len(set(ids)) == 20
@@ -38,7 +40,7 @@ def test_enqueue_returns_distinct_ids_and_raises_after_shutdown():
 
 
 @pytest.mark.feature("000-04", "000-27")
-def test_enqueue_requests_gives_ids_in_the_order_of_the_requests(executor):
+def test_enqueue_requests_gives_ids_in_the_order_of_the_requests(executor: Executor) -> None:
     prompts = [[i, i + 1, i + 2] for i in range(8)]
     ids = executor.enqueue_requests([streaming(prompt, 6) for prompt in prompts])
     got = drain(executor, ids)
@@ -47,19 +49,19 @@ def test_enqueue_requests_gives_ids_in_the_order_of_the_requests(executor):
 
 
 @pytest.mark.feature("000-05")
-def test_awaiting_an_idle_executor_gives_an_empty_list_at_the_timeout(executor):
+def test_awaiting_an_idle_executor_gives_an_empty_list_at_the_timeout(executor: Executor) -> None:
     assert executor.await_responses(timedelta(milliseconds=10)) == []
 
 
 @pytest.mark.feature("000-05")
-def test_mixed_requests_are_drained_by_polling(executor):
+def test_mixed_requests_are_drained_by_polling(executor: Executor) -> None:
     requests = [streaming([i + 1], 1 + i % 5) if i % 2 else Request([i + 1], 1 + i % 5) for i in range(20)]
     got = drain(executor, executor.enqueue_requests(requests))
     assert [len(responses) for responses in got.values()] == [1 + i % 5 if i % 2 else 1 for i in range(20)]
 
 
 @pytest.mark.feature("000-06")
-def test_awaiting_ids_gives_a_list_for_each_and_one_error_once_an_id_is_done(executor):
+def test_awaiting_ids_gives_a_list_for_each_and_one_error_once_an_id_is_done(executor: Executor) -> None:
     ids = executor.enqueue_requests([streaming([5, 6], 3), streaming([7, 8], 4)])
     got: dict[int, list[int]] = {i: [] for i in ids}
     done: set[int] = set()
@@ -76,7 +78,7 @@ def test_awaiting_ids_gives_a_list_for_each_and_one_error_once_an_id_is_done(exe
 
 
 @pytest.mark.feature("000-06")
-def test_awaiting_a_consumed_id_gives_one_error_however_it_is_asked_for(executor):
+def test_awaiting_a_consumed_id_gives_one_error_however_it_is_asked_for(executor: Executor) -> None:
     request_id, other = executor.enqueue_requests([Request([5, 6], 3), Request([7], 2)])
     drain(executor, [request_id, other])
     assert_processed(executor, request_id)
@@ -85,7 +87,7 @@ def test_awaiting_a_consumed_id_gives_one_error_however_it_is_asked_for(executor
 
 
 @pytest.mark.feature("000-07", "000-24")
-def test_cancelling_gives_one_final_response_and_frees_the_blocks():
+def test_cancelling_gives_one_final_response_and_frees_the_blocks() -> None:
     executor = make_executor()
     request_id = executor.enqueue_request(streaming([1, 2, 3], 200))
     first = executor.await_responses(request_id, 5.0)
@@ -101,14 +103,14 @@ def test_cancelling_gives_one_final_response_and_frees_the_blocks():
 
 
 @pytest.mark.feature("000-12")
-def test_streaming_gives_a_response_per_token_and_otherwise_there_is_one(executor):
+def test_streaming_gives_a_response_per_token_and_otherwise_there_is_one(executor: Executor) -> None:
     ids = executor.enqueue_requests([streaming([1], 9), Request([1], 9)])
     got = drain(executor, ids)
     assert [len(got[i]) for i in ids] == [9, 1]
 
 
 @pytest.mark.feature("000-13")
-def test_unset_sampling_fields_read_as_none():
+def test_unset_sampling_fields_read_as_none() -> None:
     config = SamplingConfig()
     fields = {name: getattr(config, name) for name in config.__struct_fields__}
     assert fields.pop("beam_width") == 1
@@ -116,13 +118,13 @@ def test_unset_sampling_fields_read_as_none():
 
 
 @pytest.mark.feature("000-17")
-def test_the_client_id_comes_back_on_every_response(executor):
+def test_the_client_id_comes_back_on_every_response(executor: Executor) -> None:
     ids = executor.enqueue_requests([streaming([1], 2, client_id=123), streaming([2], 2, client_id=123)])
     got = drain(executor, ids)
     assert {response.client_id for responses in got.values() for response in responses} == {123}
 
 
-def test_log_probs_are_none_unless_asked_for(executor):
+def test_log_probs_are_none_unless_asked_for(executor: Executor) -> None:
     asked = OutputConfig(return_log_probs=True, exclude_input_from_output=True)
     plain, wanted = executor.enqueue_requests([Request([1], 3), Request([1], 3, output_config=asked)])
     got = drain(executor, [plain, wanted])
@@ -131,10 +133,10 @@ def test_log_probs_are_none_unless_asked_for(executor):
     assert result.log_probs == [[float(token) for token in result.output_token_ids[0]]]
 
 
-def test_a_callback_hears_of_every_response_in_order(executor):
+def test_a_callback_hears_of_every_response_in_order(executor: Executor) -> None:
     heard, done = [], threading.Event()
 
-    def on_response(response):
+    def on_response(response: Response) -> None:
         heard.append(response)
         if response.is_final:
             done.set()
@@ -145,7 +147,7 @@ def test_a_callback_hears_of_every_response_in_order(executor):
 
 
 @pytest.mark.feature("002-32")
-def test_shutdown_wakes_a_waiter_and_answers_live_requests():
+def test_shutdown_wakes_a_waiter_and_answers_live_requests() -> None:
     executor = make_executor()
     request_id = executor.enqueue_request(Request([1, 2, 3], 200))
     got = []
@@ -160,7 +162,7 @@ def test_shutdown_wakes_a_waiter_and_answers_live_requests():
 
 
 @pytest.mark.feature("002-32")
-def test_a_program_that_ends_without_a_shutdown_does_not_hang():
+def test_a_program_that_ends_without_a_shutdown_does_not_hang() -> None:
     program = (
         "from backend.api import Request\n"
         "from tests.executor.helpers import make_executor\n"
@@ -171,7 +173,7 @@ def test_a_program_that_ends_without_a_shutdown_does_not_hang():
 
 
 @pytest.mark.feature("002-17")
-def test_nothing_remains_of_ten_thousand_requests(executor):
+def test_nothing_remains_of_ten_thousand_requests(executor: Executor) -> None:
     for first in range(0, 10_000, 1000):
         ids = executor.enqueue_requests([Request([(first + i) % 1000], 1) for i in range(1000)])
         drain(executor, ids)
@@ -180,14 +182,14 @@ def test_nothing_remains_of_ten_thousand_requests(executor):
 
 
 @pytest.mark.feature("004-17")
-def test_the_stream_callback_is_called_once_per_token(executor):
+def test_the_stream_callback_is_called_once_per_token(executor: Executor) -> None:
     calls, done = [], threading.Event()
     executor.submit(streaming([3], 5), lambda response: (calls.append(response), response.is_final and done.set()))
     assert done.wait(5)
     assert [len(response.result.output_token_ids[0]) for response in calls] == [1] * 5
 
 
-def test_a_deadline_ends_a_request_that_still_runs():
+def test_a_deadline_ends_a_request_that_still_runs() -> None:
     with make_executor() as executor:
         request_id = executor.enqueue_request(Request([1, 2], 250, timeout_s=0.001))
         time.sleep(0.002)  # the deadline itself, not a synchronisation

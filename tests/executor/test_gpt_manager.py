@@ -7,8 +7,9 @@ import threading
 import msgspec
 import pytest
 
-from backend.api import FinishReason, Request
+from backend.api import FinishReason, Request, Response
 from backend.api.config import LimitsConfig
+from backend.engine.core import EngineCore
 from backend.executor.gpt_manager import GptManager
 from tests.executor.helpers import CONFIG, make_core
 from tests.fakes.hash_worker import oracle
@@ -17,7 +18,7 @@ from tests.fakes.hash_worker import oracle
 class Client:
     """Feeds a GptManager from a list and records what it says, with the events in order."""
 
-    def __init__(self, requests: list[tuple[int, Request]], stop_after: dict[int, int] | None = None):
+    def __init__(self, requests: list[tuple[int, Request]], stop_after: dict[int, int] | None = None) -> None:
         self.todo = list(requests)
         self.stop_after = stop_after or {}
         self.tokens: dict[int, list[int]] = {}
@@ -34,7 +35,7 @@ class Client:
         taken, self.todo = self.todo[:max_count], self.todo[max_count:]
         return taken
 
-    def send(self, request_id: int, response, is_final: bool, error: str) -> None:
+    def send(self, request_id: int, response: Response | None, is_final: bool, error: str) -> None:
         self.threads.add(threading.current_thread().name)
         if error:
             self.errors[request_id] = error
@@ -50,7 +51,7 @@ class Client:
     def poll(self) -> set[int]:
         return {i for i, n in self.stop_after.items() if len(self.tokens.get(i, ())) >= n} | {999_999}
 
-    def run(self, core=None, **options: object) -> GptManager:
+    def run(self, core: EngineCore | None = None, **options: object) -> GptManager:
         core = core or make_core()
         with GptManager(core, self.get, self.send, self.poll, **options) as manager:
             assert self.done.wait(20)
@@ -62,7 +63,7 @@ def streaming(prompt: list[int], max_tokens: int) -> Request:
 
 
 @pytest.mark.feature("001-07", "001-06")
-def test_a_duplicate_id_is_refused_and_the_first_request_is_untouched():
+def test_a_duplicate_id_is_refused_and_the_first_request_is_untouched() -> None:
     client = Client([(7, streaming([1, 2], 6)), (7, streaming([3, 4], 6))])
     client.run()
     assert "in use" in client.errors[7]
@@ -71,7 +72,7 @@ def test_a_duplicate_id_is_refused_and_the_first_request_is_untouched():
 
 
 @pytest.mark.feature("001-08", "001-58")
-def test_an_id_may_be_used_again_from_inside_its_final_callback():
+def test_an_id_may_be_used_again_from_inside_its_final_callback() -> None:
     client = Client([(1, streaming([1], 1))])
     client.expected = 1000
     client.on_final = lambda request_id: client.todo.append((1, streaming([1], 1)))
@@ -81,7 +82,7 @@ def test_an_id_may_be_used_again_from_inside_its_final_callback():
 
 
 @pytest.mark.feature("001-58")
-def test_in_the_final_callback_the_blocks_are_free_already():
+def test_in_the_final_callback_the_blocks_are_free_already() -> None:
     core = make_core()
     used = []
     client = Client([(1, streaming([1, 2, 3], 10))])
@@ -91,7 +92,7 @@ def test_in_the_final_callback_the_blocks_are_free_already():
 
 
 @pytest.mark.feature("001-09")
-def test_a_stop_signal_ends_an_active_request_and_unknown_ids_are_ignored():
+def test_a_stop_signal_ends_an_active_request_and_unknown_ids_are_ignored() -> None:
     core = make_core()
     client = Client([(1, streaming([1, 2], 100)), (2, streaming([3, 4], 8))], stop_after={1: 5})
     client.run(core)
@@ -103,7 +104,7 @@ def test_a_stop_signal_ends_an_active_request_and_unknown_ids_are_ignored():
 
 
 @pytest.mark.feature("001-09")
-def test_a_queued_request_can_be_stopped():
+def test_a_queued_request_can_be_stopped() -> None:
     requests = [(i, streaming([i], 20)) for i in range(1, 5)] + [(5, streaming([5], 20))]
     client = Client(requests, stop_after={5: 0})
     client.run()
@@ -112,7 +113,7 @@ def test_a_queued_request_can_be_stopped():
 
 
 @pytest.mark.feature("001-56")
-def test_the_worker_thread_runs_from_construction_and_makes_the_callbacks():
+def test_the_worker_thread_runs_from_construction_and_makes_the_callbacks() -> None:
     client = Client([(1, streaming([1], 2))])
     manager = client.run()
     assert client.threads == {"gpt-manager"}
@@ -120,12 +121,12 @@ def test_the_worker_thread_runs_from_construction_and_makes_the_callbacks():
 
 
 @pytest.mark.feature("001-57")
-def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response():
+def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response() -> None:
     sizes: dict[int, list[int]] = {1: [], 2: []}
     client = Client([(1, streaming([1], 5)), (2, Request([1], 5))])
     send = client.send
 
-    def record(request_id, response, is_final, error):
+    def record(request_id: int, response: Response | None, is_final: bool, error: str) -> None:
         sizes[request_id].append(len(response.result.output_token_ids[0]))
         send(request_id, response, is_final, error)
 
@@ -135,13 +136,13 @@ def test_streaming_gives_one_token_per_response_and_otherwise_the_full_response(
 
 
 @pytest.mark.feature("001-59")
-def test_leaving_the_context_finishes_what_is_active():
+def test_leaving_the_context_finishes_what_is_active() -> None:
     client = Client([(i, streaming([i], 30)) for i in range(1, 4)])
     started = threading.Event()
     client.on_final = lambda request_id: None
     get = client.get
 
-    def get_and_tell(max_count):
+    def get_and_tell(max_count: int) -> list[tuple[int, Request]]:
         taken = get(max_count)
         if taken:
             started.set()
@@ -155,14 +156,14 @@ def test_leaving_the_context_finishes_what_is_active():
     assert not manager.worker_thread.is_alive()
 
 
-def test_statistics_are_told_of_every_step_the_last_one_too():
+def test_statistics_are_told_of_every_step_the_last_one_too() -> None:
     told = []
     client = Client([(1, streaming([1, 2], 5))])
     client.run(return_stats=told.append)
     assert [stats.counters.generated_tokens_total for stats in told] == [1, 2, 3, 4, 5]
 
 
-def test_no_more_is_asked_for_than_there_is_room_in_the_queue():
+def test_no_more_is_asked_for_than_there_is_room_in_the_queue() -> None:
     core = make_core(msgspec.structs.replace(CONFIG, limits=LimitsConfig(max_queue_size=3)))
     client = Client([(i, streaming([i], 20)) for i in range(1, 20)])
     client.run(core)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ def streaming(prompt: list[int], max_tokens: int) -> Request:
     return Request(prompt, max_tokens, streaming=True)
 
 
-def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path):
+def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path: Path) -> None:
     with (
         engine(tmp_path / "s"),
         Executor.attach(str(tmp_path / "s"), 5) as one,
@@ -33,14 +34,14 @@ def test_two_clients_share_one_engine_and_get_only_their_own_responses(tmp_path)
 
 
 @pytest.mark.feature("000-06")
-def test_over_the_socket_too_awaiting_a_consumed_id_gives_one_error(tmp_path):
+def test_over_the_socket_too_awaiting_a_consumed_id_gives_one_error(tmp_path: Path) -> None:
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as executor:
         request_id = executor.enqueue_request(streaming([1], 4))
         assert tokens_of(drain(executor, [request_id])[request_id]) == oracle([1], 4, 1000)
         assert_processed(executor, request_id)
 
 
-def test_the_requests_of_a_client_that_leaves_are_cancelled(tmp_path):
+def test_the_requests_of_a_client_that_leaves_are_cancelled(tmp_path: Path) -> None:
     with engine(tmp_path / "s") as core:
         client = Executor.attach(str(tmp_path / "s"), 5)
         client.enqueue_request(Request([1, 2, 3], 200))
@@ -49,7 +50,7 @@ def test_the_requests_of_a_client_that_leaves_are_cancelled(tmp_path):
         assert wait_until(lambda: core.num_live == 0 and core.kv.stats().used_num_blocks == 0, 5)
 
 
-def test_a_lost_engine_answers_every_live_request_with_unavailable_and_a_new_one_is_found(tmp_path):
+def test_a_lost_engine_answers_every_live_request_with_unavailable_and_a_new_one_is_found(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with engine(path):
         client = Executor.attach(str(path), 5)
@@ -67,7 +68,7 @@ def test_a_lost_engine_answers_every_live_request_with_unavailable_and_a_new_one
         client.shutdown()
 
 
-def test_statistics_arrive_by_themselves(tmp_path):
+def test_statistics_arrive_by_themselves(tmp_path: Path) -> None:
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         drain(client, [client.enqueue_request(streaming([1], 5))])
         assert wait_until(
@@ -75,7 +76,7 @@ def test_statistics_arrive_by_themselves(tmp_path):
         )
 
 
-def test_garbage_on_the_socket_harms_nobody(tmp_path):
+def test_garbage_on_the_socket_harms_nobody(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with engine(tmp_path / "s"), Executor.attach(path, 5) as client:
         for garbage in (b"\x05\x00\x00\x00hello", (MAX_FRAME_BYTES + 1).to_bytes(4, "little"), b"\x00"):
@@ -87,7 +88,7 @@ def test_garbage_on_the_socket_harms_nobody(tmp_path):
         assert tokens_of(drain(client, [request_id])[request_id]) == oracle([3], 4, 1000)
 
 
-def test_the_socket_is_private(tmp_path):
+def test_the_socket_is_private(tmp_path: Path) -> None:
     with engine(tmp_path / "run" / "s"):
         assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "run" / "s").stat().st_mode & 0o777 == 0o600
@@ -100,7 +101,9 @@ def test_the_socket_is_private(tmp_path):
         ({"cache_salt": "\ud800"}, "cannot be sent"),
     ],
 )
-def test_a_request_that_cannot_be_sent_fails_alone(tmp_path, monkeypatch, fields, message):
+def test_a_request_that_cannot_be_sent_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], message: str
+) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 10_000)
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         running = client.enqueue_request(streaming([1], 200))
@@ -109,7 +112,7 @@ def test_a_request_that_cannot_be_sent_fails_alone(tmp_path, monkeypatch, fields
         assert tokens_of(drain(client, [running])[running]) == oracle([1], 200, 1000)
 
 
-def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(tmp_path):
+def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(tmp_path: Path) -> None:
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         running = client.enqueue_request(streaming([1], 200))
         wrong = client.enqueue_request(Request(["one"], 1))
@@ -118,7 +121,7 @@ def test_a_request_that_the_engine_cannot_read_is_answered_and_the_others_go_on(
         assert tokens_of(got[running]) == oracle([1], 200, 1000)
 
 
-def test_an_answer_that_is_too_large_fails_alone(tmp_path, monkeypatch):
+def test_an_answer_that_is_too_large_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tmp_path / "s"), Executor.attach(str(tmp_path / "s"), 5) as client:
         monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 2000)
         all_of_it = Request([2], 250, output_config=OutputConfig(return_log_probs=True))
@@ -129,7 +132,7 @@ def test_an_answer_that_is_too_large_fails_alone(tmp_path, monkeypatch):
         assert tokens_of(got[running]) == oracle([1], 200, 1000)
 
 
-def test_a_callback_that_raises_ends_neither_the_connection_nor_other_requests(tmp_path):
+def test_a_callback_that_raises_ends_neither_the_connection_nor_other_requests(tmp_path: Path) -> None:
     def fail(response: Response) -> None:
         raise RuntimeError("a mistake")
 
@@ -139,7 +142,7 @@ def test_a_callback_that_raises_ends_neither_the_connection_nor_other_requests(t
         assert tokens_of(drain(client, [request_id])[request_id]) == oracle([3], 20, 1000)
 
 
-def test_an_engine_that_says_what_cannot_be_read_is_left_and_asked_again(tmp_path):
+def test_an_engine_that_says_what_cannot_be_read_is_left_and_asked_again(tmp_path: Path) -> None:
     """Nobody knows whose answers were in it: all are told that they are lost, and the client goes on."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -157,7 +160,7 @@ def test_an_engine_that_says_what_cannot_be_read_is_left_and_asked_again(tmp_pat
         assert wait_until(client.is_ready, 5)
 
 
-def test_a_client_that_was_shut_down_stays_away(tmp_path):
+def test_a_client_that_was_shut_down_stays_away(tmp_path: Path) -> None:
     with engine(tmp_path / "s"):
         client = Executor.attach(str(tmp_path / "s"), 5)
         client.shutdown()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,16 +16,16 @@ from backend.executor.engine_supervisor import MAX_RESTARTS, QUIET_S, WINDOW_S, 
 from backend.wire.client import wait_until
 
 READY = """echo '{"ready": true}'"""
-STAY = "read nothing"  # until its standard input ends
+STAY = "read nothing"  # stays until its standard input ends
 
 
-def test_pauses_double_from_half_a_second_to_half_a_minute():
+def test_pauses_double_from_half_a_second_to_half_a_minute() -> None:
     policy = RestartPolicy()
     deaths = [WINDOW_S * number for number in range(9)]  # too far apart to be given up
     assert [policy.pause_after_death(death, 0.0) for death in deaths] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_an_engine_that_keeps_dying_is_given_up_at_the_death_after_the_last_restart():
+def test_an_engine_that_keeps_dying_is_given_up_at_the_death_after_the_last_restart() -> None:
     policy = RestartPolicy()
     pauses = [policy.pause_after_death(float(number), 0.0) for number in range(MAX_RESTARTS)]
     assert None not in pauses
@@ -31,7 +33,7 @@ def test_an_engine_that_keeps_dying_is_given_up_at_the_death_after_the_last_rest
     assert policy.describe(10.0) == "the engine died 6 times in 10 s and is not started again; restart the server"
 
 
-def test_a_quiet_minute_between_deaths_starts_the_count_and_the_pauses_anew():
+def test_a_quiet_minute_between_deaths_starts_the_count_and_the_pauses_anew() -> None:
     policy = RestartPolicy()
     for number in range(MAX_RESTARTS):
         policy.pause_after_death(float(number), 0.0)
@@ -67,26 +69,28 @@ def is_up(process: EngineProcess, num_restarts: int) -> bool:
     return wait_until(lambda: process.num_restarts == num_restarts and process._ready_at_s is not None, 10)
 
 
-def test_it_is_given_up_after_the_last_restart_and_says_so(live, caplog):
+def test_it_is_given_up_after_the_last_restart_and_says_so(
+    live: Callable[..., EngineProcess], caplog: pytest.LogCaptureFixture
+) -> None:
     process = live(f"{READY}; exit 3")
     assert wait_until(lambda: process.has_given_up, 10)
     assert process.num_restarts == MAX_RESTARTS and process.num_deaths == MAX_RESTARTS + 1
     assert process.why_given_up in [record.message for record in caplog.records if record.levelno == logging.CRITICAL]
 
 
-def test_an_error_of_a_later_start_is_not_the_end(live):
+def test_an_error_of_a_later_start_is_not_the_end(live: Callable[..., EngineProcess]) -> None:
     """Only the first start's result decides whether the model loads at all."""
     process = live(f"{READY}; exit 3", """echo '{"error": "no memory at the moment"}'; exit 1""", f"{READY}; {STAY}")
     assert is_up(process, num_restarts=2)
     assert not process.has_given_up
 
 
-def test_an_error_of_the_first_start_is_raised_and_nothing_is_started_again(live):
+def test_an_error_of_the_first_start_is_raised_and_nothing_is_started_again(live: Callable[..., EngineProcess]) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         live("""echo '{"error": "no such file"}'; exit 1""", f"{READY}; {STAY}")
 
 
-def test_a_process_that_hangs_is_killed_and_started_again(live):
+def test_a_process_that_hangs_is_killed_and_started_again(live: Callable[..., EngineProcess]) -> None:
     """Not by a polite signal: a process that is stopped gets none."""
     process = live(f"trap '' TERM; {READY}; kill -STOP $$", f"{READY}; {STAY}")
     assert process.patience_s == EngineConfig().triton.watchdog_timeout_s
@@ -95,7 +99,9 @@ def test_a_process_that_hangs_is_killed_and_started_again(live):
     assert is_up(process, num_restarts=1)
 
 
-def test_time_in_which_it_hung_does_not_count_as_quiet(live, monkeypatch):
+def test_time_in_which_it_hung_does_not_count_as_quiet(
+    live: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = []
     monkeypatch.setattr(
         RestartPolicy, "pause_after_death", lambda self, now_s, served_s: served.append(served_s) or 0.001
@@ -106,23 +112,25 @@ def test_time_in_which_it_hung_does_not_count_as_quiet(live, monkeypatch):
     assert served[0] < -990
 
 
-def test_while_it_loads_it_has_the_time_that_a_start_may_take(live):
+def test_while_it_loads_it_has_the_time_that_a_start_may_take(live: Callable[..., EngineProcess]) -> None:
     process = live(f"{READY}; exit 3", f"""echo '{{"phase": "loading"}}'; {STAY}""")
     assert wait_until(lambda: process.num_restarts == 1 and process.patience_s is not None, 10)
     assert process.patience_s == EngineConfig().triton.attach_timeout_s
 
 
-def test_whatever_else_is_printed_does_not_end_the_supervision(live):
+def test_whatever_else_is_printed_does_not_end_the_supervision(live: Callable[..., EngineProcess]) -> None:
     noise = r"""printf '7\n[]\n\377\376\n{"x"\n'"""
     process = live(f"{noise}; {READY}; {noise}; exit 3", f"{READY}; {STAY}")
     assert is_up(process, num_restarts=1)
 
 
-def test_a_restart_that_cannot_even_begin_is_tried_again(live, monkeypatch):
+def test_a_restart_that_cannot_even_begin_is_tried_again(
+    live: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = live(f"{READY}; {STAY}")
     popen, failures = supervisor.subprocess.Popen, [OSError(12, "Cannot allocate memory")]
 
-    def start(*arguments, **options):
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
         if failures:
             raise failures.pop()
         return popen(*arguments, **options)
@@ -132,8 +140,8 @@ def test_a_restart_that_cannot_even_begin_is_tried_again(live, monkeypatch):
     assert is_up(process, num_restarts=2)
 
 
-def test_nothing_is_started_after_a_stop(live, monkeypatch):
-    """Also when the stop comes just before a restart."""
+def test_nothing_is_started_after_a_stop(live: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds also when the stop comes just before a restart."""
     process = live(f"{READY}; {STAY}")
     process.stop()
     before = process.num_signs

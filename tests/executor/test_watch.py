@@ -56,11 +56,11 @@ def tick(watch: Watch, seconds: float, turn_age_s: float | None = None) -> None:
         watch.tick()
 
 
-def test_not_ready_is_said_within_two_seconds_of_the_last_heartbeat():
+def test_not_ready_is_said_within_two_seconds_of_the_last_heartbeat() -> None:
     assert STALE_S + 2 * TICK_S <= 2.0
 
 
-def test_silence_makes_stale_and_one_heartbeat_fresh_again(watch):
+def test_silence_makes_stale_and_one_heartbeat_fresh_again(watch: Watch) -> None:
     watch.beat(0.0)
     tick(watch, STALE_S - TICK_S)
     assert watch.is_fresh
@@ -70,7 +70,7 @@ def test_silence_makes_stale_and_one_heartbeat_fresh_again(watch):
     assert watch.is_fresh
 
 
-def test_a_silent_engine_is_killed_after_its_patience_and_only_once(watch, process):
+def test_a_silent_engine_is_killed_after_its_patience_and_only_once(watch: Watch, process: Process) -> None:
     watch.beat(0.0)
     tick(watch, PATIENCE_S)
     assert process.killed == []
@@ -80,7 +80,7 @@ def test_a_silent_engine_is_killed_after_its_patience_and_only_once(watch, proce
     assert len(process.killed) == 1
 
 
-def test_the_next_process_is_watched_afresh(watch, process):
+def test_the_next_process_is_watched_afresh(watch: Watch, process: Process) -> None:
     tick(watch, 2 * PATIENCE_S)
     process.num_signs += 1
     tick(watch, PATIENCE_S)
@@ -89,27 +89,27 @@ def test_the_next_process_is_watched_afresh(watch, process):
     assert len(process.killed) == 2
 
 
-def test_a_step_that_takes_too_long_is_ended_although_the_heart_beats(watch, process):
+def test_a_step_that_takes_too_long_is_ended_although_the_heart_beats(watch: Watch, process: Process) -> None:
     tick(watch, 3 * PATIENCE_S, turn_age_s=LONGEST_TURN_S)
     assert process.killed == [] and watch.is_fresh
     tick(watch, TICK_S, turn_age_s=LONGEST_TURN_S + 0.25)
     assert process.killed == ["was in one step for 30.2 s, the limit is 30 s"]
 
 
-def test_what_the_process_before_it_did_is_not_held_against_a_new_one(watch, process):
+def test_what_the_process_before_it_did_is_not_held_against_a_new_one(watch: Watch, process: Process) -> None:
     watch.beat(LONGEST_TURN_S + 1)
     process.num_signs += 1
     watch.tick()
     assert process.killed == []
 
 
-def test_a_process_that_is_not_there_is_not_killed(watch, process):
+def test_a_process_that_is_not_there_is_not_killed(watch: Watch, process: Process) -> None:
     process.patience_s = None
     tick(watch, 5 * PATIENCE_S)
     assert process.killed == []
 
 
-def test_status_lines_are_signs_of_life_while_it_loads(watch, process):
+def test_status_lines_are_signs_of_life_while_it_loads(watch: Watch, process: Process) -> None:
     for _ in range(5):
         tick(watch, PATIENCE_S)
         process.num_signs += 1
@@ -124,7 +124,7 @@ def transport() -> ScriptedTransport:
     return ScriptedTransport(is_remote=True)
 
 
-def test_a_stale_engine_gets_no_new_requests_while_those_in_flight_wait(transport):
+def test_a_stale_engine_gets_no_new_requests_while_those_in_flight_wait(transport: ScriptedTransport) -> None:
     answers: list[Response] = []
     with Executor(transport) as executor:
         executor.submit(Request([1], 1), answers.append)
@@ -139,7 +139,7 @@ def test_a_stale_engine_gets_no_new_requests_while_those_in_flight_wait(transpor
         assert executor.is_ready() and answers == []
 
 
-def test_an_engine_that_is_connected_anew_is_fresh(transport):
+def test_an_engine_that_is_connected_anew_is_fresh(transport: ScriptedTransport) -> None:
     with Executor(transport) as executor:
         tick(executor._watch, 10 * STALE_S)
         transport.lose()
@@ -147,7 +147,9 @@ def test_an_engine_that_is_connected_anew_is_fresh(transport):
         assert executor.is_ready()
 
 
-def test_when_the_engine_was_given_up_live_and_new_requests_are_told_to_restart_the_server(transport, process):
+def test_when_the_engine_was_given_up_live_and_new_requests_are_told_to_restart_the_server(
+    transport: ScriptedTransport, process: Process
+) -> None:
     answers: list[Response] = []
     executor = Executor(transport, process)
     executor.submit(Request([1], 1), answers.append)
@@ -161,7 +163,9 @@ def test_when_the_engine_was_given_up_live_and_new_requests_are_told_to_restart_
     executor.shutdown()
 
 
-def test_an_engine_that_died_and_is_started_again_is_worth_another_try(transport, process):
+def test_an_engine_that_died_and_is_started_again_is_worth_another_try(
+    transport: ScriptedTransport, process: Process
+) -> None:
     answers: list[Response] = []
     with Executor(transport, process) as executor:
         executor.submit(Request([1], 1), answers.append)

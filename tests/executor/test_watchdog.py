@@ -56,7 +56,7 @@ def check_that_it_serves(executor: Executor) -> None:
 
 
 @pytest.mark.feature("002-34")
-def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner, guest):
+def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner: Executor, guest: Executor) -> None:
     set_patience(owner, 60.0)
     check_that_it_serves(owner)
     stopped, answers = owner._process.pid, queue.SimpleQueue()
@@ -75,7 +75,7 @@ def test_a_stopped_engine_is_not_ready_then_killed_and_another_one_serves(owner,
     assert owner._process.pid != stopped and owner._process.num_deaths == 1 and answers.empty()
 
 
-def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner):
+def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner: Executor) -> None:
     set_patience(owner, 60.0)
     stopped = owner._process.pid
     os.kill(stopped, signal.SIGSTOP)
@@ -87,7 +87,7 @@ def test_an_engine_that_goes_on_in_time_is_ready_again_and_loses_nothing(owner):
     assert owner._process.pid == stopped
 
 
-def test_a_step_that_never_ends_is_ended_by_the_watchdog(owner):
+def test_a_step_that_never_ends_is_ended_by_the_watchdog(owner: Executor) -> None:
     hung, answers = owner._process.pid, queue.SimpleQueue()
     owner.submit(Request([HANGS], 4), answers.put)
     assert answers.get(timeout=10).error_code is ErrorCode.UNAVAILABLE
@@ -95,7 +95,7 @@ def test_a_step_that_never_ends_is_ended_by_the_watchdog(owner):
     assert owner._process.pid != hung and owner._process.num_deaths == 1
 
 
-def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner):
+def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner: Executor) -> None:
     """Cancels and requests of more bytes than a socket holds: the sender goes on at once, and learns what became of them."""
     answers = queue.SimpleQueue()
     os.kill(owner._process.pid, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_a_stopped_engine_does_not_make_anybody_wait_who_sends_to_it(owner):
     assert {answers.get(timeout=10).error_code for _ in range(20)} == {ErrorCode.UNAVAILABLE}
 
 
-def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(owner, guest):
+def test_an_engine_that_dies_again_and_again_is_given_up_and_all_are_told_so(owner: Executor, guest: Executor) -> None:
     owner._process._policy._pause_s = 0.01
     answers = queue.SimpleQueue()
     told = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from backend.core.step import ModelInfo, NewRow, SampledToken, StepInput, StepOutput
+from backend.core.step import ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
 
 MASK = (1 << 64) - 1
 
@@ -71,7 +71,7 @@ class HashWorkerGroup:
         keep_trace: bool = True,
         takes_extra_inputs: bool = False,
         looks_ahead: bool = False,
-    ):
+    ) -> None:
         self.info = ModelInfo(
             "hash",
             vocab_size,
@@ -92,7 +92,7 @@ class HashWorkerGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps submitted and not collected."""
+        """The number of steps that were submitted and not collected."""
         return len(self._in_flight)
 
     def load(self) -> ModelInfo:
@@ -150,7 +150,7 @@ class HashWorkerGroup:
             self.cells += [[mix(7, i) for i in range(self.block_size)] for _ in range(num_blocks - self.num_backed)]
             self.num_backed = num_blocks
 
-    def _run(self, row) -> SampledToken | None:
+    def _run(self, row: Row) -> SampledToken | None:
         state = self._slots[row.slot]
         state.block_ids.extend(row.new_block_ids)
         namespace = seed_of(state.cache_namespace)

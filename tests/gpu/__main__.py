@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _cases(function: Callable, first_only: bool) -> Iterator[dict[str, Any]]:
+def _cases(function: Callable[..., None], first_only: bool) -> Iterator[dict[str, Any]]:
     """What `each` has given the function: every combination."""
     axes = []
     for names, values in getattr(function, "given", []):
@@ -51,7 +51,7 @@ def _cases(function: Callable, first_only: bool) -> Iterator[dict[str, Any]]:
         yield {key: value for part in combination for key, value in part.items()}
 
 
-def _passes(function: Callable, given: dict[str, Any], name: str) -> bool:
+def _passes(function: Callable[..., None], given: dict[str, Any], name: str) -> bool:
     try:
         function(**given)
         if DEVICE.type == "cuda":

@@ -21,20 +21,21 @@ try:
 except ImportError:
     pytest = None
 
-stand_in.install_where_missing()  # of msgspec, before anything imports the engine
+stand_in.install_where_missing()  # the stand-in of msgspec, before anything imports the engine
 
 DEVICE = torch.device(os.environ.get("EVERBATCH_GPU_TESTS", "cuda"))
 IS_GPU = DEVICE.type == "cuda"
 REASON = "there is no CUDA device" if IS_GPU and not torch.cuda.is_available() else ""
+Function = Callable[..., None]
 HALVES = (torch.float16, torch.bfloat16)
 
 pytestmark = [] if pytest is None else [pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-def each(names: str, values: Sequence[Any]) -> Callable[[Callable], Callable]:
+def each(names: str, values: Sequence[Any]) -> Callable[[Function], Function]:
     """pytest.mark.parametrize, known to `python -m tests.gpu` as well."""
 
-    def marked(function: Callable) -> Callable:
+    def marked(function: Function) -> Function:
         function.__dict__.setdefault("given", []).append((names, list(values)))
         return function if pytest is None else pytest.mark.parametrize(names, values, ids=str)(function)
 
@@ -42,7 +43,7 @@ def each(names: str, values: Sequence[Any]) -> Callable[[Callable], Callable]:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The same numbers on every device."""
+    """Returns the same random numbers on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
@@ -51,7 +52,7 @@ def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def assert_near(measured: Tensor, expected: Tensor, limit: float | None = None) -> None:
-    """In the norm, by the limit of measured's dtype."""
+    """Compares in the norm, by the limit of measured's dtype."""
     assert measured.shape == expected.shape, f"{tuple(measured.shape)} != {tuple(expected.shape)}"
     limit = LIMITS[measured.dtype] if limit is None else limit
     measured, expected = measured.double(), expected.double()
@@ -60,7 +61,7 @@ def assert_near(measured: Tensor, expected: Tensor, limit: float | None = None) 
 
 
 def make_pool(blocks: int, block_size: int, kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype) -> KVPool:
-    """Of random content."""
+    """Returns a pool of random content."""
     tokens = random(blocks, block_size, 2, kv_heads, head_dim, dtype=dtype) + 0.3
     if bits == 16:
         return plain_pool(tokens)

@@ -25,7 +25,9 @@ CONTEXT_CASES = [case for case in context_attention.CASES if case.dtype is torch
 @each("dtype", HALVES)
 @each("bits", BITS)
 @each("case", decode_attention.CASES)
-def test_decode_attention(case, bits, dtype):
+def test_decode_attention(
+    case: tuple[int, int, int, int, tuple[int, ...], int | None], bits: int, dtype: torch.dtype
+) -> None:
     heads, kv_heads, head_dim, block_size, lengths, window = case
     width = -(-max(lengths) // block_size)
     pool = make_pool(len(lengths) * width, block_size, kv_heads, head_dim, bits, dtype)
@@ -38,7 +40,7 @@ def test_decode_attention(case, bits, dtype):
 
 @each("dtype", HALVES)
 @each("case", CONTEXT_CASES)
-def test_context_attention(case, dtype):
+def test_context_attention(case: context_attention.Case, dtype: torch.dtype) -> None:
     queries, lengths = zip(*case.rows)
     starts = [0]
     for count in queries:
@@ -54,7 +56,7 @@ def test_context_attention(case, dtype):
 
 
 @each("bits", BITS)
-def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits: int) -> None:
     dtype, lengths = torch.bfloat16, (1200, 100, 0, 513)
     pool = make_pool(4 * 75, 16, 2, 128, bits, dtype)
     q, tables = random(4, 8, 128, dtype=dtype), make_tables(4, 75)
@@ -69,7 +71,7 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
 @each("dtype", HALVES)
 @each("bits", BITS)
 @each("case", kv_append.CASES)
-def test_kv_append(case, bits, dtype):
+def test_kv_append(case: tuple[int, ...], bits: int, dtype: torch.dtype) -> None:
     tokens, heads, kv_heads, head_dim, block_size = case
     blocks = tokens // block_size + 2
     qkv = random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -89,7 +91,7 @@ def test_kv_append(case, bits, dtype):
     assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01  # a tie may fall either way
 
 
-def test_a_token_of_cell_minus_one_writes_nothing():
+def test_a_token_of_cell_minus_one_writes_nothing() -> None:
     pool, angles = make_pool(2, 16, 2, 64, 16, torch.bfloat16), random(50, 32)
     before = pool.data.clone()
     qkv, cells = random(3, 8 * 64, dtype=torch.bfloat16), ints([-1, 5, -1], torch.int64)

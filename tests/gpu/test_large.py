@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import Random
+from benchmarks.gpu.case import Case, Random
 from benchmarks.gpu.cases import all_cases
 from kernels import context_attention, decode_attention, kv_append, log_probs
 from kernels.common.kv_format import KVPool, QuantizedPool, plain_pool
@@ -29,7 +29,7 @@ FAR = 1_100_000_000 if IS_GPU else 110_000
 
 @each("dtype", HALVES)
 @each("case", CASES)
-def test_the_shapes_of_a_model(case, dtype):
+def test_the_shapes_of_a_model(case: Case, dtype: torch.dtype) -> None:
     """The benchmark's rows: each kernel against its reference, before it is timed there."""
     inputs = case.make(Random(DEVICE, 0, dtype))
     check = case.check(inputs, case.run(inputs))
@@ -57,7 +57,7 @@ def contents(pool: KVPool) -> list[Tensor]:
 
 
 @each("bits", (16, 8, 4))
-def test_blocks_far_behind_two_billion_elements_are_read(bits):
+def test_blocks_far_behind_two_billion_elements_are_read(bits: int) -> None:
     near = make_pool(3, 64, 2, 128, bits, torch.bfloat16)
     far = spread(near, 64, 2, 128)
     lengths, tables = ints([64, 130]), ints([[2, 1, 0], [0, 2, 1]])
@@ -70,7 +70,7 @@ def test_blocks_far_behind_two_billion_elements_are_read(bits):
 
 
 @each("bits", (16, 8, 4))
-def test_blocks_far_behind_two_billion_elements_are_written(bits):
+def test_blocks_far_behind_two_billion_elements_are_written(bits: int) -> None:
     near = make_pool(3, 64, 2, 128, bits, torch.bfloat16)
     far = spread(near, 64, 2, 128)
     qkv, angles = random(5, 12 * 128, dtype=torch.bfloat16), random(64, 64)
@@ -82,7 +82,7 @@ def test_blocks_far_behind_two_billion_elements_are_written(bits):
         assert torch.equal(one, other) and not torch.equal(one, old)
 
 
-def test_rows_of_logits_far_behind_two_billion_elements_are_read():
+def test_rows_of_logits_far_behind_two_billion_elements_are_read() -> None:
     logits = random(3, 5000)
     far = torch.empty(2 * FAR + 5000, device=DEVICE).as_strided((3, 5000), (FAR, 1))
     far.copy_(logits)

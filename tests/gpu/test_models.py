@@ -35,7 +35,7 @@ def directory_of(name: str, scratch: str) -> Path:
 
 
 class Generated(NamedTuple):
-    tokens: list[list[int]]  # of each prompt
+    tokens: list[list[int]]  # the generated tokens of each prompt
     num_recomputed: int
     num_graphs: int
 
@@ -43,7 +43,7 @@ class Generated(NamedTuple):
 def generate(
     directory: Path, device: str, kernels: str, pool_tokens: int = 4096, kv: str = "auto", graphs: bool = True
 ) -> Generated:
-    """Greedy, in float32."""
+    """Generates greedily, in float32."""
     from backend.api.config import load_config
     from backend.api.request import Request
     from backend.engine.core import EngineCore
@@ -72,7 +72,7 @@ def generate(
 
 
 @each("name", tuple(MODELS))
-def test_greedy_tokens_in_float32_are_the_cpus(name):
+def test_greedy_tokens_in_float32_are_the_cpus(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)
         expected = generate(directory, "cpu", "torch").tokens
@@ -80,7 +80,7 @@ def test_greedy_tokens_in_float32_are_the_cpus(name):
     assert measured == expected and all(len(tokens) == NEW_TOKENS for tokens in measured)
 
 
-def test_tokens_are_the_same_with_and_without_graphs():
+def test_tokens_are_the_same_with_and_without_graphs() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of("llama3", scratch)
         eager = generate(directory, str(DEVICE), "triton", graphs=False)
@@ -91,7 +91,7 @@ def test_tokens_are_the_same_with_and_without_graphs():
 
 @each("kv", ("auto", "int8", "int4"))
 @each("name", ("llama3", "mistral"))
-def test_a_small_pool_gives_the_tokens_of_a_large_one(name, kv):
+def test_a_small_pool_gives_the_tokens_of_a_large_one(name: str, kv: str) -> None:
     small = 256 if IS_GPU else 32
     with tempfile.TemporaryDirectory() as scratch:
         directory = directory_of(name, scratch)

@@ -1,4 +1,4 @@
-"""Linear layers, LoRA and experts on the GPU, against their references, in the types that serve."""
+"""Linear layers and LoRA on the GPU, against their references, in the types that serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels import lora, moe, w4a8, w4a16, w8a8
+from kernels import group_rows, lora, w4a8, w4a16, w8a8
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -22,7 +22,7 @@ W4A8_SHAPES = [(1, 64, 128), (3, 40, 256), (16, 200, 1024), (17, 72, 256), (65, 
 
 @each("dtype", HALVES)
 @each("case", w4a16.CASES)
-def test_w4a16(case, dtype):
+def test_w4a16(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
     m, n, k, group, zero_points = case
     weight = w4a16.quantize(random(n, k) / k**0.5, group, zero_points, dtype)
     x, bias = random(m, k, dtype=dtype), random(n, dtype=dtype, seed=1)
@@ -31,7 +31,7 @@ def test_w4a16(case, dtype):
 
 @each("dtype", (*HALVES, torch.float32))
 @each("case", w8a8.CASES)
-def test_w8a8(case, dtype):
+def test_w8a8(case: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = case
     x, weight = w8a8.quantize(random(m, k)), w8a8.quantize(random(n, k, seed=1))
     bias = random(n, dtype=dtype, seed=1)
@@ -40,7 +40,7 @@ def test_w8a8(case, dtype):
 
 
 @each("m, n, k", [(64, 256, 4096), (1, 128, 131_071)])
-def test_the_integer_sums_of_w8a8_are_exact(m, n, k):
+def test_the_integer_sums_of_w8a8_are_exact(m: int, n: int, k: int) -> None:
     """With scales of 1 and a float32 result up to 2^24, that is the sum itself."""
     generator = torch.Generator().manual_seed(0)
     q_x, q_w = (torch.randint(-2, 3, (rows, k), generator=generator).to(DEVICE, torch.int8) for rows in (m, n))
@@ -51,7 +51,7 @@ def test_the_integer_sums_of_w8a8_are_exact(m, n, k):
 
 @each("dtype", HALVES)
 @each("shape", w8a8.ROWS_CASES)
-def test_rows_are_quantised(shape, dtype):
+def test_rows_are_quantised(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     made, expected = w8a8.quantize(x), w8a8.int8_rows.reference(x)
     assert_near(made.scale, expected.scale)
@@ -63,7 +63,7 @@ def test_rows_are_quantised(shape, dtype):
 @each("dtype", HALVES)
 @each("per_group", (True, False))
 @each("case", W4A8_SHAPES)
-def test_w4a8(case, per_group, dtype):
+def test_w4a8(case: tuple[int, int, int], per_group: bool, dtype: torch.dtype) -> None:
     m, n, k = case
     x, weight = w8a8.quantize(random(m, k)), w4a8.quantize(random(n, k, seed=1) / k**0.5, per_group)
     bias = random(n, dtype=dtype, seed=1)
@@ -72,7 +72,7 @@ def test_w4a8(case, per_group, dtype):
 
 @each("dtype", HALVES)
 @each("case", lora.CASES)
-def test_lora(case, dtype):
+def test_lora(case: tuple[int, tuple[int, ...], int, int, tuple[int, ...]], dtype: torch.dtype) -> None:
     tokens, ranks, max_rank, k, widths = case
     offsets = (0, *accumulate(widths))
     x, y = random(tokens, k, dtype=dtype), random(tokens, offsets[-1], dtype=dtype)
@@ -88,41 +88,11 @@ def test_lora(case, dtype):
     assert torch.equal(measured[adapters < 0], y[adapters < 0])
 
 
-def expert_ids(tokens, experts, top_k, how):
-    if how == "one":
-        return torch.full((tokens, top_k), experts - 1, dtype=torch.int32, device=DEVICE)
-    among = torch.arange(experts)[:: 3 if how == "few" else 1]
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([among[torch.randperm(len(among), generator=generator)[:top_k]] for _ in range(tokens)]).int()
-    if how == "absent":
-        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
-    return ids.to(DEVICE)
-
-
-@each("dtype", HALVES)
-@each("block_m", tuple(moe.TILES))
-@each("case", moe.CASES)
-def test_experts(case, block_m, dtype):
-    tokens, experts, top_k, k, n, how = case
-    ids = expert_ids(tokens, experts, top_k, how)
-    groups = moe.group_rows(ids, experts, block_m)
-    x, w = random(tokens, k, dtype=dtype), (random(experts, n, k) / k**0.5).to(dtype)
-    flat = ids.flatten()
-    out = moe.grouped_matmul(x, w, groups, top_k)
-    assert_near(out[flat >= 0], moe.reference(x, w, flat, top_k)[flat >= 0])
-    inner, weights = random(tokens * top_k, k, dtype=dtype, seed=1), random(tokens, top_k).abs()
-    summed = moe.grouped_matmul_sum(inner, w, groups, weights)
-    assert_near(summed, moe.reference_sum(moe.reference(inner, w, flat, 1), weights))
-
-
-@each("tokens, experts, top_k", [(1, 8, 2), (70, 60, 6), (3, 128, 8), (5000, 8, 2)])
-def test_tokens_are_routed_and_grouped(tokens, experts, top_k):
-    logits = random(tokens, experts) * 3
-    weights, ids = moe.route(logits, top_k, True)
-    expected_weights, expected_ids = moe.reference_route(logits, top_k, True)
-    assert torch.equal(ids, expected_ids)
-    assert_near(weights, expected_weights)
-    made, expected = (make(ids.flatten(), experts, 16) for make in (moe.group_rows, moe.reference_groups))
+@each("rows, groups", [(2, 8), (420, 60), (24, 128), (10_000, 8)])
+def test_rows_are_grouped(rows: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(-1, groups, (rows,), generator=generator).to(DEVICE, torch.int32)
+    made, expected = (make(ids, groups, 16) for make in (group_rows.group_rows, group_rows.reference_groups))
     assert torch.equal(made.tile_group, expected.tile_group)
     used = int((expected.tile_group >= 0).sum()) * 16
     assert torch.equal(made.rows[:used], expected.rows[:used])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import choose_tokens, embedding, log_probs, rms_norm, silu_mul
-from kernels.int8_rows import group_sums
+from kernels.int8_rows import Int8Rows, group_sums
 from tests.gpu.harness import (
     DEVICE,
     HALVES,
@@ -22,7 +22,7 @@ FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8
 LOGITS = (torch.float32, torch.bfloat16)
 
 
-def assert_rows(measured, expected):
+def assert_rows(measured: Int8Rows, expected: Int8Rows) -> None:
     assert_near(measured.scale, expected.scale)
     assert torch.equal(measured.sums, group_sums(measured.q))
     difference = (measured.q.int() - expected.q.int()).abs()
@@ -31,7 +31,7 @@ def assert_rows(measured, expected):
 
 @each("dtype", HALVES)
 @each("shape", rms_norm.CASES)
-def test_rms_norm(shape, dtype):
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = (
         random(*shape, dtype=dtype),
         random(*shape, dtype=dtype, seed=1),
@@ -49,7 +49,7 @@ def test_rms_norm(shape, dtype):
 
 @each("dtype", HALVES)
 @each("shape", silu_mul.CASES)
-def test_silu_mul(shape, dtype):
+def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     assert_near(silu_mul.silu_mul(x), silu_mul.reference(x.float()))
     if x.ndim == 2:
@@ -58,7 +58,7 @@ def test_silu_mul(shape, dtype):
 
 @each("dtype", HALVES)
 @each("case", embedding.CASES)
-def test_embedding(case, dtype):
+def test_embedding(case: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, vocab, hidden = case
     table = random(vocab, hidden, dtype=dtype)
     ids = ints([(3 * token) % (vocab + 2) for token in range(tokens)], torch.int64)
@@ -68,7 +68,7 @@ def test_embedding(case, dtype):
 
 @each("dtype", (torch.float32, *HALVES))
 @each("case", log_probs.CASES)
-def test_log_probs(case, dtype):
+def test_log_probs(case: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, vocab, n = case
     logits, ids = random(rows, vocab, dtype=dtype) * 3, ints([row % vocab for row in range(rows)], torch.int64)
     measured, expected = log_probs.log_probs(logits, ids, n), log_probs.reference(logits, ids, n)
@@ -77,7 +77,9 @@ def test_log_probs(case, dtype):
     assert not n or (measured.top - expected.top).abs().max() <= 1e-4
 
 
-def asked(rows, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8):
+def asked(
+    rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8
+) -> choose_tokens.Rows:
     generator = torch.Generator().manual_seed(rows)
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=generator).to(DEVICE)
     doubles = [torch.full((rows,), value, dtype=torch.float64, device=DEVICE) for value in (top_p, min_p)]
@@ -88,7 +90,9 @@ def asked(rows, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8):
 @each("dtype", LOGITS)
 @each("shape", [*choose_tokens.CASES, (2, 128256)])
 @each("top_k, top_p, min_p", FILTERS)
-def test_the_token_is_the_references(top_k, top_p, min_p, shape, dtype):
+def test_the_token_is_the_references(
+    top_k: int, top_p: float, min_p: float, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     logits, rows = (3 * random(*shape)).to(dtype), asked(shape[0], top_k, top_p, min_p)
     assert torch.equal(choose_tokens.choose_tokens(logits, rows), choose_tokens.reference(logits, rows))
     greedy = asked(shape[0], temperature=0.0)
@@ -97,7 +101,7 @@ def test_the_token_is_the_references(top_k, top_p, min_p, shape, dtype):
 
 @each("dtype", LOGITS)
 @each("shape", choose_tokens.CASES)
-def test_the_token_behind_penalties_and_a_mask_is_the_references(shape, dtype):
+def test_the_token_behind_penalties_and_a_mask_is_the_references(shape: tuple[int, int], dtype: torch.dtype) -> None:
     count, vocab = shape
     generator = torch.Generator().manual_seed(vocab)
     tokens = torch.randint(0, min(vocab, 700), (count + 2, 1100), generator=generator)

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from deploy.rundir import default_run_directory
 from tests.hostile import cycles, growth, named, report
@@ -72,7 +73,7 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fuzz(args: argparse.Namespace, directory: Path) -> tuple[str, dict, bool]:
+def fuzz(args: argparse.Namespace, directory: Path) -> tuple[str, dict[str, Any], bool]:
     """Returns the report, the same as JSON, and whether something was found."""
     mix = mix_of(args, args.seed)
     target = Target(directory, tuple(args.overrides))

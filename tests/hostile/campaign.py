@@ -15,7 +15,7 @@ from tests.hostile.send import Sender
 from tests.hostile.tally import Tally
 from tests.hostile.target import Target
 
-WATCH_S = 0.02  # how often it is looked who has died first
+WATCH_S = 0.02  # time between two looks at which process has died first
 GONE_S = 0.5  # a cut connection of a dying server: how long until the process is seen to have ended
 
 
@@ -30,7 +30,7 @@ class Settings:
 class Campaign:
     """One run against one target. `tell(text)` shows progress; results are in `tally`."""
 
-    def __init__(self, target: Target, settings: Settings, tell: Callable[[str], None] = lambda text: None):
+    def __init__(self, target: Target, settings: Settings, tell: Callable[[str], None] = lambda text: None) -> None:
         self._target = target
         self._settings = settings
         self._tell = tell
@@ -85,7 +85,9 @@ class Campaign:
 class _Volley:
     """The cases of one chunk, sent until they are all done or tritonserver is gone."""
 
-    def __init__(self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]):
+    def __init__(
+        self, target: Target, settings: Settings, tally: Tally, make: Callable[[int], Case], todo: deque[int]
+    ) -> None:
         self._target, self._settings, self._tally, self._make, self._todo = target, settings, tally, make, todo
         self._dead = threading.Event()
 

@@ -17,7 +17,7 @@ _sessions = itertools.count(1 << 40)  # ids that no hostile request uses
 class Canary:
     """Greedy texts of every model and a session of two turns, noted on a fresh server and asked for again."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target) -> None:
         self._target = target
         self._expected: dict[str, str] = {}
 

@@ -20,7 +20,7 @@ class GrpcCall:
 
     method: str  # ModelStreamInfer or ModelInfer
     messages: tuple[bytes, ...]
-    grpc_error: bool = False  # with the metadata triton_grpc_error: true
+    grpc_error: bool = False  # sends the metadata triton_grpc_error: true
     leave_after: int | None = None
     keep_open: bool = False  # the client's side stays open until every message has been answered
 
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        """Bytes that the client sends."""
+        """The number of bytes that the client sends."""
         return sum(map(len, self.call.pieces if isinstance(self.call, HttpExchange) else self.call.messages))
 
     @property

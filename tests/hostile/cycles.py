@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import ServerFailed
 from tests.hostile import grpc_cases, report
@@ -28,7 +29,7 @@ def cancel_case(seed: int, index: int) -> Case:
 
 def cancels(
     directory: Path, count: int, seed: int, workers: int, tell: Callable[[str], None]
-) -> tuple[str, dict, bool]:
+) -> tuple[str, dict[str, Any], bool]:
     """Cancel `count` gRPC streams midway; a canary, and a look for what stays in use, after each 500."""
     target = Target(directory)
     campaign = Campaign(target, Settings(workers=workers), tell)
@@ -40,7 +41,7 @@ def cancels(
     return report.text(campaign.tally), report.as_json(campaign.tally), bool(campaign.tally.failures())
 
 
-def starts(directory: Path, times: int, tell: Callable[[str], None]) -> tuple[str, dict, bool]:
+def starts(directory: Path, times: int, tell: Callable[[str], None]) -> tuple[str, dict[str, Any], bool]:
     """Start and stop the server `times` times. Every log stays; a start that fails is told with its log's end."""
     seconds: list[float] = []
     failures: list[dict] = []

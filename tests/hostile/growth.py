@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.mix import Mix
@@ -34,7 +35,7 @@ def run(
     return table(head, [_row(kind, entry) for kind, entry in found.items()]), found, False
 
 
-def _row(kind: str, entry: dict) -> list[str]:
+def _row(kind: str, entry: dict[str, Any]) -> list[str]:
     samples = entry["samples"]
     shown = [" > ".join(f"{sample.get(name, 0.0):.0f}" for sample in samples) for name in SHOWN]
     return [kind, f"{entry['sent MB']:.1f}", *shown, str(entry["deaths"])]

@@ -10,7 +10,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from backend.serving.tensors import MODELS, Input
+from backend.serving.fronts.roles import MODELS
+from backend.serving.tensors import Input
 from tests.hostile import values
 from tests.hostile.case import Case, GrpcCall
 

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from backend.serving.tensors import MODELS
+from backend.serving.fronts.roles import MODELS
 from tests.hostile import values
 from tests.hostile.case import Case, HttpExchange
 
@@ -163,6 +163,7 @@ def bad_text(rng: random.Random, model: str) -> Case:
     pick = rng.randrange(5)
     if pick == 0:
         fields = {
+            "text_input": '""',
             "max_tokens": "2",
             "messages": json.dumps("[" + ", ".join(_message(rng) for _ in range(rng.randrange(3))) + "]"),
         }

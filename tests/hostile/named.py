@@ -36,8 +36,8 @@ def bias_words(model: str, num_bytes: int) -> Case:
 
 
 def messages(model: str, number: int, name: str, text: str) -> Case:
-    fields = {"max_tokens": "2", "messages": json.dumps(text)}
-    return post(f"named-{number:02}", name, model, body(fields | (base(model) if model == "tensorrt_llm" else {})))
+    own = base(model) if model == "tensorrt_llm" else {"text_input": '""'}
+    return post(f"named-{number:02}", name, model, body({"max_tokens": "2", "messages": json.dumps(text)} | own))
 
 
 def raw_field(model: str, number: int, name: str, field: bytes) -> Case:

@@ -38,7 +38,7 @@ class Reply:
 class Sender:
     """A client of one thread: a connection for each HTTP case, one gRPC channel."""
 
-    def __init__(self, http_url: str, grpc_url: str, deadline_s: float = 30.0):
+    def __init__(self, http_url: str, grpc_url: str, deadline_s: float = 30.0) -> None:
         parts = urllib.parse.urlsplit(http_url)
         self._address = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._deadline_s = deadline_s

@@ -29,7 +29,7 @@ class Death:
 class Target:
     """One server at a time. Call start(), look() and stop() on the thread that made it: the server dies with that one."""
 
-    def __init__(self, directory: Path, overrides: tuple[str, ...] = ()):
+    def __init__(self, directory: Path, overrides: tuple[str, ...] = ()) -> None:
         self._config = load_config(overrides=[*EXACT, *overrides])
         self._directory = directory
         self._starts = 0

@@ -18,7 +18,7 @@ from tests.hostile.target import Death, Target
 CASES = 400
 
 
-def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path):
+def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path: Path) -> None:
     """Without the metadata triton_grpc_error, whose deaths are tritonserver's own (docs/reliability.md)."""
     target = Target(tmp_path)
     campaign = Campaign(target, Settings(chunk=CASES // 2))
@@ -30,19 +30,19 @@ def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path):
     assert campaign.tally.num_cases == CASES and not campaign.tally.failures(), report.text(campaign.tally)
 
 
-def test_a_run_is_decided_by_its_seed():
+def test_a_run_is_decided_by_its_seed() -> None:
     first, second, other = Mix(3), Mix(3), Mix(4)
     assert [first.case(index) for index in range(300)] == [second.case(index) for index in range(300)]
     assert [first.case(index) for index in range(300)] != [other.case(index) for index in range(300)]
 
 
-def test_a_run_has_every_class_of_request_and_each_named_one():
+def test_a_run_has_every_class_of_request_and_each_named_one() -> None:
     mix = Mix(5)
     found = [mix.case(index) for index in range(1500)]
     assert {case.kind for case in found} >= {*KINDS, *(f"named-{number:02}" for number in (2, 4, 5, 10, 11, 12))}
 
 
-def test_what_is_known_to_be_fatal_is_sent_without_the_metadata_unless_asked_for():
+def test_what_is_known_to_be_fatal_is_sent_without_the_metadata_unless_asked_for() -> None:
     def fatal(mix: Mix) -> list[Case]:
         found = (mix.case(index) for index in range(2000))
         return [c for c in found if isinstance(c.call, GrpcCall) and c.call.grpc_error and c.known_fatal]
@@ -64,15 +64,15 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("what", LEAKS)
-def test_a_reply_that_tells_of_the_inside_is_a_leak(what):
+def test_a_reply_that_tells_of_the_inside_is_a_leak(what: str) -> None:
     assert any(leak.startswith(what) for leak in answers.leaks(CASE, Reply("answered", "http", 400, LEAKS[what])))
 
 
-def test_what_the_client_sent_itself_is_no_leak():
+def test_what_the_client_sent_itself_is_no_leak() -> None:
     assert answers.leaks(CASE, Reply("answered", "http", 400, "unknown input app.py; leave it out")) == []
 
 
-def test_tritons_page_on_a_configuration_may_name_the_models_file():
+def test_tritons_page_on_a_configuration_may_name_the_models_file() -> None:
     page = '{"name":"ensemble","backend":"python","default_model_filename":"model.py","parameters":{}}'
     assert answers.leaks(CASE, Reply("answered", "http", 200, page)) == []
     assert answers.leaks(CASE, Reply("answered", "http", 200, page + " model.py failed")) != []
@@ -92,7 +92,7 @@ def test_tritons_page_on_a_configuration_may_name_the_models_file():
         (Reply("none", "grpc"), answers.NO_END),
     ],
 )
-def test_replies_are_classed_by_what_they_say(reply, found):
+def test_replies_are_classed_by_what_they_say(reply: Reply, found: str) -> None:
     assert answers.classify(CASE, reply) == found
 
 
@@ -132,5 +132,7 @@ ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x
         ("engine", None, "", [_grpc_case(b"a", string_length=True)], None),
     ],
 )
-def test_only_documented_bugs_explain_a_death(who, status, log, suspects, bug):
+def test_only_documented_bugs_explain_a_death(
+    who: str, status: int | None, log: str, suspects: list[Case], bug: deaths.Bug | None
+) -> None:
     assert deaths.explanation(Death(who, status, log, Path("log")), suspects) == bug

@@ -23,7 +23,7 @@ class Loop:
         self.made = compile_variant(variant, architecture)
         self.instructions = self.made.loop("HMMA", "LDGSTS")
         constants = variant.constants
-        elements = constants["TILE"] * constants["HEAD_DIM"] * 2 / (32 * variant.num_warps)  # of a thread
+        elements = constants["TILE"] * constants["HEAD_DIM"] * 2 / (32 * variant.num_warps)  # elements of one thread
         self.an_element = len(self.instructions) / elements
 
     def mnemonics(self) -> Counter[str]:

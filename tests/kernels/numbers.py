@@ -15,7 +15,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def assert_near(measured: Tensor, expected: Tensor, factor: float = 1.0) -> None:
-    """`factor`: of the tolerance of measured's dtype."""
+    """`factor` multiplies the tolerance of measured's dtype."""
     assert measured.shape == expected.shape
     error = ((measured.double() - expected.double()).abs() / (1 + expected.double().abs())).max().item()
     limit = factor * TOLERANCE.get(measured.dtype, 0.0)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.common import kv_format
 from kernels.common.kv_format import (
@@ -23,11 +24,11 @@ from tests.kernels.numbers import random_tensor
 BITS = [8, 4]
 
 
-def round_trip(x, bits):
+def round_trip(x: Tensor, bits: int) -> Tensor:
     return dequantize_rows(*quantize_rows(x, bits))
 
 
-def assert_as_near_as_promised(x, bits):
+def assert_as_near_as_promised(x: Tensor, bits: int) -> None:
     q, scale, least = quantize_rows(x, bits)
     limit = scale.float() * 0.501 + least.float().abs() / 2048 + 2**-17
     error = (dequantize_rows(q, scale, least) - x.float()).abs().amax(1)
@@ -36,7 +37,7 @@ def assert_as_near_as_promised(x, bits):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows, head_dim, bits", kv_format.CASES)
-def test_a_row_comes_back_within_half_a_step(rows, head_dim, bits, dtype):
+def test_a_row_comes_back_within_half_a_step(rows: int, head_dim: int, bits: int, dtype: torch.dtype) -> None:
     x = (random_tensor(rows, head_dim) * torch.logspace(-2, 3, rows)[:, None]).to(dtype)
     q, scale, least = quantize_rows(x, bits)
     assert (q.dtype, scale.dtype, least.dtype) == (torch.uint8, torch.float16, torch.float16)
@@ -44,7 +45,7 @@ def test_a_row_comes_back_within_half_a_step(rows, head_dim, bits, dtype):
     assert_as_near_as_promised(x, bits)
 
 
-def test_the_values_are_those_of_the_formula():
+def test_the_values_are_those_of_the_formula() -> None:
     x = torch.tensor([[-1.0, 0.0, 0.49, 0.5, 1.5, 2.5, 13.0, 14.0], [3.0, 3.5, 4.0, 5.0, 6.0, 9.0, 12.0, 18.0]])
     q, scale, least = quantize_rows(x, 4)
     assert scale.tolist() == [1.0, 1.0] and least.tolist() == [-1.0, 3.0]
@@ -53,7 +54,7 @@ def test_the_values_are_those_of_the_formula():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.1, 0.3, -0.1, -0.3, 1000.1, -7e-8, 65504.0])
-def test_constant_rows_come_back(value, bits):
+def test_constant_rows_come_back(value: float, bits: int) -> None:
     x = torch.full((2, 64), value)
     q, scale, least = quantize_rows(x, bits)
     assert (scale >= 0).all()
@@ -63,20 +64,20 @@ def test_constant_rows_come_back(value, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_that_hardly_vary_lose_no_more_than_float16_does(bits):
+def test_rows_that_hardly_vary_lose_no_more_than_float16_does(bits: int) -> None:
     assert_as_near_as_promised(100 + 1e-4 * random_tensor(40, 64), bits)
     assert_as_near_as_promised(-3000 + 0.1 * random_tensor(40, 64), bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-8, 1e-6])
-def test_rows_of_next_to_nothing_come_back_as_next_to_nothing(size, bits):
+def test_rows_of_next_to_nothing_come_back_as_next_to_nothing(size: float, bits: int) -> None:
     x = size * random_tensor(5, 64).clamp(-3, 3)
     assert (round_trip(x, bits) - x).abs().max() <= min(2**-16, 10 * size)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_whole_range_of_float16_comes_back(bits):
+def test_the_whole_range_of_float16_comes_back(bits: int) -> None:
     x = random_tensor(3, 64)
     x *= 65504 / x.abs().amax(1, keepdim=True)
     x[0, :2] = torch.tensor([-65504.0, 65504.0])
@@ -85,7 +86,7 @@ def test_the_whole_range_of_float16_comes_back(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [65519.0, 65520.0, 1e6, 1e20, 3e38, torch.inf])
-def test_what_float16_cannot_hold_is_cut_and_stays_finite(size, bits):
+def test_what_float16_cannot_hold_is_cut_and_stays_finite(size: float, bits: int) -> None:
     x = random_tensor(4, 64)
     x[0, 3], x[1, 5] = size, -size
     x[2, 7], x[2, 8] = size, -size
@@ -98,27 +99,27 @@ def test_what_float16_cannot_hold_is_cut_and_stays_finite(size, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_do_not_share_anything(bits):
+def test_rows_do_not_share_anything(bits: int) -> None:
     x = random_tensor(9, 64)
     alone = torch.cat([round_trip(x[row : row + 1], bits) for row in range(9)])
     assert torch.equal(round_trip(x, bits), alone)
 
 
-def test_an_int4_byte_holds_one_number_of_each_half():
+def test_an_int4_byte_holds_one_number_of_each_half() -> None:
     q = torch.tensor([[1, 2, 3, 15, 8, 0, 7, 15]], dtype=torch.uint8)
     assert pack(q, 4).tolist() == [[0x81, 0x02, 0x73, 0xFF]]
     assert pack(q, 8).tolist() == q.tolist()
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_unpacking_undoes_packing(bits):
+def test_unpacking_undoes_packing(bits: int) -> None:
     q = torch.randint(1 << bits, (3, 5, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = pack(q, bits)
     assert packed.shape == (3, 5, 96 * bits // 8) and packed.dtype == torch.uint8
     assert torch.equal(unpack(packed, bits), q)
 
 
-def test_every_pair_of_numbers_has_a_byte_of_its_own():
+def test_every_pair_of_numbers_has_a_byte_of_its_own() -> None:
     low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
     q = torch.stack((low.flatten(), high.flatten()), dim=1).to(torch.uint8)
     assert len(pack(q, 4).unique()) == 256
@@ -134,7 +135,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_data_and_params_lie_where_the_format_says(layout):
+def test_data_and_params_lie_where_the_format_says(layout: QuantizedPool) -> None:
     pool = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
     data, params, *_ = layout.view(pool)
     block, head, side, offset = 2, layout.kv_heads - 1, 1, layout.block_size - 1
@@ -150,7 +151,7 @@ def test_data_and_params_lie_where_the_format_says(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_data_and_params_are_the_whole_block_without_overlap(layout):
+def test_data_and_params_are_the_whole_block_without_overlap(layout: QuantizedPool) -> None:
     pool = torch.zeros(2, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(pool)
     view.data.add_(1)
@@ -159,7 +160,7 @@ def test_data_and_params_are_the_whole_block_without_overlap(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout):
+def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout: QuantizedPool) -> None:
     layers = torch.zeros(3, 5, layout.block_bytes, dtype=torch.uint8)
     view = layout.view(layers[:, 2])
     view.data.fill_(7)
@@ -169,7 +170,7 @@ def test_the_pool_of_a_layer_may_be_a_view_of_a_larger_one(layout):
     assert not layers[:, [0, 1, 3, 4]].any()
 
 
-def test_sizes_are_those_of_the_promise():
+def test_sizes_are_those_of_the_promise() -> None:
     """int8 has 1/2, int4 1/4 of a 16-bit pool's bytes, and 4 bytes for each row."""
     rows = 64 * 8 * 2
     assert QuantizedPool(64, 8, 128, 8).block_bytes == rows * (128 + 4)
@@ -177,7 +178,7 @@ def test_sizes_are_those_of_the_promise():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_written_through_the_views_is_read_through_them(bits):
+def test_what_is_written_through_the_views_is_read_through_them(bits: int) -> None:
     layout = QuantizedPool(block_size=4, kv_heads=2, head_dim=64, bits=bits)
     x = random_tensor(3 * 2 * 2 * 4, 64)
     q, scale, least = quantize_rows(x, bits)
@@ -190,7 +191,7 @@ def test_what_is_written_through_the_views_is_read_through_them(bits):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(layout):
+def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(layout: QuantizedPool) -> None:
     pool = layout.view(torch.arange(3 * layout.block_bytes).to(torch.uint8).view(3, -1))
     assert pool.words.data_ptr() == pool.params.data_ptr()
     halves = pool.params.view(torch.int16).int()
@@ -199,7 +200,7 @@ def test_a_word_is_the_scale_and_above_it_the_least_and_strides_lead_to_both(lay
     assert (pool.head_dim, pool.bits) == (layout.head_dim, layout.bits)
 
 
-def test_a_plain_pool_is_its_values():
+def test_a_plain_pool_is_its_values() -> None:
     memory = random_tensor(3, 4, 2, 5, 16, dtype=torch.bfloat16)
     pool = plain_pool(memory[..., 2:10])
     assert pool.data.data_ptr() == memory[..., 2:].data_ptr() and pool.data.shape == (3, 4, 2, 5, 8)
@@ -210,19 +211,19 @@ def test_a_plain_pool_is_its_values():
         plain_pool(memory[..., ::2])
 
 
-def halves(words, dtype):
+def halves(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Words [n] -> [n, 2] of their 16-bit floats, the low one first."""
     return torch.stack((words, words >> 16), dim=1).to(torch.int16).view(dtype)
 
 
-def permuted(a, b, selector):
+def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
     """prmt: byte i of the result is that of the eight of a and b which digit i of the selector names."""
     both = a | b << 32
     return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
 
-def run_ptx(text, words, dtype):
-    """What the text makes of each word, which are torch.int64 and below 2^32: its outputs $0, $1, ..."""
+def run_ptx(text: str, words: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Runs the text on each word (torch.int64, below 2^32) and returns its outputs $0, $1, ..."""
     instructions = [line.strip().rstrip(";") for line in text.splitlines()[1:-1] if ".reg" not in line]
     outputs = text.count("prmt") if "fma" not in text else text.count("fma")
     registers = {f"${outputs}": words}
@@ -247,7 +248,7 @@ def run_ptx(text, words, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BITS)
-def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits, dtype):
+def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits: int, dtype: torch.dtype) -> None:
     bytes_ = torch.stack(
         [(torch.arange(256) * odd + odd) % 256 for odd in (1, 3, 77, 251)], dim=1
     )  # each at each place
@@ -259,12 +260,12 @@ def test_what_a_gpu_makes_of_four_bytes_are_their_numbers_and_the_bias(bits, dty
     assert torch.equal(found, expected.double() + bias)
 
 
-def test_numbers_for_float32_queries_are_converted_without_a_bias():
+def test_numbers_for_float32_queries_are_converted_without_a_bias() -> None:
     assert unpacking(torch.float32, 4, compiled=True) == unpacking(torch.float32, 8, compiled=True) == (None, 0)
 
 
 @pytest.mark.feature("004-22")
-def test_the_same_memory_holds_nearly_twice_the_tokens_in_int8_and_four_times_in_int4():
+def test_the_same_memory_holds_nearly_twice_the_tokens_in_int8_and_four_times_in_int4() -> None:
     plain = PlainPool(64, 8, 128, torch.bfloat16)
     size = math.prod(plain.block_shape) * plain.dtype.itemsize
     for bits, times in ((8, 2), (4, 4)):

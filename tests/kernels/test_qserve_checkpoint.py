@@ -42,16 +42,16 @@ PACKED = {
 
 
 def half_scales(weight: w4a8.Weight4A8) -> w4a8.Weight4A8:
-    """With scales that float16 holds."""
+    """The weight with scales that float16 holds."""
     return weight._replace(scale=weight.scale.half().float())
 
 
 @pytest.fixture(params=[True, False], ids=["per group", "per channel"])
-def weight(request) -> w4a8.Weight4A8:
+def weight(request: pytest.FixtureRequest) -> w4a8.Weight4A8:
     return half_scales(w4a8.quantize(random_tensor(96, 384), request.param))
 
 
-def test_bytes_are_those_of_the_authors_packer():
+def test_bytes_are_those_of_the_authors_packer() -> None:
     rows, columns = torch.arange(64)[:, None], torch.arange(128)
     q = ((7 * rows + 3 * columns + rows * columns // 5) % 16).to(torch.uint8)
     qweight = layout._tiles(q)
@@ -60,7 +60,7 @@ def test_bytes_are_those_of_the_authors_packer():
         assert qweight.flatten()[at : at + 24].tolist() == expected
 
 
-def test_a_byte_holds_the_weights_that_its_place_in_the_tile_says():
+def test_a_byte_holds_the_weights_that_its_place_in_the_tile_says() -> None:
     q = torch.randint(0, 16, (64, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     qweight = layout._tiles(q).view(torch.uint8).flatten()
     for at in range(0, len(qweight), 37):
@@ -71,13 +71,13 @@ def test_a_byte_holds_the_weights_that_its_place_in_the_tile_says():
         assert qweight[at] == q[row, column] + 16 * q[row + 16, column]
 
 
-def test_a_layer_is_read_as_it_was_written(weight):
+def test_a_layer_is_read_as_it_was_written(weight: w4a8.Weight4A8) -> None:
     tensors = layout.to_qserve(weight)
     for read, written in zip(layout.from_qserve(**tensors), weight, strict=True):
         assert read is written is None or read.dtype == written.dtype and torch.equal(read, written)
 
 
-def test_the_tensors_of_groups_are_in_the_order_of_lanes():
+def test_the_tensors_of_groups_are_in_the_order_of_lanes() -> None:
     weight = half_scales(w4a8.quantize(random_tensor(64, 256), True))
     tensors = layout.to_qserve(weight)
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {
@@ -90,13 +90,13 @@ def test_the_tensors_of_groups_are_in_the_order_of_lanes():
     assert torch.equal(tensors["s2_zeros"][:, :9].int(), zeros[:, order])
 
 
-def test_zeros_of_channels_are_scaled():
+def test_zeros_of_channels_are_scaled() -> None:
     weight = half_scales(w4a8.quantize(random_tensor(32, 128), False))
     tensors = layout.to_qserve(weight)
     assert torch.equal(tensors["s1_szeros"], (weight.zeros[0] * weight.scale).half())
 
 
-def test_zeros_times_scales_beyond_int8_wrap_around():
+def test_zeros_times_scales_beyond_int8_wrap_around() -> None:
     """240 = 15 * 16 is stored as 16."""
     zeros, scales = torch.full((1, 32), 15, dtype=torch.uint8), torch.full((1, 32), 16, dtype=torch.int8)
     packed = w4a8.pack(torch.full((32, 128), 9, dtype=torch.uint8), 128)
@@ -105,20 +105,20 @@ def test_zeros_times_scales_beyond_int8_wrap_around():
     assert torch.equal(layout.from_qserve(**tensors).zeros, zeros)
 
 
-def test_a_row_of_zeros_is_read():
+def test_a_row_of_zeros_is_read() -> None:
     w = random_tensor(32, 128)
     w[3] = 0
     assert not w4a8.dequantize(layout.from_qserve(**layout.to_qserve(w4a8.quantize(w, False))))[3].any()
 
 
 @pytest.mark.parametrize("n, k", [(40, 128), (32, 160)])
-def test_tiles_that_are_not_whole_are_refused(n, k):
+def test_tiles_that_are_not_whole_are_refused(n: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"tiles of 32 and columns in groups of 128, this one is {n} x {k}: pad it"):
         layout.from_qserve(torch.zeros(n, k // 2, dtype=torch.int8), torch.ones(n).half(), torch.ones(n).half())
 
 
 def group_tensors(scale: int, zero: int, q: int) -> dict[str, torch.Tensor]:
-    """Of a layer in which all are the same."""
+    """The tensors of a layer in which all numbers are the same."""
     return {
         "qweight": torch.full((32, 64), q * 17, dtype=torch.uint8).view(torch.int8),
         "s1_scales": torch.ones(32).half(),
@@ -136,12 +136,12 @@ def group_tensors(scale: int, zero: int, q: int) -> dict[str, torch.Tensor]:
         (16, 9, 0, "is -144, not within -128..127"),
     ],
 )
-def test_weights_that_leave_int8_are_refused(scale, zero, q, message):
+def test_weights_that_leave_int8_are_refused(scale: int, zero: int, q: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout.from_qserve(**group_tensors(scale, zero, q))
 
 
-def test_zeros_that_are_no_whole_numbers_are_refused():
+def test_zeros_that_are_no_whole_numbers_are_refused() -> None:
     tensors = group_tensors(5, 3, 3)
     tensors["s2_zeros"][0, 7] = -14
     with pytest.raises(ValueError, match="not multiples"):
@@ -152,7 +152,7 @@ def test_zeros_that_are_no_whole_numbers_are_refused():
         layout.from_qserve(**tensors)
 
 
-def test_groups_in_deepcompressors_order_are_refused():
+def test_groups_in_deepcompressors_order_are_refused() -> None:
     tensors = layout.to_qserve(w4a8.quantize(random_tensor(128, 1024), True))
     for name in ("s2_scales", "s2_zeros"):
         in_order = layout._in_order(tensors[name])
@@ -161,7 +161,7 @@ def test_groups_in_deepcompressors_order_are_refused():
         layout.from_qserve(**tensors)
 
 
-def test_other_groups_and_missing_tensors_are_refused():
+def test_other_groups_and_missing_tensors_are_refused() -> None:
     tensors = group_tensors(5, 3, 3)
     with pytest.raises(ValueError, match=r"not \(1, 32\): groups must have 128 columns"):
         layout.from_qserve(**tensors | {"s2_scales": torch.ones(2, 32, dtype=torch.int8)})

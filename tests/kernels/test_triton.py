@@ -15,7 +15,7 @@ TIMEOUT_S = 900
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("folder, variable", [("interpreted", "TRITON_INTERPRET"), ("compiled", "EVERBATCH_TRITON")])
-def test_every_kernel_is_proven(folder, variable):
+def test_every_kernel_is_proven(folder: str, variable: str) -> None:
     environment = os.environ | {variable: "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)

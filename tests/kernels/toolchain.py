@@ -27,7 +27,7 @@ class Compiled:
     sass: str
 
     def count(self, mnemonic: str) -> int:
-        """How many instructions begin with it."""
+        """The number of instructions that have this mnemonic."""
         return len(re.findall(rf"\b{re.escape(mnemonic)}\b", self.sass))
 
     def loop(self, *holding: str) -> list[str]:

@@ -42,12 +42,12 @@ class Cache:
         watermark: float = 0.0,
         vocab_size: int = VOCAB,
         **config: object,
-    ):
+    ) -> None:
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.num_backed_blocks)
-        self.copies: list[tuple[int, int]] = []  # of the last step
+        self.copies: list[tuple[int, int]] = []  # the copies of the last step
         self._step_id = 0
 
     def judge(self, seq: Sequence, headroom: int = 0) -> Admission:

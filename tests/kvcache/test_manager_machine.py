@@ -42,7 +42,9 @@ class Manager(RuleBasedStateMachine):
         reuse=st.booleans(),
         partial=st.booleans(),
     )
-    def build(self, num_blocks, block_size, chunk, window, reuse, partial):
+    def build(
+        self, num_blocks: int, block_size: int, chunk: int, window: int | None, reuse: bool, partial: bool
+    ) -> None:
         self.cache = Cache(
             num_blocks,
             block_size,
@@ -55,7 +57,7 @@ class Manager(RuleBasedStateMachine):
             enable_partial_reuse=partial,
         )
         self.kv = self.cache.kv
-        self.target = num_blocks
+        self.num_blocks = num_blocks
         self.live: list[Sequence] = []
         self._ids = iter(range(1, 10_000))
 
@@ -63,14 +65,14 @@ class Manager(RuleBasedStateMachine):
         return [seq for seq in self.live if seq.status in states]
 
     @rule(prompt=PROMPT, namespace=st.sampled_from(["", "", "salt"]))
-    def arrive(self, prompt, namespace):
+    def arrive(self, prompt: list[int], namespace: str) -> None:
         seq = make_sequence(next(self._ids), prompt, namespace=namespace)
         if self.cache.judge(seq) is Admission.NOW:
             self.live.append(self.cache.start(seq))
 
     @precondition(lambda self: self._those(Status.RUNNING))
     @rule(chunks=st.lists(st.tuples(INDEX, st.integers(1, 6)), min_size=1, max_size=12))
-    def run(self, chunks):
+    def run(self, chunks: list[tuple[int, int]]) -> None:
         for index, num_tokens in chunks:
             running = self._those(Status.RUNNING)
             if not running:
@@ -85,7 +87,7 @@ class Manager(RuleBasedStateMachine):
 
     @precondition(lambda self: self._those(Status.RUNNING) and self.kv.state.slots.num_free)
     @rule(index=INDEX)
-    def fork(self, index):
+    def fork(self, index: int) -> None:
         running = self._those(Status.RUNNING)
         used = self.kv.stats().used_num_blocks
         self.live.append(self.cache.fork(running[index % len(running)], next(self._ids), seed=index))
@@ -93,7 +95,7 @@ class Manager(RuleBasedStateMachine):
 
     @precondition(lambda self: self._those(Status.RUNNING))
     @rule(index=INDEX, how=st.sampled_from(["pause", "keep", "erase"]))
-    def leave(self, index, how):
+    def leave(self, index: int, how: str) -> None:
         running = self._those(Status.RUNNING)
         seq = running[index % len(running)]
         if how == "pause":
@@ -104,7 +106,7 @@ class Manager(RuleBasedStateMachine):
 
     @precondition(lambda self: self._those(Status.PAUSED))
     @rule(index=INDEX, partner=INDEX, cut=st.integers(0, 5), more=st.lists(st.integers(0, 1), min_size=1, max_size=3))
-    def come_back(self, index, partner, cut, more):
+    def come_back(self, index: int, partner: int, cut: int, more: list[int]) -> None:
         """Two sequences, one of them cut and continued otherwise, return in one plan."""
         paused = self._those(Status.PAUSED)
         seq, other = paused[index % len(paused)], paused[partner % len(paused)]
@@ -123,20 +125,15 @@ class Manager(RuleBasedStateMachine):
 
     @precondition(lambda self: self._those(Status.PAUSED))
     @rule(index=INDEX)
-    def erase(self, index):
+    def erase(self, index: int) -> None:
         paused = self._those(Status.PAUSED)
         seq = paused[index % len(paused)]
         self.kv.release(seq, keep=False)
         seq.apply(Event.RETIRE)
         self.live.remove(seq)
 
-    @rule(num_blocks=st.integers(4, 12))
-    def resize(self, num_blocks):
-        self.kv.resize(num_blocks)
-        self.target = num_blocks
-
     @rule(prompt=PROMPT, choices=st.lists(st.tuples(st.sampled_from(["admit", "extend", "pause"]), INDEX), max_size=6))
-    def drop_a_plan(self, prompt, choices):
+    def drop_a_plan(self, prompt: list[int], choices: list[tuple[str, int]]) -> None:
         """Whatever is planned: as long as it is not committed, nothing has happened."""
         newcomer = make_sequence(10_000, prompt)
         before = state_of(self.kv, [*self.live, newcomer])
@@ -157,7 +154,7 @@ class Manager(RuleBasedStateMachine):
         assert state_of(self.kv, [*self.live, newcomer]) == before
 
     @invariant()
-    def everything_adds_up(self):
+    def everything_adds_up(self) -> None:
         if not hasattr(self, "kv"):
             return
         self.cache.scramble_free_blocks()
@@ -168,9 +165,9 @@ class Manager(RuleBasedStateMachine):
             assert seq.num_uncomputed_tokens > 0, f"{seq!r} has nothing left to sample from"
         stats = self.kv.stats()
         assert stats.free_num_blocks + stats.cached_num_blocks + stats.used_num_blocks == stats.max_num_blocks
-        assert stats.max_num_blocks == max(self.target, stats.used_num_blocks)
+        assert stats.max_num_blocks == self.num_blocks
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "kv"):
             return
         for seq in self.live:
@@ -180,7 +177,7 @@ class Manager(RuleBasedStateMachine):
         self.kv.lose_everything()
         self.kv.check_integrity()
         assert len(self.kv.state.trie) == 0
-        assert self.kv.stats().free_num_blocks == self.kv.stats().max_num_blocks == self.target
+        assert self.kv.stats().free_num_blocks == self.kv.stats().max_num_blocks == self.num_blocks
 
 
 TestManager = pytest.mark.feature("003-16", "003-26", "003-27", "003-28")(Manager.TestCase)

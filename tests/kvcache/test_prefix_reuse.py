@@ -23,7 +23,7 @@ def after_one(prompt: list[int], keep_running: bool = False, **options: object) 
 
 @pytest.mark.feature("001-33", "003-54", "002-51")
 @pytest.mark.parametrize("keep_running", [True, False])
-def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running):
+def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running: bool) -> None:
     cache, table = after_one([*PREFIX, 1], keep_running)
     seq = cache.start(make_sequence(2, [*PREFIX, 2]))
     assert cache.blocks(seq)[:2] == table[:2] and cache.blocks(seq)[2] not in table[:2]
@@ -35,7 +35,7 @@ def test_a_second_sequence_finds_the_blocks_of_the_same_prefix(keep_running):
 
 @pytest.mark.feature("003-54")
 @pytest.mark.parametrize("partial, cached", [(False, 0), (True, 3)])
-def test_under_one_block_nothing_is_shared_and_with_partial_reuse_it_is_copied(partial, cached):
+def test_under_one_block_nothing_is_shared_and_with_partial_reuse_it_is_copied(partial: bool, cached: int) -> None:
     cache, table = after_one([1, 2, 3, 4], enable_partial_reuse=partial)
     seq = make_sequence(2, [1, 2, 3, 9, 9])
     cache.start(seq)
@@ -46,7 +46,7 @@ def test_under_one_block_nothing_is_shared_and_with_partial_reuse_it_is_copied(p
 
 
 @pytest.mark.feature("001-33")
-def test_without_block_reuse_nothing_is_found():
+def test_without_block_reuse_nothing_is_found() -> None:
     cache, _ = after_one([*PREFIX, 1], enable_block_reuse=False)
     assert cache.kv.stats().cached_num_blocks == 0
     seq = cache.start(make_sequence(2, [*PREFIX, 2]))
@@ -54,7 +54,7 @@ def test_without_block_reuse_nothing_is_found():
     assert cache.generate(seq, 3) == answer([*PREFIX, 2], 3)
 
 
-def test_of_a_prompt_that_is_known_in_full_one_token_is_left_to_run():
+def test_of_a_prompt_that_is_known_in_full_one_token_is_left_to_run() -> None:
     cache, table = after_one(PREFIX)
     seq = cache.start(make_sequence(2, PREFIX))
     assert seq.num_computed_tokens == 7
@@ -62,7 +62,7 @@ def test_of_a_prompt_that_is_known_in_full_one_token_is_left_to_run():
     assert cache.generate(seq, 4) == answer(PREFIX, 4)
 
 
-def test_the_block_that_holds_the_head_of_a_copy_keeps_its_own_content():
+def test_the_block_that_holds_the_head_of_a_copy_keeps_its_own_content() -> None:
     cache, _ = after_one(PREFIX)
     copier = cache.start(make_sequence(2, [*PREFIX[:6], 70, 71]))
     cache.run(copier)
@@ -72,7 +72,7 @@ def test_the_block_that_holds_the_head_of_a_copy_keeps_its_own_content():
     assert cache.generate(again, 3) == answer([*PREFIX, 3], 3)
 
 
-def test_different_namespaces_never_share():
+def test_different_namespaces_never_share() -> None:
     cache, table = after_one([*PREFIX, 1])
     seq = cache.start(make_sequence(2, [*PREFIX, 1], namespace="salt"))
     assert seq.num_computed_tokens == 0 and not set(cache.blocks(seq)) & set(table[:2])
@@ -80,7 +80,7 @@ def test_different_namespaces_never_share():
 
 
 @pytest.mark.feature("002-51")
-def test_generated_tokens_are_part_of_the_prefix_too():
+def test_generated_tokens_are_part_of_the_prefix_too() -> None:
     cache = Cache()
     first = cache.start(make_sequence(1, [1, 2, 3]))
     cache.generate(first, 6)
@@ -90,14 +90,14 @@ def test_generated_tokens_are_part_of_the_prefix_too():
     assert cache.generate(seq, 2) == answer([*first.token_ids, 40], 2)
 
 
-def test_blocks_of_a_context_that_is_still_computed_are_found_once_they_are_full():
+def test_blocks_of_a_context_that_is_still_computed_are_found_once_they_are_full() -> None:
     cache = Cache()
     first = cache.start(make_sequence(1, [*PREFIX, 1]))
     cache.run(first, 5)
     assert cache.start(make_sequence(2, [*PREFIX, 2])).num_computed_tokens == 4
 
 
-def test_eviction_shortens_a_prefix_from_its_tail():
+def test_eviction_shortens_a_prefix_from_its_tail() -> None:
     cache, table = after_one(list(range(16)), num_blocks=4)
     for evicted in range(1, 4):
         intruder = cache.start(make_sequence(10 + evicted, [100 * evicted] * 4 * evicted))
@@ -107,14 +107,14 @@ def test_eviction_shortens_a_prefix_from_its_tail():
         cache.release(intruder)
 
 
-def test_blocks_that_an_admission_has_found_are_not_evicted_by_it():
+def test_blocks_that_an_admission_has_found_are_not_evicted_by_it() -> None:
     cache, table = after_one(list(range(8)), num_blocks=4)
     seq = cache.start(make_sequence(2, [*range(8), *([50] * 8)]))
     assert cache.blocks(seq)[:2] == table
     assert cache.generate(seq, 1) == answer([*range(8), *([50] * 8)], 1)
 
 
-def test_when_the_copy_of_a_head_does_not_fit_beside_its_source_the_head_is_computed_again():
+def test_when_the_copy_of_a_head_does_not_fit_beside_its_source_the_head_is_computed_again() -> None:
     cache, _ = after_one([*range(8)], num_blocks=2)
     seq = make_sequence(2, [0, 1, 2, 3, 4, 5, 90])
     plan = cache.kv.plan()
@@ -124,7 +124,7 @@ def test_when_the_copy_of_a_head_does_not_fit_beside_its_source_the_head_is_comp
     assert cache.generate(seq, 1) == answer(seq.request.input_token_ids, 1)
 
 
-def test_of_two_sequences_that_compute_the_same_blocks_the_first_ones_are_shared():
+def test_of_two_sequences_that_compute_the_same_blocks_the_first_ones_are_shared() -> None:
     cache = Cache(num_blocks=12)
     first, second = cache.start(make_sequence(1, [*PREFIX, 1])), cache.start(make_sequence(2, [*PREFIX, 2]))
     cache.run(first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def found(
 
 
 @pytest.mark.feature("003-54")
-def test_the_same_prefix_finds_the_same_blocks():
+def test_the_same_prefix_finds_the_same_blocks() -> None:
     trie = trie_of([1, 2, 3, 4], 7, 8)
     assert found(trie, [1, 2, 3, 4, 5]) == ([7, 8], None, 0)
     assert found(trie, [1, 2, 9, 9]) == ([7], None, 0)
@@ -36,14 +38,14 @@ def test_the_same_prefix_finds_the_same_blocks():
 
 
 @pytest.mark.feature("003-54")
-def test_a_prefix_is_cut_to_whole_blocks_and_the_rest_is_a_partial_match():
+def test_a_prefix_is_cut_to_whole_blocks_and_the_rest_is_a_partial_match() -> None:
     trie = trie_of([1, 2, 3, 4, 5, 6], 7, 8, size=3)
     assert found(trie, [1, 2]) == ([], 7, 2)
     assert found(trie, [1, 2, 3, 4, 9]) == ([7], 8, 1)
     assert found(trie, [1, 2, 3, 4, 5, 6], limit=5) == ([7], 8, 2)
 
 
-def test_of_several_partial_matches_the_longest_wins():
+def test_of_several_partial_matches_the_longest_wins() -> None:
     trie = trie_of([1, 2, 3, 4], 1, size=4)
     trie.insert("", None, 0, [1, 2, 9, 9], handles(2), 1)
     trie.insert("", None, 0, [1, 7, 7, 7], handles(3), 1)
@@ -58,7 +60,7 @@ class Colliding(int):
         return 7
 
 
-def test_tokens_are_compared_not_their_hashes():
+def test_tokens_are_compared_not_their_hashes() -> None:
     tokens = [Colliding(i) for i in range(4)]
     trie = trie_of(tokens[:2], 1)
     trie.insert("", None, 0, tokens[2:], handles(2), 1)
@@ -68,7 +70,7 @@ def test_tokens_are_compared_not_their_hashes():
     assert found(trie, [tokens[3], tokens[0]]) == ([], None, 0)
 
 
-def test_equal_blocks_behind_different_prefixes_are_different_blocks():
+def test_equal_blocks_behind_different_prefixes_are_different_blocks() -> None:
     trie = trie_of([1, 1, 5, 5], 1, 2)
     trie.insert("", None, 0, [2, 2, 5, 5], handles(3, 4), 2)
     assert found(trie, [1, 1, 5, 5]) == ([1, 2], None, 0)
@@ -76,7 +78,7 @@ def test_equal_blocks_behind_different_prefixes_are_different_blocks():
     assert found(trie, [5, 5]) == ([], None, 0)
 
 
-def test_a_namespace_is_never_shared():
+def test_a_namespace_is_never_shared() -> None:
     trie = trie_of([1, 2], 1, namespace="a")
     trie.insert("b", None, 0, [1, 2], handles(2), 1)
     assert found(trie, [1, 2], "a") == ([1], None, 0)
@@ -84,14 +86,14 @@ def test_a_namespace_is_never_shared():
     assert found(trie, [1, 2], "") == ([], None, 0)
 
 
-def test_a_block_of_known_tokens_is_not_entered_twice():
+def test_a_block_of_known_tokens_is_not_entered_twice() -> None:
     trie = trie_of([1, 2], 1)
     node, depth = trie.insert("", None, 0, [1, 2, 3, 4], handles(5, 6), 2)
     assert found(trie, [1, 2, 3, 4]) == ([1, 6], None, 0)
     assert not trie.holds(5) and depth == 2 and trie.is_attached(node)
 
 
-def test_forgetting_a_block_cuts_off_all_below_it():
+def test_forgetting_a_block_cuts_off_all_below_it() -> None:
     trie = trie_of([1, 1, 2, 2, 3, 3], 1, 2, 3)
     trie.insert("", None, 0, [1, 1, 4, 4], handles(1, 4), 2)
     trie.forget(2)
@@ -104,7 +106,7 @@ def test_forgetting_a_block_cuts_off_all_below_it():
     trie.check_integrity()
 
 
-def test_going_on_below_a_node_that_was_cut_off_starts_at_the_root_again():
+def test_going_on_below_a_node_that_was_cut_off_starts_at_the_root_again() -> None:
     trie = PrefixTrie(2)
     tokens, table = [1, 1, 2, 2, 3, 3], handles(1, 2, 3)
     node, depth = trie.insert("", None, 0, tokens, table, 2)
@@ -115,7 +117,7 @@ def test_going_on_below_a_node_that_was_cut_off_starts_at_the_root_again():
     trie.check_integrity()
 
 
-def test_a_path_with_a_hole_is_not_entered():
+def test_a_path_with_a_hole_is_not_entered() -> None:
     trie = PrefixTrie(2)
     assert trie.insert("", None, 0, [1, 1, 2, 2], [DROPPED, *handles(2)], 2) == (None, 0)
     assert found(trie, [1, 1, 2, 2]) == ([], None, 0)
@@ -126,7 +128,9 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), max_size
 
 
 @given(prompts=PROMPTS, forgotten=st.lists(st.integers(0, 40)), wanted=st.lists(st.integers(0, 2), max_size=9))
-def test_what_is_found_is_the_longest_known_prefix(prompts, forgotten, wanted):
+def test_what_is_found_is_the_longest_known_prefix(
+    prompts: list[list[int]], forgotten: list[int], wanted: list[int]
+) -> None:
     """Against a plain dictionary from prefixes to blocks."""
     size, trie, known = 2, PrefixTrie(2), {}
     for number, prompt in enumerate(prompts):
@@ -150,7 +154,7 @@ def test_what_is_found_is_the_longest_known_prefix(prompts, forgotten, wanted):
     assert matched == head and (partial is not None) == (head > 0)
 
 
-def _common(left, right):
+def _common(left: Iterable[int], right: Iterable[int]) -> Iterator[int]:
     for a, b in zip(left, right, strict=False):
         if a != b:
             return
@@ -173,7 +177,7 @@ class Counted(int):
 
 
 @pytest.mark.parametrize("fan_out", [1, 100, 10_000])
-def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out):
+def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out: int) -> None:
     trie = PrefixTrie(4)
     for index in range(fan_out):
         trie.insert("", None, 0, [5, index, 0, 0], [BlockHandle(index, 1)], 1)
@@ -189,7 +193,9 @@ def test_a_lookup_costs_the_same_however_many_continuations_a_prefix_has(fan_out
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
     st.data(),
 )
-def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(keys, tail, data):
+def test_the_longest_head_is_found_among_any_neighbours_and_after_any_eviction(
+    keys: list[list[int]], tail: list[int], data: st.DataObject
+) -> None:
     trie = PrefixTrie(4)
     for index, key in enumerate(keys):
         trie.insert("", None, 0, key, [BlockHandle(index, 1)], 1)

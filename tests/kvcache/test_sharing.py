@@ -37,11 +37,13 @@ def second_finds(sharing: str, namespace: str, prompt: list[int]) -> tuple[int, 
         ("none", "team", 0, 0),
     ],
 )
-def test_whole_blocks_are_shared_with_strangers_and_tokens_within_a_namespace(sharing, namespace, found, told):
+def test_whole_blocks_are_shared_with_strangers_and_tokens_within_a_namespace(
+    sharing: str, namespace: str, found: int, told: int
+) -> None:
     assert second_finds(sharing, namespace, [*PREFIX, *THIRD, 9, 9]) == (found, told)
 
 
-def test_a_stranger_is_told_that_shared_blocks_are_new():
+def test_a_stranger_is_told_that_shared_blocks_are_new() -> None:
     cache = Cache(sharing="namespace")
     first = cache.start(make_sequence(1, [*PREFIX, 1]))
     cache.run(first)
@@ -51,7 +53,7 @@ def test_a_stranger_is_told_that_shared_blocks_are_new():
     assert cache.kv.stats().reused_blocks_total == 2, "the operator's figures tell what happened"
 
 
-def test_what_a_sequence_has_computed_itself_is_found_per_token_and_told():
+def test_what_a_sequence_has_computed_itself_is_found_per_token_and_told() -> None:
     cache = Cache(sharing="namespace")
     seq = cache.start(make_sequence(1, [*PREFIX, 1, 2]))
     cache.run(seq)
@@ -61,7 +63,7 @@ def test_what_a_sequence_has_computed_itself_is_found_per_token_and_told():
     assert (plan.grants[1].computed, plan.grants[1].own) == (10, 10)
 
 
-def test_a_returning_sequence_is_not_told_of_what_a_stranger_has_computed_meanwhile():
+def test_a_returning_sequence_is_not_told_of_what_a_stranger_has_computed_meanwhile() -> None:
     """The stranger's request says the same and is three blocks long; the sequence's own KV holds two of them."""
     cache = Cache(num_blocks=12, sharing="namespace")
     seq = cache.start(make_sequence(1, [*PREFIX, 1, 2, 3, 4, 5]))

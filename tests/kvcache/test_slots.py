@@ -8,7 +8,7 @@ from backend.kvcache.slots import SlotManager
 
 
 @pytest.mark.feature("004-02")
-def test_slots_are_prepared_in_advance_and_the_lowest_free_one_is_given_first():
+def test_slots_are_prepared_in_advance_and_the_lowest_free_one_is_given_first() -> None:
     slots = SlotManager(3)
     assert slots.num_free == 3
     assert [slots.acquire(seq_id) for seq_id in (10, 11, 12)] == [0, 1, 2]
@@ -18,7 +18,7 @@ def test_slots_are_prepared_in_advance_and_the_lowest_free_one_is_given_first():
     slots.check_integrity()
 
 
-def test_no_more_slots_are_given_than_there_are():
+def test_no_more_slots_are_given_than_there_are() -> None:
     slots = SlotManager(1)
     slots.acquire(1)
     with pytest.raises(IndexError):
@@ -26,7 +26,7 @@ def test_no_more_slots_are_given_than_there_are():
     slots.check_integrity()
 
 
-def test_a_slot_that_is_not_held_cannot_be_released():
+def test_a_slot_that_is_not_held_cannot_be_released() -> None:
     slots = SlotManager(2)
     slot = slots.acquire(1)
     slots.release(slot)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from backend.kvcache.plan import Admission
@@ -9,14 +11,14 @@ from tests.kvcache.harness import Cache, answer, make_sequence
 
 
 @pytest.fixture
-def cache():
+def cache() -> Iterator[Cache]:
     cache = Cache(num_blocks=8, block_size=4)
     yield cache
     cache.kv.check_integrity()
 
 
 @pytest.mark.feature("003-13", "003-15")
-def test_token_ids_fill_the_blocks_of_the_table_in_order(cache):
+def test_token_ids_fill_the_blocks_of_the_table_in_order(cache: Cache) -> None:
     seq = cache.start(make_sequence(1, [11, 12, 13, 14, 15, 16]))
     assert len(cache.blocks(seq)) == 2
     cache.run(seq)
@@ -30,7 +32,7 @@ def test_token_ids_fill_the_blocks_of_the_table_in_order(cache):
 
 
 @pytest.mark.feature("003-13", "003-24")
-def test_the_table_grows_by_one_block_exactly_when_the_last_one_is_full(cache):
+def test_the_table_grows_by_one_block_exactly_when_the_last_one_is_full(cache: Cache) -> None:
     seq = cache.start(make_sequence(1, [1, 2, 3]))
     lengths = []
     for _ in range(10):
@@ -44,7 +46,7 @@ def test_the_table_grows_by_one_block_exactly_when_the_last_one_is_full(cache):
 
 
 @pytest.mark.feature("003-25")
-def test_room_in_a_block_of_its_own_costs_nothing(cache):
+def test_room_in_a_block_of_its_own_costs_nothing(cache: Cache) -> None:
     seq = cache.start(make_sequence(1, [1, 2]))
     cache.run(seq)
     commit = cache.run(seq)
@@ -53,7 +55,7 @@ def test_room_in_a_block_of_its_own_costs_nothing(cache):
 
 
 @pytest.mark.feature("003-21")
-def test_admission_allocates_one_block_for_each_block_of_known_tokens():
+def test_admission_allocates_one_block_for_each_block_of_known_tokens() -> None:
     cache = Cache(num_blocks=8)
     for seq_id, tokens, blocks in ((1, 4, 1), (2, 5, 2), (3, 12, 3)):
         seq = cache.start(make_sequence(seq_id, [seq_id] * tokens))
@@ -64,7 +66,7 @@ def test_admission_allocates_one_block_for_each_block_of_known_tokens():
 
 @pytest.mark.feature("003-21")
 @pytest.mark.parametrize("sharers", [1, 3])
-def test_a_shared_prefix_is_referenced_once_by_each_sequence(sharers):
+def test_a_shared_prefix_is_referenced_once_by_each_sequence(sharers: int) -> None:
     cache = Cache(num_blocks=8)
     prefix = [5] * 8
     first = cache.start(make_sequence(1, [*prefix, 1]))
@@ -77,7 +79,7 @@ def test_a_shared_prefix_is_referenced_once_by_each_sequence(sharers):
 
 
 @pytest.mark.feature("003-23")
-def test_an_extension_needs_a_free_block_only_at_a_block_boundary():
+def test_an_extension_needs_a_free_block_only_at_a_block_boundary() -> None:
     cache = Cache(num_blocks=3, enable_block_reuse=False)
     grows = cache.start(make_sequence(1, [1] * 4))
     stays = cache.start(make_sequence(2, [2] * 6))
@@ -91,7 +93,7 @@ def test_an_extension_needs_a_free_block_only_at_a_block_boundary():
 
 @pytest.mark.feature("003-23")
 @pytest.mark.parametrize("free, granted", [(2, [True, True]), (1, [True, False]), (0, [False, False])])
-def test_extensions_of_one_plan_share_what_is_free(free, granted):
+def test_extensions_of_one_plan_share_what_is_free(free: int, granted: list[bool]) -> None:
     cache = Cache(num_blocks=2 + free, enable_block_reuse=False)
     pair = [cache.start(make_sequence(i, [i] * 4)) for i in (1, 2)]
     for seq in pair:
@@ -100,7 +102,7 @@ def test_extensions_of_one_plan_share_what_is_free(free, granted):
     assert [plan.extend(seq, 5) for seq in pair] == granted
 
 
-def test_an_extension_that_is_refused_leaves_the_plan_usable():
+def test_an_extension_that_is_refused_leaves_the_plan_usable() -> None:
     cache = Cache(num_blocks=4, enable_block_reuse=False)
     long, short = cache.start(make_sequence(1, [1] * 4)), cache.start(make_sequence(2, [2] * 4))
     cache.run(long)
@@ -113,7 +115,7 @@ def test_an_extension_that_is_refused_leaves_the_plan_usable():
 
 
 @pytest.mark.feature("003-28")
-def test_releasing_a_sequence_returns_all_its_blocks_and_forgets_its_table(cache):
+def test_releasing_a_sequence_returns_all_its_blocks_and_forgets_its_table(cache: Cache) -> None:
     seq = cache.start(make_sequence(1, [1, 2, 3, 4, 5]))
     cache.release(seq)  # nothing was computed: nothing is worth keeping
     assert cache.kv.stats().free_num_blocks == 8
@@ -125,7 +127,7 @@ def test_releasing_a_sequence_returns_all_its_blocks_and_forgets_its_table(cache
 
 
 @pytest.mark.feature("004-16")
-def test_tables_are_kept_and_erased_by_sequence_id(cache):
+def test_tables_are_kept_and_erased_by_sequence_id(cache: Cache) -> None:
     seq = cache.start(make_sequence(7, [1, 2, 3, 4, 5]))
     table = cache.blocks(seq)
     cache.run(seq)
@@ -137,7 +139,7 @@ def test_tables_are_kept_and_erased_by_sequence_id(cache):
     assert cache.kv.num_evicted_blocks(same_id) == 0
 
 
-def test_cutting_an_idle_sequence_lets_go_of_the_blocks_beyond():
+def test_cutting_an_idle_sequence_lets_go_of_the_blocks_beyond() -> None:
     cache = Cache(num_blocks=8, enable_block_reuse=False)
     seq = cache.start(make_sequence(1, list(range(14))))
     cache.run(seq)
@@ -153,14 +155,14 @@ def test_cutting_an_idle_sequence_lets_go_of_the_blocks_beyond():
     cache.assert_content(seq)
 
 
-def test_a_running_sequence_cannot_be_cut(cache):
+def test_a_running_sequence_cannot_be_cut(cache: Cache) -> None:
     seq = cache.start(make_sequence(1, [1, 2, 3, 4, 5]))
     with pytest.raises(AssertionError, match="is running and cannot be cut"):
         cache.kv.truncate(seq, 2)
     assert len(cache.blocks(seq)) == 2
 
 
-def test_integrity_names_the_block_whose_references_do_not_add_up():
+def test_integrity_names_the_block_whose_references_do_not_add_up() -> None:
     cache = Cache()
     seq = cache.start(make_sequence(1, [1]))
     cache.kv.state.blocks.lock(cache.blocks(seq)[0])
@@ -169,7 +171,7 @@ def test_integrity_names_the_block_whose_references_do_not_add_up():
 
 
 @pytest.mark.feature("003-15")
-def test_a_worker_is_told_a_whole_table_once_and_then_only_what_is_new(cache):
+def test_a_worker_is_told_a_whole_table_once_and_then_only_what_is_new(cache: Cache) -> None:
     seq = make_sequence(1, [1, 2, 3, 4])
     plan = cache.kv.plan()
     assert plan.admit(seq, 4, 0) is Admission.NOW

@@ -10,7 +10,7 @@ from tests.kvcache.harness import Cache, answer, make_sequence
 
 @pytest.mark.feature("003-22")
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9])
-def test_the_blocks_in_use_are_bounded_however_long_the_sequence_grows(window):
+def test_the_blocks_in_use_are_bounded_however_long_the_sequence_grows(window: int) -> None:
     cache = Cache(num_blocks=16, window=window, max_chunk_tokens=4, enable_block_reuse=False)
     seq = cache.start(make_sequence(1, [1, 2, 3]))
     used = []
@@ -24,7 +24,7 @@ def test_the_blocks_in_use_are_bounded_however_long_the_sequence_grows(window):
 
 
 @pytest.mark.feature("003-22")
-def test_a_block_is_let_go_as_soon_as_no_later_token_reads_it():
+def test_a_block_is_let_go_as_soon_as_no_later_token_reads_it() -> None:
     """The token at position p attends to (p - 6, p]: block 0 (positions 0 to 3) is last read by position 8."""
     cache = Cache(num_blocks=8, window=6, enable_block_reuse=False)
     seq = cache.start(make_sequence(1, [1] * 8))
@@ -37,7 +37,7 @@ def test_a_block_is_let_go_as_soon_as_no_later_token_reads_it():
 
 
 @pytest.mark.feature("003-22")
-def test_a_prompt_far_longer_than_the_pool_is_admitted_by_chunks():
+def test_a_prompt_far_longer_than_the_pool_is_admitted_by_chunks() -> None:
     cache = Cache(num_blocks=6, window=4, max_chunk_tokens=8, enable_block_reuse=False)
     prompt = list(range(100))
     seq = cache.start(make_sequence(1, prompt))
@@ -49,13 +49,15 @@ def test_a_prompt_far_longer_than_the_pool_is_admitted_by_chunks():
 
 
 @pytest.mark.parametrize("num_blocks, expected", [(5, Admission.NOW), (4, Admission.NEVER)])
-def test_the_need_of_an_endless_sequence_is_the_window_a_chunk_and_two_ragged_ends(num_blocks, expected):
+def test_the_need_of_an_endless_sequence_is_the_window_a_chunk_and_two_ragged_ends(
+    num_blocks: int, expected: Admission
+) -> None:
     cache = Cache(num_blocks=num_blocks, window=4, max_chunk_tokens=8)
     assert cache.kv.blocks_needed(10_000) == 5
     assert cache.kv.plan().admit(make_sequence(1, [1] * 10), 10_000, 0) is expected
 
 
-def test_a_returning_sequence_needs_only_the_blocks_in_its_window():
+def test_a_returning_sequence_needs_only_the_blocks_in_its_window() -> None:
     cache = Cache(num_blocks=8, window=4)
     seq = cache.start(make_sequence(1, [1, 2, 3]))
     cache.generate(seq, 12)
@@ -66,7 +68,7 @@ def test_a_returning_sequence_needs_only_the_blocks_in_its_window():
     assert cache.generate(seq, 3) == answer([1, 2, 3], 15, window=4)[12:]
 
 
-def test_a_rewind_to_where_the_window_is_gone_computes_everything_again():
+def test_a_rewind_to_where_the_window_is_gone_computes_everything_again() -> None:
     cache = Cache(num_blocks=8, window=4, enable_block_reuse=False)
     seq = cache.start(make_sequence(1, [1, 2, 3]))
     cache.generate(seq, 12)
@@ -80,7 +82,7 @@ def test_a_rewind_to_where_the_window_is_gone_computes_everything_again():
     assert cache.generate(seq, 2) == answer(history, 2, window=4, counter=8)
 
 
-def test_a_prefix_that_is_found_is_taken_without_the_blocks_outside_the_window():
+def test_a_prefix_that_is_found_is_taken_without_the_blocks_outside_the_window() -> None:
     cache = Cache(num_blocks=10, window=4)
     first = cache.start(make_sequence(1, list(range(13))))
     cache.run(first)
@@ -92,7 +94,7 @@ def test_a_prefix_that_is_found_is_taken_without_the_blocks_outside_the_window()
 
 @pytest.mark.feature("003-26")
 @pytest.mark.parametrize("together", [False, True])
-def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_write_to_it(together):
+def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_write_to_it(together: bool) -> None:
     """The front of the prefix has left both windows and is evicted, which cuts the shared tail off the trie."""
     cache = Cache(num_blocks=12, window=8)
     common = list(range(16))

@@ -46,12 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Oracle:
     """transformers' float32 logits of whole sequences."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
-        """[len(tokens), vocab]."""
+        """Returns logits [len(tokens), vocab]."""
         return self.model(torch.tensor([tokens])).logits[0]
 
 

@@ -10,7 +10,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
@@ -29,7 +31,7 @@ def poison(memory: Tensor) -> None:
 class Driver:
     def __init__(
         self, runner: ModelRunner, block_size: int, num_blocks: int = 100, seed: int = 0, window: int | None = None
-    ):
+    ) -> None:
         """`window`: blocks that have left it are given back and become NaN, like any block of a new owner."""
         self.runner = runner
         self.block_size, self.num_blocks, self.window = block_size, num_blocks, window
@@ -55,7 +57,7 @@ class Driver:
         return self.free.pop()
 
     def make_step(self, chunks: Sequence[tuple[int, int]]) -> StepInput:
-        """(slot, tokens) chunks as one step; a row that reaches its end samples. Blocks are handed out for it."""
+        """Makes one step of (slot, tokens) chunks; a row that reaches its end samples. Blocks are handed out for it."""
         rows = [self._row(slot, num_tokens) for slot, num_tokens in chunks]
         step = StepInput(0, rows, self._new_rows, self._copies, self.num_blocks)
         self._new_rows, self._copies = [], []
@@ -88,7 +90,7 @@ class Driver:
         steps = [self.step([(slot, 1) for slot in slots]) for _ in range(num_tokens)]
         return {slot: torch.cat([step[slot] for step in steps]) for slot in slots}
 
-    def _run(self, step: StepInput, num_logits: list[int]) -> tuple:
+    def _run(self, step: StepInput, num_logits: list[int]) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         runner = self.runner
         return runner.tier.run(runner.batch, step.rows, num_logits, runner.storage.pools, wants_logits=True)
 
@@ -120,7 +122,7 @@ class Driver:
 class GroupDriver(Driver):
     """Over a whole worker group; `info` is what it told of its model."""
 
-    def __init__(self, group: InProcessWorkerGroup, block_size: int, num_blocks: int = 100, **options: object):
+    def __init__(self, group: InProcessWorkerGroup, block_size: int, num_blocks: int = 100, **options: object) -> None:
         self.group, self.info = group, group.load()
         group.initialize_kv_cache(num_blocks, block_size, num_blocks)
         super().__init__(group.runner, block_size, num_blocks, **options)
@@ -154,7 +156,7 @@ def make_group(
     max_attention_window: int | None = None,
     **fields: object,
 ) -> InProcessWorkerGroup:
-    """On one thread of the CPU. `fields`: of the model's section."""
+    """A worker group on one thread of the CPU. `fields`: those of the model's section."""
     section = ModelConfigSection(path=str(directory), kernels=tier.kernels, num_threads=1, device="cpu", **fields)
     scheduler = SchedulerConfig(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
     kv_cache = KvCacheConfig(block_size=block_size or tier.block, max_attention_window=max_attention_window)

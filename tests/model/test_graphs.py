@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from backend.worker.graphs import MAX_GRAPHS, Captured, Graphs, Step
 class Recorder:
     """Stands for CUDA; counts."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.makers, self.captures, self.replays = 0, 0, 0
 
     def capture(self, step: Step) -> Captured:
@@ -28,7 +30,7 @@ class Recorder:
 
 
 def graphs_of(recorder: Recorder) -> Graphs:
-    def make():
+    def make() -> Callable[[Step], Captured]:
         recorder.makers += 1
         return recorder.capture
 
@@ -42,19 +44,19 @@ def constant(value: int) -> Step:
     return step
 
 
-def test_the_first_run_is_eager_the_second_captured_all_others_replayed():
+def test_the_first_run_is_eager_the_second_captured_all_others_replayed() -> None:
     recorder = Recorder()
     graphs = graphs_of(recorder)
     assert [graphs.run("a", constant(3)).item() for _ in range(5)] == [3] * 5
     assert (recorder.captures, recorder.replays, len(graphs)) == (1, 4, 1)
 
 
-def test_without_a_capture_everything_is_eager():
+def test_without_a_capture_everything_is_eager() -> None:
     graphs = Graphs(None)
     assert [graphs.run("a", constant(3)).item() for _ in range(3)] == [3] * 3 and len(graphs) == 0
 
 
-def test_more_shapes_than_fit_cost_the_least_recently_used():
+def test_more_shapes_than_fit_cost_the_least_recently_used() -> None:
     recorder = Recorder()
     graphs = graphs_of(recorder)
     for key in [*range(MAX_GRAPHS), *range(MAX_GRAPHS), MAX_GRAPHS, MAX_GRAPHS]:
@@ -67,7 +69,7 @@ def test_more_shapes_than_fit_cost_the_least_recently_used():
     assert recorder.captures == MAX_GRAPHS + 2, "0 was the one to go"
 
 
-def test_what_is_forgotten_is_captured_anew_into_a_pool_of_its_own():
+def test_what_is_forgotten_is_captured_anew_into_a_pool_of_its_own() -> None:
     recorder = Recorder()
     graphs = graphs_of(recorder)
     graphs.run("a", constant(3))
@@ -77,7 +79,7 @@ def test_what_is_forgotten_is_captured_anew_into_a_pool_of_its_own():
     assert (recorder.makers, recorder.captures) == (2, 2)
 
 
-def test_a_capture_that_fails_turns_graphs_off_and_names_the_first_cause(caplog):
+def test_a_capture_that_fails_turns_graphs_off_and_names_the_first_cause(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="everbatch.worker")
 
     def capture(step: Step) -> Captured:

@@ -29,7 +29,7 @@ def assert_near(measured: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", rms_norm.CASES)
-def test_rms_norm_follows_its_formula(shape, dtype):
+def test_rms_norm_follows_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = random_tensor(*shape, dtype=dtype), random_tensor(shape[-1], dtype=dtype)
     measured = rms_norm.rms_norm(x, weight, 1e-3)
     expected = torch.empty(shape, dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_rms_norm_follows_its_formula(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, heads, head_dim", rope.CASES)
-def test_rope_rotates_each_pair_by_its_angle(num_tokens, heads, head_dim, dtype):
+def test_rope_rotates_each_pair_by_its_angle(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     half = head_dim // 2
     x = random_tensor(num_tokens, heads, head_dim, dtype=dtype)
     angles = random_tensor(num_tokens, half, seed=1)
@@ -58,7 +58,7 @@ def test_rope_rotates_each_pair_by_its_angle(num_tokens, heads, head_dim, dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", silu_mul.CASES)
-def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype):
+def test_silu_mul_gates_the_second_half_by_the_first(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random_tensor(*shape, dtype=dtype)
     half = shape[-1] // 2
     gate, up = x[..., :half].double(), x[..., half:].double()
@@ -68,7 +68,7 @@ def test_silu_mul_gates_the_second_half_by_the_first(shape, dtype):
 class Scene:
     """A pool with the KV of one batch at random places; everything that must not be read is NaN."""
 
-    def __init__(self, case: paged_attention.Case):
+    def __init__(self, case: paged_attention.Case) -> None:
         self.case = case
         lengths = [length for _, length in case.rows]
         sizes = [-(-length // case.block_size) for length in lengths]
@@ -122,21 +122,21 @@ class Scene:
 
 @pytest.mark.feature("004-19", "004-20", "001-29")
 @pytest.mark.parametrize("case", paged_attention.CASES, ids=str)
-def test_paged_attention_follows_its_formula_and_reads_nothing_else(case):
+def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_attention.Case) -> None:
     scene = Scene(case)
     assert scene.pool.isnan().any()
     assert_near(scene.attend(), scene.expected())
 
 
 @pytest.mark.parametrize("rows", [[(1, 9), (1, 7)], [(3, 9), (1, 7)]])
-def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows):
+def test_a_table_entry_inside_the_window_that_was_let_go_is_an_error(rows: list[tuple[int, int]]) -> None:
     scene = Scene(paged_attention.Case(rows))
     scene.rows.tables[0, 1] = -1
     with pytest.raises(IndexError):
         scene.attend()
 
 
-def test_rows_of_very_different_length_are_not_padded_to_the_longest():
+def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
     rows = [(1, 4)] * 30 + [(1, 4000)]
     scene = Scene(paged_attention.Case(rows))
     plan = paged_attention.plan_attention(scene.rows, 4, [None], 16, torch.float32, torch.device("cpu"))[None]

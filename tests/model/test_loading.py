@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from backend.api import ConfigError
 from backend.api.config import ModelConfigSection, SchedulerConfig
+from backend.core.step import ModelInfo
 from backend.models.config import parse_model_config
 from backend.models.convert import hf_to_meta, meta_to_hf
 from backend.models.loader import read_eos_ids
@@ -28,7 +31,7 @@ def section(path: Path | str, tier: TierCase = TORCH, **fields: object) -> Model
     return ModelConfigSection(path=str(path), num_threads=1, device="cpu", kernels=tier.kernels, **fields)
 
 
-def load(path: Path | str, tier: TierCase = TORCH, **fields: object):
+def load(path: Path | str, tier: TierCase = TORCH, **fields: object) -> ModelInfo:
     return InProcessWorkerGroup(section(path, tier, **fields), SCHEDULER).load()
 
 
@@ -40,7 +43,7 @@ def greedy(driver: Driver) -> list[int]:
 
 
 @pytest.fixture
-def directory(checkpoint, tmp_path) -> Path:
+def directory(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of a checkpoint that a test may spoil."""
     return Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
 
@@ -51,14 +54,14 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in raw.items() if value != "DELETE"}))
 
 
-def edit_weights(directory: Path, change) -> None:
+def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     weights = load_file(directory / "model.safetensors")
     change(weights)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.feature("000-01")
-def test_a_directory_is_loaded_and_described(checkpoint, tier):
+def test_a_directory_is_loaded_and_described(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     info = load(checkpoint("llama2"), tier, dtype="bfloat16", max_seq_len=100)
     assert (info.vocab_size, info.max_seq_len, info.sliding_window, info.eos_ids) == (131, 100, None, (1,))
     head_dim = 32 if tier is NATIVE else 8  # native blocks are padded to whole panels
@@ -66,24 +69,26 @@ def test_a_directory_is_loaded_and_described(checkpoint, tier):
     assert (info.dtype, info.device, info.kernels) == ("bfloat16", "cpu", tier.kernels)
 
 
-def test_more_positions_than_the_model_has_are_refused(checkpoint):
+def test_more_positions_than_the_model_has_are_refused(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="max_seq_len is 100000, the model's own limit is 512"):
         load(checkpoint("llama2"), max_seq_len=100_000)
 
 
 @pytest.mark.parametrize("name, window", [("mistral", 24), ("qwen2_window_from_second_layer", None), ("qwen2", None)])
-def test_a_window_is_reported_only_when_every_layer_has_one(checkpoint, name, window):
+def test_a_window_is_reported_only_when_every_layer_has_one(
+    checkpoint: Callable[[str], Path], name: str, window: int | None
+) -> None:
     assert load(checkpoint(name)).sliding_window == window
 
 
 @pytest.mark.feature("000-01")
 @pytest.mark.parametrize("path", ["Bla", "/no/such/model", "./bla/blub"])
-def test_a_missing_path_is_told(path):
+def test_a_missing_path_is_told(path: str) -> None:
     with pytest.raises(ConfigError, match="File does not exist"):
         load(path)
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch):
+def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -93,7 +98,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_told(monkeypatch):
 
 @pytest.mark.feature("000-02")
 @pytest.mark.parametrize("name", ["llama2", "llama3_tied_sharded", "qwen3"])
-def test_buffers_and_directory_give_the_same_tokens(checkpoint, tier, name):
+def test_buffers_and_directory_give_the_same_tokens(
+    checkpoint: Callable[[str], Path], tier: TierCase, name: str
+) -> None:
     directory = checkpoint(name)
     weights = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
     json_config = (directory / "config.json").read_text()
@@ -103,7 +110,7 @@ def test_buffers_and_directory_give_the_same_tokens(checkpoint, tier, name):
     assert from_buffers.info.eos_ids == from_directory.info.eos_ids == (1,)
 
 
-def test_eos_ids_come_from_the_generation_config_first(directory):
+def test_eos_ids_come_from_the_generation_config_first(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read_eos_ids(directory) == (7, 8)
     (directory / "generation_config.json").write_text("{}")
@@ -113,7 +120,7 @@ def test_eos_ids_come_from_the_generation_config_first(directory):
     assert read_eos_ids(directory) == ()
 
 
-def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory):
+def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory: Path) -> None:
     edit_weights(directory, lambda weights: weights.update({k: v.half() for k, v in weights.items()}))
     edit_config(directory, dtype="DELETE")
     assert load(directory).dtype == "float16"
@@ -125,7 +132,7 @@ def test_the_dtype_is_the_checkpoint_s_own_unless_another_is_asked_for(directory
         load(directory)
 
 
-def test_the_older_spelling_of_rope_is_read():
+def test_the_older_spelling_of_rope_is_read() -> None:
     raw = dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=9,
@@ -161,7 +168,9 @@ def test_the_older_spelling_of_rope_is_read():
         ("Llama", dict(sliding_window=4), (None, None, None)),
     ],
 )
-def test_windows_of_configs_without_layer_types(architecture, changes, windows):
+def test_windows_of_configs_without_layer_types(
+    architecture: str, changes: dict[str, object], windows: tuple[int | None, int | None, int | None]
+) -> None:
     raw = dict(
         architectures=[f"{architecture}ForCausalLM"],
         vocab_size=9,
@@ -201,7 +210,9 @@ def test_windows_of_configs_without_layer_types(architecture, changes, windows):
         ),
     ],
 )
-def test_a_config_that_asks_for_what_is_not_built_is_refused(directory, changes, message):
+def test_a_config_that_asks_for_what_is_not_built_is_refused(
+    directory: Path, changes: dict[str, object], message: str
+) -> None:
     edit_config(directory, **changes)
     with pytest.raises(ConfigError, match=message):
         load(directory)
@@ -216,7 +227,9 @@ def test_a_config_that_asks_for_what_is_not_built_is_refused(directory, changes,
         dict(architectures=["WhisperForConditionalGeneration"]),
     ],
 )
-def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(directory, changes):
+def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(
+    directory: Path, changes: dict[str, object]
+) -> None:
     edit_config(directory, **changes)
     served = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
     with pytest.raises(ConfigError, match=f"{changes['architectures'][0]} is not supported; supported are {served}"):
@@ -224,7 +237,7 @@ def test_a_model_with_an_encoder_is_refused_with_those_that_are_served(directory
 
 
 @pytest.mark.parametrize("text, message", [("{", "not JSON at line 1"), ("[]", "JSON object is expected")])
-def test_a_config_that_is_no_json_object_is_refused(directory, text, message):
+def test_a_config_that_is_no_json_object_is_refused(directory: Path, text: str, message: str) -> None:
     (directory / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load(directory)
@@ -243,19 +256,21 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
         (lambda w: w.update({"model.layers.1.self_attn.q_proj.bias": torch.ones(48)}), "not used"),
     ],
 )
-def test_every_tensor_must_be_there_have_its_shape_and_be_used(directory, change, message):
+def test_every_tensor_must_be_there_have_its_shape_and_be_used(
+    directory: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
     edit_weights(directory, change)
     with pytest.raises(ConfigError, match=message):
         load(directory)
 
 
-def test_tensors_derived_from_the_config_may_be_there(directory):
+def test_tensors_derived_from_the_config_may_be_there(directory: Path) -> None:
     edit_weights(directory, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert load(directory).vocab_size == 131
 
 
-def test_a_tied_head_may_be_stored_but_must_not_differ(directory):
-    def tie(weights):
+def test_a_tied_head_may_be_stored_but_must_not_differ(directory: Path) -> None:
+    def tie(weights: dict[str, Tensor]) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
     edit_config(directory, tie_word_embeddings=True)
@@ -266,26 +281,26 @@ def test_a_tied_head_may_be_stored_but_must_not_differ(directory):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pt"])
-def test_pickle_weights_are_refused(directory, name):
+def test_pickle_weights_are_refused(directory: Path, name: str) -> None:
     (directory / "model.safetensors").rename(directory / name)
     with pytest.raises(ConfigError, match="pickle weights .* convert to safetensors"):
         load(directory)
 
 
-def test_a_directory_without_weights_is_told(directory):
+def test_a_directory_without_weights_is_told(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="model.safetensors: File does not exist"):
         load(directory)
 
 
-def test_a_file_that_is_cut_short_is_told(directory):
+def test_a_file_that_is_cut_short_is_told(directory: Path) -> None:
     content = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(ConfigError, match="model.safetensors is cut short or too long"):
         load(directory)
 
 
-def test_a_missing_shard_is_told(checkpoint, tmp_path):
+def test_a_missing_shard_is_told(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     directory = Path(shutil.copytree(checkpoint("llama3_tied_sharded"), tmp_path / "model"))
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ConfigError, match="model-00002-of-00003.safetensors: File does not exist"):
@@ -295,7 +310,7 @@ def test_a_missing_shard_is_told(checkpoint, tmp_path):
         load(directory)
 
 
-def test_the_same_seed_writes_the_same_model(tmp_path):
+def test_the_same_seed_writes_the_same_model(tmp_path: Path) -> None:
     paths = [make_random_model(tmp_path / str(i), seed=seed) / "model.safetensors" for i, seed in enumerate((3, 3, 4))]
     contents = [path.read_bytes() for path in paths]
     assert contents[0] == contents[1] != contents[2]
@@ -303,7 +318,7 @@ def test_the_same_seed_writes_the_same_model(tmp_path):
 
 @pytest.mark.feature("004-27")
 @pytest.mark.parametrize("shape", [(24,), (24, 5), (24, 2, 3)])
-def test_the_rotary_permutation_and_its_inverse_are_the_identity(shape):
+def test_the_rotary_permutation_and_its_inverse_are_the_identity(shape: tuple[int, ...]) -> None:
     weight = torch.arange(torch.Size(shape).numel()).view(shape)
     for num_heads in (1, 2, 3, 4):
         assert torch.equal(meta_to_hf(hf_to_meta(weight, num_heads), num_heads), weight)
@@ -311,7 +326,7 @@ def test_the_rotary_permutation_and_its_inverse_are_the_identity(shape):
 
 
 @pytest.mark.feature("004-27")
-def test_row_scales_of_a_quantised_weight_go_with_their_rows():
+def test_row_scales_of_a_quantised_weight_go_with_their_rows() -> None:
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     scales = weight.abs().amax(1, keepdim=True) / 127
     quantised = (weight / scales).round().to(torch.int8)
@@ -321,7 +336,7 @@ def test_row_scales_of_a_quantised_weight_go_with_their_rows():
 
 
 @pytest.mark.feature("004-27")
-def test_meta_rotates_neighbours_where_hugging_face_rotates_halves():
+def test_meta_rotates_neighbours_where_hugging_face_rotates_halves() -> None:
     """One head, position 1: rotating neighbours of the Meta form equals rotating halves of the HF form, permuted."""
     hf = torch.randn(8, generator=torch.Generator().manual_seed(1))
     angles = 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8)
@@ -333,20 +348,22 @@ def test_meta_rotates_neighbours_where_hugging_face_rotates_halves():
 
 @pytest.mark.feature("004-27")
 @pytest.mark.parametrize("name", ["llama2", "llama3_tied_sharded"])
-def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(checkpoint, name):
+def test_weights_brought_back_from_the_meta_layout_give_the_same_logits(
+    checkpoint: Callable[[str], Path], name: str
+) -> None:
     directory = checkpoint(name)
     weights = {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
     config = json.loads((directory / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    def convert(tensors, permute):
+    def convert(tensors: dict[str, Tensor], permute: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
         rotary = {name: heads.get(name.split(".")[-2]) for name in tensors}
         return {name: permute(t, rotary[name]).contiguous() if rotary[name] else t for name, t in tensors.items()}
 
     meta = convert(weights, hf_to_meta)
     back = convert(meta, meta_to_hf)
 
-    def logits(tensors):
+    def logits(tensors: dict[str, Tensor]) -> Tensor:
         group = InProcessWorkerGroup.from_buffers(tensors, json.dumps(config), section("", dtype="float32"), SCHEDULER)
         driver = GroupDriver(group, TORCH.block)
         driver.begin(0, [3, 1, 4, 1, 5, 9, 2, 6])

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.core.step import NewRow, SampledToken, WorkersLost
+from backend.core.step import NewRow, SampledToken, StepInput, StepOutput, WorkersLost
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
+from backend.worker.model_runner import Pending
 
 
-def make_core(directory, look_ahead: bool = True) -> EngineCore:
+def make_core(directory: Path, look_ahead: bool = True) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels="torch", num_threads=1),
         KvCacheConfig(block_size=4, max_tokens=400),
@@ -37,14 +41,16 @@ def finish(core: EngineCore) -> dict[int, object]:
 
 
 @pytest.mark.parametrize("place", ["launch", "wait"])
-def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monkeypatch, caplog, place):
+def test_after_a_failed_step_nobody_gets_the_answer_of_another(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
     caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
     expected = make_core(checkpoint("llama2"), look_ahead=False)
     ask(expected, 2, [5, 6, 7])
     core = make_core(checkpoint("llama2"))
     runner, calls = core.workers.runner, []
 
-    def launch(step):
+    def launch(step: StepInput) -> Pending:
         calls.append(step.step_id)
         pending = original(step)
         if len(calls) == 4 and place == "launch":
@@ -53,8 +59,8 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
             monkeypatch.setattr(type(pending), "wait", fail_once(type(pending).wait))
         return pending
 
-    def fail_once(wait):
-        def failing(self):
+    def fail_once(wait: Callable[[Pending], StepOutput]) -> Callable[[Pending], Never]:
+        def failing(self: Pending) -> Never:
             monkeypatch.setattr(type(self), "wait", wait)
             raise RuntimeError("out of memory")
 
@@ -68,10 +74,12 @@ def test_after_a_failed_step_nobody_gets_the_answer_of_another(checkpoint, monke
     assert finish(core)[2].result.output_token_ids == finish(expected)[2].result.output_token_ids
 
 
-def test_workers_that_are_lost_end_the_engine(checkpoint, monkeypatch):
+def test_workers_that_are_lost_end_the_engine(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_core(checkpoint("llama2"))
 
-    def launch(step):
+    def launch(step: StepInput) -> Never:
         raise WorkersLost("the device is lost")
 
     monkeypatch.setattr(core.workers.runner, "launch", launch)
@@ -80,7 +88,7 @@ def test_workers_that_are_lost_end_the_engine(checkpoint, monkeypatch):
         core.step()
 
 
-def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch):
+def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = KVStorage(3, (2,), torch.float32, torch.device("cpu"))
     storage.grow(4)
     for pool in storage.pools:
@@ -94,11 +102,11 @@ def test_a_pool_whose_growth_failed_half_way_grows_later(monkeypatch):
     assert storage.num_blocks == 8 and all(len(pool) == 8 and (pool[:4] == 7).all() for pool in storage.pools)
 
 
-def fail():
+def fail() -> Never:
     raise MemoryError
 
 
-def test_tokens_of_a_device_are_written_as_those_of_a_host_are():
+def test_tokens_of_a_device_are_written_as_those_of_a_host_are() -> None:
     """Without the array that is the CPU's own memory, everything is sent."""
     batches = [InputBatch(3, 8, 4, torch.device("cpu")) for _ in range(2)]
     batches[1]._host_ids = None

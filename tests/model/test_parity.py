@@ -6,13 +6,17 @@ Lengths are told in blocks of the tier, so that borders, partial blocks, copies 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.model.conftest import Oracle
 from tests.model.driver import GroupDriver
-from tests.model.tiers import NATIVE, TORCH
+from tests.model.tiers import NATIVE, TORCH, TierCase
 
 LIMIT = 1e-4  # absolute, on logits of magnitude 1 to 10
 VOCAB = 131
@@ -38,7 +42,7 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
     assert difference <= LIMIT, f"logits differ by {difference:.2e}"  # NaN fails too
 
 
-def make_driver(directory, tier, **options) -> GroupDriver:
+def make_driver(directory: Path, tier: TierCase, **options: Any) -> GroupDriver:
     driver = GroupDriver.of(directory, tier, **options)
     assert driver.info.kernels == tier.kernels
     driver.window = driver.info.sliding_window
@@ -46,7 +50,7 @@ def make_driver(directory, tier, **options) -> GroupDriver:
 
 
 @pytest.mark.feature("004-26", "001-29")
-def test_every_logit_of_a_whole_prompt_equals_transformers(family, tier):
+def test_every_logit_of_a_whole_prompt_equals_transformers(family: tuple[Path, Oracle], tier: TierCase) -> None:
     directory, oracle = family
     tokens = prompt(15 * tier.block + 1)
     driver = make_driver(directory, tier)
@@ -57,7 +61,9 @@ def test_every_logit_of_a_whole_prompt_equals_transformers(family, tier):
 
 @pytest.mark.feature("004-19", "004-26", "001-29")
 @pytest.mark.parametrize("cut", CHUNKINGS.values(), ids=CHUNKINGS)
-def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family, tier, cut):
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole(
+    family: tuple[Path, Oracle], tier: TierCase, cut: Callable[[int], list[int]]
+) -> None:
     directory, oracle = family
     block = 8 if tier is TORCH else tier.block
     tokens = prompt(5 * block + 1, seed=1)
@@ -68,7 +74,9 @@ def test_a_prompt_in_chunks_has_the_logits_of_the_whole(family, tier, cut):
 
 @pytest.mark.feature("004-19")
 @pytest.mark.parametrize("num_new", range(1, 10))
-def test_new_tokens_over_a_history_see_the_right_part_of_it(family, tier, num_new):
+def test_new_tokens_over_a_history_see_the_right_part_of_it(
+    family: tuple[Path, Oracle], tier: TierCase, num_new: int
+) -> None:
     directory, oracle = family
     history = 8 * tier.block - 4
     tokens = prompt(history + num_new, seed=num_new)
@@ -79,7 +87,9 @@ def test_new_tokens_over_a_history_see_the_right_part_of_it(family, tier, num_ne
 
 @pytest.mark.feature("003-53", "004-26")
 @pytest.mark.parametrize("blocks", [1, 3, 3.75, 5.5])
-def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(family, tier, blocks):
+def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(
+    family: tuple[Path, Oracle], tier: TierCase, blocks: float
+) -> None:
     """Whole blocks are shared; a block of which only the head is right is copied first, and the copy is written to."""
     directory, oracle = family
     driver = GroupDriver.of(directory, tier)
@@ -99,7 +109,9 @@ def test_a_prompt_whose_head_was_found_in_the_cache_has_the_same_logits(family, 
 
 @pytest.mark.feature("004-20")
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(family, tier, seed):
+def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(
+    family: tuple[Path, Oracle], tier: TierCase, seed: int
+) -> None:
     directory, oracle = family
     block = (tier.block // 4, tier.block // 2, tier.block * 4)[seed - 1] if tier is TORCH else tier.block << (seed % 2)
     tokens = prompt(11 * tier.block + 1, seed=seed)
@@ -112,7 +124,7 @@ def test_where_the_blocks_lie_and_in_which_slot_makes_no_difference(family, tier
 
 
 @pytest.mark.feature("004-06", "004-20", "003-57")
-def test_seven_mixed_rows_equal_each_alone(family, tier):
+def test_seven_mixed_rows_equal_each_alone(family: tuple[Path, Oracle], tier: TierCase) -> None:
     """Generation rows of many lengths, chunks over histories and fresh prompts in one flat batch, in any order."""
     directory, oracle = family
     driver = make_driver(directory, tier)
@@ -135,7 +147,7 @@ def test_seven_mixed_rows_equal_each_alone(family, tier):
 
 
 @pytest.mark.feature("004-26")
-def test_sixty_four_greedy_tokens_equal_transformers(family, tier):
+def test_sixty_four_greedy_tokens_equal_transformers(family: tuple[Path, Oracle], tier: TierCase) -> None:
     directory, oracle = family
     driver = make_driver(directory, tier)
     lengths = [(2 * tier.block + 1) + slot * (tier.block + tier.block // 2 + 1) for slot in range(3)]
@@ -161,7 +173,9 @@ def test_sixty_four_greedy_tokens_equal_transformers(family, tier):
     ids=["torch-bfloat16", "torch-float16", "native-bfloat16"],
     indirect=["tier"],
 )
-def test_half_precision_stays_near_float32(family, tier, dtype, limit):
+def test_half_precision_stays_near_float32(
+    family: tuple[Path, Oracle], tier: TierCase, dtype: str, limit: float
+) -> None:
     """The mean error over all logits, relative to their spread. The native kernels have no float16."""
     directory, oracle = family
     tokens = prompt(10 * tier.block)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from kernels.cpu.isa import ISA_VARIABLE, best_isa, supported_isas
 from kernels.cpu.library import load_kernels
 
 CUDA = "the device is cuda, and they are for CPUs"
-HEAD_DIM = 8  # of the checkpoint
+HEAD_DIM = 8  # head dimension of the checkpoint
 # What the native kernels cannot do -> why, in the words of the log and of errors.
 OBSTACLES = {
     "float16": (dict(dtype="float16"), {}, "the dtype is float16; use --set model.dtype=bfloat16 or float32"),
@@ -27,13 +29,13 @@ OBSTACLES = {
 }
 
 
-def load(directory, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
+def load(directory: Path, kv_cache: dict[str, object], **fields: object) -> ModelInfo:
     section = ModelConfigSection(path=str(directory), num_threads=1, device="cpu", **fields)
     return InProcessWorkerGroup(section, SchedulerConfig(max_batch_size=2), KvCacheConfig(**kv_cache)).load()
 
 
 @pytest.fixture
-def lines(caplog):
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Tells the lines of the worker's log so far."""
     caplog.set_level(logging.INFO, logger="everbatch.worker")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
@@ -47,31 +49,49 @@ def sentence(error: pytest.ExceptionInfo) -> str:
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cpu_gets_the_native_kernels(checkpoint, native_kernels, lines, kernels, dtype):
+def test_a_cpu_gets_the_native_kernels(
+    checkpoint: Callable[[str], Path], native_kernels: None, lines: Callable[[], list[str]], kernels: str, dtype: str
+) -> None:
     assert load(checkpoint("llama2"), {}, kernels=kernels, dtype=dtype).kernels == "native"
     assert lines() == [f"kernels: native, for {best_isa()}"]
 
 
 @pytest.mark.skipif("avx2" not in supported_isas()[1:], reason="needs a machine with more than AVX2")
-def test_a_compiler_that_knows_less_than_the_machine_is_named(checkpoint, lines, monkeypatch):
+def test_a_compiler_that_knows_less_than_the_machine_is_named(
+    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tier, "load_kernels", lambda progress: load_kernels("avx2", progress))
     assert load(checkpoint("llama2"), {}).kernels == "native"
     assert lines() == [f"kernels: native, for avx2; the compiler does not know {best_isa()}, a newer g++ would"]
 
 
-def test_the_torch_tier_is_had_for_the_asking(checkpoint, lines):
+def test_the_torch_tier_is_had_for_the_asking(
+    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]]
+) -> None:
     assert load(checkpoint("llama2"), {}, kernels="torch").kernels == "torch"
     assert lines() == ["kernels: torch, because model.kernels is torch"]
 
 
 @pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(checkpoint, lines, fields, kv_cache, reason):
+def test_what_the_native_kernels_cannot_do_runs_on_the_torch_tier(
+    checkpoint: Callable[[str], Path],
+    lines: Callable[[], list[str]],
+    fields: dict[str, object],
+    kv_cache: dict[str, object],
+    reason: str,
+) -> None:
     assert load(checkpoint("llama2"), kv_cache, **fields).kernels == "torch"
     assert lines() == [f"kernels: torch, because {reason}"]
 
 
 @pytest.mark.parametrize("fields, kv_cache, reason", OBSTACLES.values(), ids=OBSTACLES)
-def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(checkpoint, lines, fields, kv_cache, reason):
+def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(
+    checkpoint: Callable[[str], Path],
+    lines: Callable[[], list[str]],
+    fields: dict[str, object],
+    kv_cache: dict[str, object],
+    reason: str,
+) -> None:
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), kv_cache, kernels="native", **fields)
     assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
@@ -79,13 +99,17 @@ def test_insisting_on_what_the_native_kernels_cannot_do_is_refused(checkpoint, l
 
 
 @pytest.mark.parametrize("dtype, bits", [("int8", 8), ("int4", 4)])
-def test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head(checkpoint, dtype, bits):
+def test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head(
+    checkpoint: Callable[[str], Path], dtype: str, bits: int
+) -> None:
     heads = 3 * 2 * 2  # layers, key and value, kv heads
     info = load(checkpoint("llama2"), {"dtype": dtype}, kernels="torch")
     assert info.kv_bytes_per_token == heads * (HEAD_DIM * bits // 8 + 4)
 
 
-def test_int4_kv_is_the_torch_tier_s_on_a_cpu(checkpoint, lines):
+def test_int4_kv_is_the_torch_tier_s_on_a_cpu(
+    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]]
+) -> None:
     assert load(checkpoint("llama2"), {"dtype": "int4"}).kernels == "torch"
     reason = "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
     assert lines() == [f"kernels: torch, because {reason}"]
@@ -94,7 +118,7 @@ def test_int4_kv_is_the_torch_tier_s_on_a_cpu(checkpoint, lines):
     assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
 
 
-def test_triton_kernels_are_refused_on_a_cpu(checkpoint):
+def test_triton_kernels_are_refused_on_a_cpu(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), {}, kernels="triton")
     assert sentence(error) == (
@@ -110,21 +134,30 @@ def test_triton_kernels_are_refused_on_a_cpu(checkpoint):
     ],
 )
 def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(
-    checkpoint, lines, monkeypatch, block_size, head_dim, reason
-):
+    checkpoint: Callable[[str], Path],
+    lines: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    block_size: int,
+    head_dim: int,
+    reason: str,
+) -> None:
     monkeypatch.setattr(tier, "runs_at", lambda device: device.type == "cuda")
     assert choose(checkpoint, device="cuda", head_dim=64).name == "triton"
     assert choose(checkpoint, device="cuda", head_dim=head_dim, block_size=block_size).name == "torch"
     assert lines() == ["kernels: triton, on cuda", f"kernels: torch, because {reason}"]
 
 
-def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(checkpoint, native_kernels):
+def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(
+    checkpoint: Callable[[str], Path], native_kernels: None
+) -> None:
     sizes = {dtype: load(checkpoint("llama2"), {"dtype": dtype}).kv_bytes_per_token for dtype in ("auto", "int8")}
     scales = 3 * 2 * 2 * 4  # layers, key and value, kv heads, float32
     assert sizes["int8"] == sizes["auto"] // 4 + scales
 
 
-def choose(checkpoint, device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object) -> tier.Choice:
+def choose(
+    checkpoint: Callable[[str], Path], device: str = "cpu", head_dim: int = 8, block_size: int = 32, **fields: object
+) -> tier.Choice:
     config = msgspec.structs.replace(read_model_config(checkpoint("llama2")), head_dim=head_dim)
     section = ModelConfigSection(device=device, **fields)
     kv_cache = KvCacheConfig(block_size=block_size)
@@ -138,7 +171,9 @@ def choose(checkpoint, device: str = "cpu", head_dim: int = 8, block_size: int =
         (dict(head_dim=1026), "the head dimension is 1026, more than 1024"),
     ],
 )
-def test_other_devices_and_huge_heads_are_the_torch_tier_s(checkpoint, lines, options, reason):
+def test_other_devices_and_huge_heads_are_the_torch_tier_s(
+    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]], options: dict[str, int | str], reason: str
+) -> None:
     assert choose(checkpoint, **options) == tier.Choice("torch")
     assert lines() == [f"kernels: torch, because {reason}"]
     with pytest.raises(ConfigError) as error:
@@ -148,7 +183,9 @@ def test_other_devices_and_huge_heads_are_the_torch_tier_s(checkpoint, lines, op
     )
 
 
-def test_a_machine_without_a_compiler_is_told_what_would_help(checkpoint, lines, monkeypatch, tmp_path):
+def test_a_machine_without_a_compiler_is_told_what_would_help(
+    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert load(checkpoint("llama2"), {}).kernels == "torch"
@@ -159,7 +196,9 @@ def test_a_machine_without_a_compiler_is_told_what_would_help(checkpoint, lines,
     assert "unset it or set it to a C++ compiler" in sentence(error)
 
 
-def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would_do(checkpoint, monkeypatch):
+def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would_do(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "neon")
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), {})

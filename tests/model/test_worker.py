@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from backend.api import ConfigError, EngineConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.sampling import SamplingConfig
-from backend.core.step import NewRow, Row, SampledToken, StepInput
+from backend.core.step import NewRow, Row, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.models.llama import Llama
 from backend.worker import group as group_module
@@ -20,8 +22,9 @@ from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch, make_tensor_with_pad
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import host_free_bytes
+from backend.worker.model_runner import ModelRunner
 from tests.model.driver import GroupDriver, make_group
-from tests.model.tiers import NATIVE
+from tests.model.tiers import NATIVE, TierCase
 
 CPU = torch.device("cpu")
 
@@ -37,7 +40,7 @@ def make_batch(*rows: NewRow) -> InputBatch:
 
 
 @pytest.mark.feature("003-56")
-def test_two_prompts_become_one_flat_batch():
+def test_two_prompts_become_one_flat_batch() -> None:
     batch = make_batch(new_row(2, [10, 11, 12, 13, 14], [7, 3]), new_row(0, [20, 21, 22], [5]))
     flat = batch.flatten([Row(2, 0, 5, True), Row(0, 0, 3, True)], [1, 1])
     assert flat.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22]
@@ -50,7 +53,7 @@ def test_two_prompts_become_one_flat_batch():
 
 
 @pytest.mark.feature("003-57")
-def test_running_sequences_give_one_token_each():
+def test_running_sequences_give_one_token_each() -> None:
     batch = make_batch(new_row(1, [10, 11, 12, 13], [6]), new_row(3, [20, 21], [0]))
     batch.append_tokens([SampledToken(1, 14), SampledToken(3, 22)])
     batch.append_blocks(1, [9])
@@ -65,7 +68,7 @@ def test_running_sequences_give_one_token_each():
 
 
 @pytest.mark.feature("004-06")
-def test_the_flat_batch_holds_exactly_the_rows_of_the_step():
+def test_the_flat_batch_holds_exactly_the_rows_of_the_step() -> None:
     batch = make_batch(*(new_row(slot, [slot] * 8, [2 * slot, 2 * slot + 1]) for slot in range(4)))
     for rows in ([Row(1, 3, 2, False)], [Row(0, 7, 1, True), Row(3, 0, 8, True)], [Row(2, 0, 1, False)]):
         flat = batch.flatten(rows, [0] * len(rows))
@@ -74,7 +77,7 @@ def test_the_flat_batch_holds_exactly_the_rows_of_the_step():
         assert flat.token_ids.tolist() == [row.slot for row in rows for _ in range(row.num_tokens)]
 
 
-def test_each_row_says_how_many_of_its_last_tokens_yield_logits():
+def test_each_row_says_how_many_of_its_last_tokens_yield_logits() -> None:
     batch = make_batch(*(new_row(slot, [slot] * 8, [2 * slot, 2 * slot + 1]) for slot in range(4)))
     rows, num_logits = [Row(3, 2, 5, False), Row(0, 0, 3, False), Row(2, 7, 1, True), Row(1, 0, 4, False)], [2, 0, 1, 4]
     assert batch.flatten(rows, num_logits).logits_index.tolist() == [3, 4, 8, 9, 10, 11, 12]
@@ -84,8 +87,10 @@ def test_each_row_says_how_many_of_its_last_tokens_yield_logits():
 
 
 @pytest.mark.feature("004-06")
-def test_the_forward_grows_and_shrinks_with_the_live_rows(checkpoint, monkeypatch):
-    """By torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
+def test_the_forward_grows_and_shrinks_with_the_live_rows(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is about torch operators; the native kernels take a list of rows, and have no shapes to pad to."""
     seen: list[int] = []
     forward = Llama.forward
     monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: seen.append(len(ids)) or forward(self, ids, *more))
@@ -98,7 +103,9 @@ def test_the_forward_grows_and_shrinks_with_the_live_rows(checkpoint, monkeypatc
     assert seen == [16, 8, 3, 1, 5]
 
 
-def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(checkpoint, tier):
+def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(
+    checkpoint: Callable[[str], Path], tier: TierCase
+) -> None:
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.begin(5, [1, 2, 3])
     driver.run(5, [3])
@@ -109,7 +116,7 @@ def test_samples_come_in_row_order_and_mixed_rows_keep_theirs(checkpoint, tier):
 
 
 @pytest.mark.feature("003-58")
-def test_rows_are_padded_behind_their_ends():
+def test_rows_are_padded_behind_their_ends() -> None:
     padded = make_tensor_with_pad([[1, 2, 3], [], [4]], width=4, pad=-1, dtype=np.int32)
     assert padded.tolist() == [[1, 2, 3, -1], [-1] * 4, [4, -1, -1, -1]]
     assert padded.dtype == np.int32
@@ -125,7 +132,7 @@ def test_rows_are_padded_behind_their_ends():
         (Row(2, 0, 2, False), "has 0 blocks"),
     ],
 )
-def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row, message):
+def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row: Row, message: str | None) -> None:
     batch = make_batch(new_row(1, [1, 2, 3, 4], [0]), new_row(2, [1, 2], []))
     if message is None:
         assert len(batch.flatten([row], [0]).token_ids) == 4
@@ -136,14 +143,14 @@ def test_a_step_that_runs_what_the_slot_does_not_have_is_refused(row, message):
             assemble([row], [0])
 
 
-def test_a_token_in_a_block_that_was_let_go_is_refused():
+def test_a_token_in_a_block_that_was_let_go_is_refused() -> None:
     batch = make_batch(new_row(1, [1, 2, 3, 4, 5], [-1, 3]))
     assert batch.flatten([Row(1, 4, 1, True)], [1]).cells.tolist() == [12]
     with pytest.raises(IndexError, match="was let go"):
         batch.flatten([Row(1, 3, 2, True)], [1])
 
 
-def test_a_slot_remembers_nothing_of_its_earlier_sequence():
+def test_a_slot_remembers_nothing_of_its_earlier_sequence() -> None:
     batch = make_batch(new_row(1, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1]))
     batch.take_in([new_row(1, [9], [3])])
     assert batch.block_tables[1].tolist() == [3, -1, -1, -1]
@@ -151,7 +158,7 @@ def test_a_slot_remembers_nothing_of_its_earlier_sequence():
         batch.flatten([Row(1, 1, 1, True)], [1])
 
 
-def test_a_token_beyond_the_longest_sequence_is_not_written():
+def test_a_token_beyond_the_longest_sequence_is_not_written() -> None:
     batch = make_batch(new_row(1, list(range(16)), [0, 1, 2, 3]), new_row(2, [7], [4]))
     before = batch.token_ids.clone()
     batch.append_tokens([SampledToken(1, 99), SampledToken(2, 98)])
@@ -165,7 +172,7 @@ def bytes_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.feature("003-53")
-def test_copies_are_made_before_the_forward_writes(checkpoint, tier):
+def test_copies_are_made_before_the_forward_writes(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     """The step writes to the source of the copy; the copy has to hold what was there before."""
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.begin(0, list(range(1, tier.block + 2)))
@@ -187,7 +194,7 @@ def make_storage(num_blocks: int) -> KVStorage:
     return storage
 
 
-def test_growing_keeps_what_is_in_the_blocks_and_never_shrinks():
+def test_growing_keeps_what_is_in_the_blocks_and_never_shrinks() -> None:
     storage = make_storage(3)
     assert storage.bytes_per_block == 2 * 4 * 2 * 2 * 3 * 2
     storage.grow(8)
@@ -198,14 +205,14 @@ def test_growing_keeps_what_is_in_the_blocks_and_never_shrinks():
 
 
 @pytest.mark.feature("003-53")
-def test_copies_move_whole_blocks_of_every_layer():
+def test_copies_move_whole_blocks_of_every_layer() -> None:
     storage = make_storage(6)
     storage.copy_blocks([(1, 4), (1, 5), (0, 3)])
     for pool in storage.pools:
         assert pool.flatten(1).float().unique(dim=1).T.tolist() == [[0, 1, 2, 0, 1, 1]]
 
 
-def test_the_pool_grows_while_sequences_run(checkpoint, tier):
+def test_the_pool_grows_while_sequences_run(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     """Steps say how many blocks must be backed; the KV of running sequences survives the move."""
     directory, length = checkpoint("llama2"), 7 * tier.block + 2
     whole, growing = (GroupDriver.of(directory, tier, num_blocks=num_blocks) for num_blocks in (40, 10))
@@ -223,7 +230,7 @@ def test_the_pool_grows_while_sequences_run(checkpoint, tier):
 
 
 @pytest.mark.feature("003-55", "003-61")
-def test_a_step_prepares_runs_and_samples(checkpoint, tier):
+def test_a_step_prepares_runs_and_samples(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     driver, twin = (GroupDriver.of(checkpoint("llama2"), tier) for _ in range(2))
     for each in (driver, twin):
         each.begin(3, [5, 6, 7])
@@ -239,15 +246,19 @@ def test_a_step_prepares_runs_and_samples(checkpoint, tier):
 @pytest.mark.feature("003-59")
 @pytest.mark.parametrize("num_slots, max_num_tokens", [(4, 64), (3, 2000), (2, 2)])
 def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(
-    checkpoint, tier, monkeypatch, num_slots, max_num_tokens
-):
+    checkpoint: Callable[[str], Path],
+    tier: TierCase,
+    monkeypatch: pytest.MonkeyPatch,
+    num_slots: int,
+    max_num_tokens: int,
+) -> None:
     group = make_group(checkpoint("llama2"), tier, max_batch_size=num_slots, max_num_tokens=max_num_tokens)
     group.load()
     group.initialize_kv_cache(8, tier.block, 8)
     forwards, runners = [], []
     original = group_module.ModelRunner.execute
 
-    def execute(runner, step):
+    def execute(runner: ModelRunner, step: StepInput) -> StepOutput:
         assert all(row.num_tokens >= 1 and row.samples for row in step.rows)
         forwards.append((sum(row.num_tokens for row in step.rows), len(step.rows)))
         runners.append(id(runner.batch))
@@ -264,7 +275,9 @@ def test_a_dummy_run_is_one_full_step_and_leaves_nothing_behind(
     assert not alive & set(runners)
 
 
-def make_core(checkpoint, tier, free_memory_fraction: float | None = None) -> EngineCore:
+def make_core(
+    checkpoint: Callable[[str], Path], tier: TierCase, free_memory_fraction: float | None = None
+) -> EngineCore:
     section = ModelConfigSection(
         path=str(checkpoint("llama2")), dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"
     )
@@ -274,14 +287,18 @@ def make_core(checkpoint, tier, free_memory_fraction: float | None = None) -> En
 
 
 @pytest.mark.feature("003-65")
-def test_a_probe_that_finds_no_memory_ends_in_a_clear_error(checkpoint, tier, monkeypatch):
+def test_a_probe_that_finds_no_memory_ends_in_a_clear_error(
+    checkpoint: Callable[[str], Path], tier: TierCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(group_module, "free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match="room for 0 KV blocks"):
         make_core(checkpoint, tier)
 
 
 @pytest.mark.feature("003-65")
-def test_the_probe_decides_the_number_of_blocks(checkpoint, tier, monkeypatch):
+def test_the_probe_decides_the_number_of_blocks(
+    checkpoint: Callable[[str], Path], tier: TierCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head_dim = 32 if tier is NATIVE else 8  # native blocks are padded to whole panels
     block_bytes = 3 * 2 * 2 * head_dim * 4 * tier.block  # layers, key and value, kv heads, head_dim, float32
     monkeypatch.setattr(group_module, "free_bytes", lambda device: 2 * 37 * block_bytes)
@@ -291,7 +308,7 @@ def test_the_probe_decides_the_number_of_blocks(checkpoint, tier, monkeypatch):
     assert core.workers.runner.storage.bytes_per_block == block_bytes
 
 
-def write_host(root, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple:
+def write_host(root: Path, available_kb: int, groups: dict[str, tuple[str, int, int]], own: str) -> tuple[Path, Path]:
     proc, cgroup = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_kb} kB\n")
@@ -316,11 +333,13 @@ def write_host(root, available_kb: int, groups: dict[str, tuple[str, int, int]],
         ({"other": ("1", 1, 0)}, 1000 * 1024),
     ],
 )
-def test_free_memory_respects_the_tightest_control_group(tmp_path, groups, expected):
+def test_free_memory_respects_the_tightest_control_group(
+    tmp_path: Path, groups: dict[str, tuple[str, int, int]], expected: int
+) -> None:
     assert host_free_bytes(*write_host(tmp_path, 1000, groups, own="/a/b")) == expected
 
 
-def test_a_device_that_is_not_there_is_refused():
+def test_a_device_that_is_not_there_is_refused() -> None:
     scheduler = SchedulerConfig()
     with pytest.raises(ConfigError, match="nonsense"):
         InProcessWorkerGroup(ModelConfigSection(device="nonsense"), scheduler)
@@ -328,7 +347,7 @@ def test_a_device_that_is_not_there_is_refused():
         InProcessWorkerGroup(ModelConfigSection(device="meta"), scheduler)
 
 
-def test_shutting_down_twice_is_harmless(checkpoint, tier):
+def test_shutting_down_twice_is_harmless(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     driver = GroupDriver.of(checkpoint("llama2"), tier)
     driver.group.shutdown()
     driver.group.shutdown()

@@ -12,7 +12,7 @@ from kernels.cpu.build import NativeUnavailable, load
 class TierCase(NamedTuple):
     """A tier, and blocks so small that short prompts cross many of their borders."""
 
-    kernels: str  # as model.kernels names it
+    kernels: str  # the name that model.kernels has for it
     block: int  # tokens
 
 

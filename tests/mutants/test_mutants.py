@@ -13,17 +13,17 @@ NAMES = [mutant.name for mutant in mutants()]
 SAMPLE = NAMES[::10]
 
 
-def test_there_are_enough_of_them():
+def test_there_are_enough_of_them() -> None:
     assert len(NAMES) >= 60
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_planted_bug_is_noticed(name):
+def test_a_planted_bug_is_noticed(name: str) -> None:
     status, output = run_tests(find(name).tests, name)
     assert status == TESTS_FAILED, f"{name} with pytest status {status}:\n{output[-2000:]}"
 
 
-def test_without_a_planted_bug_the_same_tests_pass():
+def test_without_a_planted_bug_the_same_tests_pass() -> None:
     tests = sorted({test for name in SAMPLE for test in find(name).tests})
     status, output = run_tests(tests)
     assert status == 0, output[-2000:]

@@ -18,7 +18,7 @@ NUM_FAMILIES = 8
 
 
 def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
-    """(checkpoint in bfloat16, its window): head sizes, heads for each kv head and families all differ from seed to seed."""
+    """Returns (checkpoint in bfloat16, its window). Head sizes, heads for each kv head and families differ by the seed."""
     rng = random.Random(seed)
     head_dim, ratio = (6, 20, 80, 128)[seed % 4], (1, 3, 7, 8)[(seed + seed // 4) % 4]
     kv_heads = rng.choice([1, 2, 3])
@@ -86,5 +86,5 @@ class Play:
         if slot not in driver.tokens or driver.computed[slot] == len(tokens) - 1:
             driver.free += [block for block in driver.tables.get(slot, []) if block >= 0]
             driver.begin(slot, tokens)
-        elif driver.computed[slot] % 3 == 0:  # as after a pause: blocks that have left the window are -1 in the table
+        elif driver.computed[slot] % 3 == 0:  # as after a pause: -1 in the table for blocks that have left the window
             driver.begin(slot, tokens, driver.computed[slot], driver.tables[slot])

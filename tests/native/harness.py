@@ -42,7 +42,7 @@ class Format(NamedTuple):
 
 
 def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
-    """`options`: the Driver's."""
+    """`options` go to the Driver."""
     model = load(directory, form, PackLinears(library))
     return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
 

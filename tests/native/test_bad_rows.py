@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from backend.core.step import Row
 from backend.worker.native_tier import NativeTier, PackLinears
@@ -20,7 +24,7 @@ VOCAB, LONGEST, BLOCKS = 131, 200, 20
 
 
 @pytest.fixture(scope="module")
-def driver(best_kernels, tmp_path_factory) -> Driver:
+def driver(best_kernels: CDLL, tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """Two sequences: slot 0 with 70 computed tokens of 100, slot 1 with none of 40."""
     directory = make_random_model(tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
     return prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))
@@ -37,13 +41,13 @@ def prepared(driver: Driver) -> Driver:
 class Attempt:
     """A step of two good rows that a test may spoil: its arrays are copies, and the pools are looked at afterwards."""
 
-    def __init__(self, driver: Driver):
+    def __init__(self, driver: Driver) -> None:
         self._runner = driver.runner
         self.rows = np.array([[1, 0, 40, 1], [0, 70, 30, 2]], dtype=np.int32)
         self.token_ids = driver.runner.batch.token_ids.clone()
         self.tables = driver.runner.batch.block_tables.copy()
 
-    def run(self) -> tuple:
+    def run(self) -> tuple[NDArray[np.int64], Tensor | None]:
         decoder: NativeDecoder = self._runner.tier._decoder
         return decoder.step(self.rows, self.token_ids, self.tables, self._runner.storage.pools, True)
 
@@ -57,7 +61,7 @@ class Attempt:
             assert torch.equal(pool.view(torch.uint8), old)
 
 
-def test_the_rows_that_tests_spoil_are_good(driver):
+def test_the_rows_that_tests_spoil_are_good(driver: Driver) -> None:
     greedy, logits = Attempt(driver).run()
     assert greedy.shape == (3,) and logits.shape == (3, VOCAB)
     assert not logits.isnan().any()
@@ -67,7 +71,7 @@ def test_the_rows_that_tests_spoil_are_good(driver):
     "column, value",
     [(1, -1), (1, -(2**31)), (1, LONGEST), (2, 0), (2, -1), (2, LONGEST), (2, 2**31 - 1), (3, -1), (3, 31)],
 )
-def test_numbers_that_no_sequence_can_have_are_refused(driver, column, value):
+def test_numbers_that_no_sequence_can_have_are_refused(driver: Driver, column: int, value: int) -> None:
     attempt = Attempt(driver)
     attempt.rows[1, column] = value
     attempt.assert_refused(1)
@@ -75,14 +79,14 @@ def test_numbers_that_no_sequence_can_have_are_refused(driver, column, value):
 
 @pytest.mark.parametrize("block", [-1, BLOCKS, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("slot, row, index", [(0, 1, 0), (0, 1, 3), (1, 0, 1)])
-def test_blocks_that_do_not_exist_are_refused(driver, slot, row, index, block):
+def test_blocks_that_do_not_exist_are_refused(driver: Driver, slot: int, row: int, index: int, block: int) -> None:
     attempt = Attempt(driver)
     attempt.tables[slot, index] = block
     attempt.assert_refused(row)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
-def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver, token):
+def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver: Driver, token: int) -> None:
     attempt = Attempt(driver)
     attempt.token_ids[0, 99] = token
     attempt.assert_refused(1)
@@ -91,13 +95,13 @@ def test_tokens_that_are_not_in_the_vocabulary_are_refused(driver, token):
     attempt.run()
 
 
-def test_a_table_that_is_too_narrow_is_refused(driver):
+def test_a_table_that_is_too_narrow_is_refused(driver: Driver) -> None:
     attempt = Attempt(driver)
     attempt.tables = np.ascontiguousarray(attempt.tables[:, :3])  # 96 tokens, row 1 runs up to 100
     attempt.assert_refused(1)
 
 
-def test_the_first_of_several_bad_rows_is_named(driver):
+def test_the_first_of_several_bad_rows_is_named(driver: Driver) -> None:
     attempt = Attempt(driver)
     attempt.tables[:, 0] = -1
     attempt.assert_refused(0)
@@ -111,7 +115,7 @@ def test_the_first_of_several_bad_rows_is_named(driver):
         lambda driver: driver.runner.batch.block_tables.__setitem__((1, 1), BLOCKS),
     ],
 )
-def test_the_tier_names_the_slot(best_kernels, tmp_path, spoil: Callable[[Driver], None]):
+def test_the_tier_names_the_slot(best_kernels: CDLL, tmp_path: Path, spoil: Callable[[Driver], None]) -> None:
     directory = make_random_model(tmp_path, max_position_embeddings=LONGEST)
     driver = prepared(native_driver(directory, best_kernels, Format(), num_blocks=BLOCKS))
     spoil(driver)
@@ -121,7 +125,9 @@ def test_the_tier_names_the_slot(best_kernels, tmp_path, spoil: Callable[[Driver
 
 
 @pytest.mark.parametrize("windows", [(13,) * 4, (13, 13, 40, 13), (13, 13, None, 13)], ids=str)
-def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels, tmp_path, windows):
+def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(
+    best_kernels: CDLL, tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
     model = load(
         make_random_model(tmp_path, num_hidden_layers=4, max_position_embeddings=LONGEST),
         Format(),
@@ -130,7 +136,7 @@ def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels,
     model.config = msgspec.structs.replace(model.config, windows=windows)
     tier = NativeTier(model, best_kernels, 32, int8_kv=False)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
-    first_seen = 0 if None in windows else 70 - max(windows) + 1  # by position 70, the first that runs
+    first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
     for index in range(3):
         attempt = Attempt(driver)
         attempt.tables[0, index] = -1
@@ -147,7 +153,9 @@ def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(best_kernels,
         (dict(head_dim=1026), "head_dim is 1026, the native kernels take up to 1024"),
     ],
 )
-def test_a_shape_that_the_kernels_cannot_take_is_refused(best_kernels, changes, message):
+def test_a_shape_that_the_kernels_cannot_take_is_refused(
+    best_kernels: CDLL, changes: dict[str, int], message: str
+) -> None:
     sizes = (
         dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, int8_kv=False) | changes
     )

@@ -142,7 +142,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(sources: Path, monkeypatch:
 
 
 def test_a_compiler_that_does_not_know_an_instruction_set_gets_the_next_one(
-    sources: Path, tmp_path: Path, monkeypatch
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tmp_path / "old-g++"
     refused = "|".join(f"-m{flag}" for flag in ("avx512bf16", "amx-tile", "avx2"))
@@ -282,7 +282,7 @@ def test_two_variants_in_one_process_share_no_variable(sources: Path) -> None:
 @pytest.mark.skipif(not cpu_features(), reason="the ladder is of x86-64")
 @pytest.mark.parametrize("isa", LADDER)
 def test_the_compiler_knows_the_flags_of_every_variant(sources: Path, isa: str) -> None:
-    """Also of those that this machine cannot run: their objects are compiled and not loaded."""
+    """This holds also for variants that this machine cannot run: their objects are compiled and not loaded."""
     flags = compiler_flags(isa, features=set(LADDER["amx"]))
     command = [COMPILER, *flags, "-c", str(sources / "macros.cpp"), "-o", str(sources / "macros.o")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from ctypes import CDLL
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +33,12 @@ NUM_BLOCKS = 130
 class Scenes:
     """Plays of random models for one variant, and what the torch tier says to them, found out once for all variants."""
 
-    def __init__(self, families: list[tuple[Path, int | None]]):
+    def __init__(self, families: list[tuple[Path, int | None]]) -> None:
         self._families = families
         self._known: dict[tuple, Tensor] = {}
 
     def of(self, isa: str, is_narrow: bool) -> list[tuple[int, Play]]:
-        """(family, play). The first four have every head size and ratio. Narrow formats cost the torch tier most."""
+        """Returns (family, play) pairs. The first four have every head size and ratio. Narrow formats cost torch most."""
         if isa == AMX_EMULATED:
             return [(family, Play(family, 5, 70)) for family in (1, 2)]
         if isa == supported_isas()[0] and SANITIZE not in os.environ:
@@ -46,11 +47,11 @@ class Scenes:
             families = (1, 3) if is_narrow else range(4)
         return [(family, Play(family, 7)) for family in families]
 
-    def native(self, kernels, family: int, form: Format, play: Play) -> Tensor:
-        """Logits of all tokens."""
+    def native(self, kernels: CDLL, family: int, form: Format, play: Play) -> Tensor:
+        """Returns the logits of all tokens."""
         return torch.cat(play.run(self.driver(kernels, family, form)))
 
-    def driver(self, kernels, family: int, form: Format) -> Driver:
+    def driver(self, kernels: CDLL, family: int, form: Format) -> Driver:
         directory, window = self._families[family]
         options = dict(num_blocks=NUM_BLOCKS, window=window, seed=family)
         return native_driver(directory, kernels, form, 32 << family % 2, **options)
@@ -66,7 +67,7 @@ class Scenes:
 
 
 @pytest.fixture(scope="session")
-def scenes(tmp_path_factory) -> Scenes:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     return Scenes([random_family(tmp_path_factory.mktemp(f"family{seed}"), seed) for seed in range(NUM_FAMILIES)])
 
 
@@ -98,7 +99,9 @@ def distance(measured: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_in_float32_logits_are_those_of_the_torch_tier(kernels, isa, scenes, quantization):
+def test_in_float32_logits_are_those_of_the_torch_tier(
+    kernels: CDLL, isa: str, scenes: Scenes, quantization: str
+) -> None:
     form = Format("float32", quantization)
     for family, play in scenes.of(isa, is_narrow=False):
         expected = scenes.torch(family, form, play)
@@ -119,7 +122,9 @@ def test_in_float32_logits_are_those_of_the_torch_tier(kernels, isa, scenes, qua
     ],
     ids=str,
 )
-def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(kernels, isa, scenes, form):
+def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
+    kernels: CDLL, isa: str, scenes: Scenes, form: Format
+) -> None:
     """Rounding goes other ways (a value between two int8 numbers), so single logits may differ; their distance must not."""
     for family, play in scenes.of(isa, is_narrow=True):
         in_float32 = scenes.torch(family, Format("float32"), play)
@@ -128,7 +133,7 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(kernels, isa,
         assert own <= NO_WORSE * of_torch < 0.1, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
 
 
-def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels, scenes):
+def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels: CDLL, scenes: Scenes) -> None:
     """The lowest id among equals, with logits and without."""
     driver = scenes.driver(best_kernels, 0, Format())
     driver.begin(0, prompt(50, VOCAB))
@@ -141,7 +146,7 @@ def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels, scenes):
     assert none is None and without.tolist() == greedy.tolist()
 
 
-def test_of_equal_logits_the_lowest_id_is_taken_by_any_number_of_threads(best_kernels, tmp_path):
+def test_of_equal_logits_the_lowest_id_is_taken_by_any_number_of_threads(best_kernels: CDLL, tmp_path: Path) -> None:
     directory = make_random_model(tmp_path, vocab_size=301)
     weights = load_file(directory / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"][:7].repeat(43, 1).contiguous()  # ids 7 apart are equal
@@ -154,7 +159,7 @@ def test_of_equal_logits_the_lowest_id_is_taken_by_any_number_of_threads(best_ke
             assert driver.tokens[0][-1] < 7
 
 
-def test_a_step_without_logits_writes_the_same_kv(best_kernels, scenes):
+def test_a_step_without_logits_writes_the_same_kv(best_kernels: CDLL, scenes: Scenes) -> None:
     """The last layer leaves out what no logits are wanted of."""
     whole, chunked = (scenes.driver(best_kernels, 1, Format()) for _ in range(2))
     tokens = prompt(90, VOCAB)
@@ -171,7 +176,9 @@ def test_a_step_without_logits_writes_the_same_kv(best_kernels, scenes):
 
 
 @pytest.mark.parametrize("activations", [None, ACTIVATIONS], ids=["int8", "w8a8"])
-def test_layers_of_a_checkpoint_may_differ_in_format(best_kernels, tmp_path, activations):
+def test_layers_of_a_checkpoint_may_differ_in_format(
+    best_kernels: CDLL, tmp_path: Path, activations: dict[str, object] | None
+) -> None:
     """A checkpoint's list of layers to leave alone may name single ones."""
     section = quantization_config(input_activations=activations)
     directory, floats = write_pair(tmp_path, "llama", section, **ODD)

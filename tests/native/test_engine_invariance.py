@@ -28,13 +28,15 @@ ARRANGEMENTS = [
 
 
 @pytest.fixture(scope="module", params=itertools.product(FAMILIES, FORMATS), ids=lambda pair: f"{pair[0]}-{pair[1]}")
-def model(request, native_kernels, tmp_path_factory) -> tuple[Path, Format]:
+def model(
+    request: pytest.FixtureRequest, native_kernels: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Format]:
     family, form = request.param
     return random_family(tmp_path_factory.mktemp(family), FAMILIES[family])[0], form
 
 
 @pytest.fixture(scope="module")
-def plain(model) -> tuple[list[int], Tensor]:
+def plain(model: tuple[Path, Format]) -> tuple[list[int], Tensor]:
     """The watched request alone, its prompt at once, never evicted, nothing cached, one thread."""
     return arranged(model, 512, False, False, 1, 1)
 
@@ -48,7 +50,7 @@ def arranged(
     num_threads: int,
     look_ahead: bool = False,
 ) -> tuple[list[int], Tensor]:
-    """(tokens, logits [tokens, vocab]) of the watched request."""
+    """Returns (tokens, logits [tokens, vocab]) of the watched request."""
     directory, form = model
     config = EngineConfig(
         ModelConfigSection(
@@ -88,14 +90,20 @@ def arranged(
 @pytest.mark.feature("004-14", "001-33")
 @pytest.mark.parametrize("max_num_tokens, is_cached, is_evicted, num_requests, num_threads", ARRANGEMENTS[1:])
 def test_logits_and_tokens_are_the_same_bits(
-    model, plain, max_num_tokens, is_cached, is_evicted, num_requests, num_threads
-):
+    model: tuple[Path, Format],
+    plain: tuple[list[int], Tensor],
+    max_num_tokens: int,
+    is_cached: bool,
+    is_evicted: bool,
+    num_requests: int,
+    num_threads: int,
+) -> None:
     tokens, logits = arranged(model, max_num_tokens, is_cached, is_evicted, num_requests, num_threads)
     assert len(tokens) == NUM_TOKENS and len(set(tokens)) > 10, "tokens that hardly change would prove nothing"
     assert tokens == plain[0]
     assert torch.equal(logits, plain[1])
 
 
-def test_looking_ahead_changes_no_bit(model, plain):
+def test_looking_ahead_changes_no_bit(model: tuple[Path, Format], plain: tuple[list[int], Tensor]) -> None:
     tokens, logits = arranged(model, 16, True, False, 7, 1, look_ahead=True)
     assert tokens == plain[0] and torch.equal(logits, plain[1])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +33,14 @@ NUM_NEW = 12
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory):
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int | None]]:
     return [random_family(tmp_path_factory.mktemp(f"invariant{seed}"), seed) for seed in range(4)]
 
 
 class Scene:
     """One family in one format: what a sequence that runs alone, whole, on one thread yields."""
 
-    def __init__(self, kernels, family, form: Format, length: int):
+    def __init__(self, kernels: CDLL, family: tuple[Path, int | None], form: Format, length: int) -> None:
         self._kernels, self._form = kernels, form
         self._directory, self._window = family
         self.tokens = prompt(length, VOCAB)
@@ -69,7 +72,9 @@ def assert_same(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def scene(request, variant, families) -> Scene:
+def scene(
+    request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[tuple[Path, int | None]]
+) -> Scene:
     """The formats take the families in turn. The emulation is slow, and gets a short prompt and small heads."""
     isa, form = request.param
     is_slow = isa == AMX_EMULATED
@@ -77,7 +82,7 @@ def scene(request, variant, families) -> Scene:
     return Scene(variant(isa), family, form, 70 if is_slow else 301)
 
 
-def test_a_prompt_in_chunks_yields_the_logits_of_the_whole(scene):
+def test_a_prompt_in_chunks_yields_the_logits_of_the_whole(scene: Scene) -> None:
     for sizes in ([16], [1, 31, 2, 30, 100], [33], [255, 1, 1]):
         scene.check(scene.driver(seed=3), cut(len(scene.tokens), sizes), slot=2)
 
@@ -93,28 +98,28 @@ def cut(length: int, sizes: list[int]) -> list[int]:
     raise AssertionError("a cycle has no end")
 
 
-def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene):
+def test_a_prompt_token_by_token_yields_the_logits_of_the_whole(scene: Scene) -> None:
     scene.check(scene.driver(seed=4), [1] * len(scene.tokens))
 
 
-def test_what_is_computed_again_is_what_it_was(scene):
-    """As after an eviction: prompt and output run as one prompt."""
+def test_what_is_computed_again_is_what_it_was(scene: Scene) -> None:
+    """This is what follows an eviction: prompt and output run as one prompt."""
     driver = scene.driver(seed=5)
     driver.begin(1, scene.all_tokens[:-1])
     assert_same(driver.run(1, [len(scene.all_tokens) - 1]), torch.cat((scene.of_prompt, scene.of_output)))
 
 
-def test_the_block_size_changes_nothing(scene):
+def test_the_block_size_changes_nothing(scene: Scene) -> None:
     scene.check(scene.driver(seed=6, block_size=128), [len(scene.tokens) - 40, 40])
 
 
-def test_the_number_of_threads_changes_nothing(scene):
+def test_the_number_of_threads_changes_nothing(scene: Scene) -> None:
     for count in (2, 3):
         with threads(count):
             scene.check(scene.driver(seed=7), [len(scene.tokens) - 33, 33])
 
 
-def test_six_others_in_the_batch_change_nothing(scene):
+def test_six_others_in_the_batch_change_nothing(scene: Scene) -> None:
     """Six prompts of other lengths; they and the sequence itself run in random chunks and in random order."""
     driver, rng = scene.driver(seed=8), random.Random(8)
     slots = list(range(7))
@@ -129,7 +134,7 @@ def test_six_others_in_the_batch_change_nothing(scene):
     scene.check_output(driver, slots, 3)
 
 
-def test_a_head_that_was_found_in_the_cache_changes_nothing(scene):
+def test_a_head_that_was_found_in_the_cache_changes_nothing(scene: Scene) -> None:
     """Two whole blocks of another sequence, and a copy of the head of its third, which holds other tokens behind it."""
     driver, found = scene.driver(seed=9), 2 * 32 + 5
     driver.window = None  # so that the other sequence keeps its blocks
@@ -142,7 +147,9 @@ def test_a_head_that_was_found_in_the_cache_changes_nothing(scene):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.dtype == "bfloat16"], ids=str)
-def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(best_kernels, families, form):
+def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(
+    best_kernels: CDLL, families: list[tuple[Path, int | None]], form: Format
+) -> None:
     def kv(chunks: list[int], others: int, seed: int) -> list[Tensor]:
         driver = native_driver(families[0][0], best_kernels, form, num_blocks=100, seed=seed)
         for slot in range(others + 1):

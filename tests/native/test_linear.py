@@ -19,12 +19,12 @@ from tests.native.harness import threads
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPS = [32, 64, 128, 96, None]  # columns that share a scale; None = one scale a row
-SUM_ERROR = 1e-6  # of a sum in float32, relative to the sum of its magnitudes
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # of the result
+SUM_ERROR = 1e-6  # error of a sum in float32, relative to the sum of its magnitudes
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # relative error of rounding the result
 
 
 def shapes(seed: int, isa: str, count: int) -> list[tuple[int, int, int]]:
-    """(rows, n, k); few and small ones for the slow emulation."""
+    """Returns (rows, n, k); few and small ones for the slow emulation."""
     rng = random.Random(seed)
     most = 100 if isa == AMX_EMULATED else 400
     edges = [(1, 1, 1), (33, 33, 65), (40, 32, 64), (12, 31, 257)]
@@ -68,7 +68,7 @@ def assert_product(measured: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_float_layer_is_a_product_and_a_bias(kernels, isa, dtype):
+def test_a_float_layer_is_a_product_and_a_bias(kernels: CDLL, isa: str, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(1)
     for rows, n, k in shapes(1, isa, 12):
         x, w = random_tensor(rng, rows, k).to(dtype), random_tensor(rng, n, k).to(dtype)
@@ -80,7 +80,9 @@ def test_a_float_layer_is_a_product_and_a_bias(kernels, isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
-def test_int8_weights_stand_for_the_numbers_that_they_were_made_of(kernels, isa, group, dtype):
+def test_int8_weights_stand_for_the_numbers_that_they_were_made_of(
+    kernels: CDLL, isa: str, group: int | None, dtype: torch.dtype
+) -> None:
     """In bfloat16 a weight is rounded once more, to the bfloat16 that is multiplied."""
     rng = torch.Generator().manual_seed(2)
     for rows, n, k in shapes(2, isa, 5):
@@ -93,7 +95,9 @@ def test_int8_weights_stand_for_the_numbers_that_they_were_made_of(kernels, isa,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
-def test_int8_activations_are_multiplied_in_integers(kernels, isa, group, dtype):
+def test_int8_activations_are_multiplied_in_integers(
+    kernels: CDLL, isa: str, group: int | None, dtype: torch.dtype
+) -> None:
     rng = torch.Generator().manual_seed(3)
     for rows, n, k in shapes(3, isa, 5):
         x, weight = random_tensor(rng, rows, k).to(dtype), quantized(random_tensor(rng, n, k), group, "w8a8")
@@ -106,7 +110,7 @@ def test_int8_activations_are_multiplied_in_integers(kernels, isa, group, dtype)
 
 @pytest.mark.parametrize("format", ["none", "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_rows_than_one_pass_takes(kernels, isa, format, dtype):
+def test_more_rows_than_one_pass_takes(kernels: CDLL, isa: str, format: str, dtype: torch.dtype) -> None:
     """A pass over the weights serves up to 512 rows; a row's result is the same, bit for bit, in any of them."""
     rng = torch.Generator().manual_seed(4)
     n, k = (33, 70) if isa == AMX_EMULATED else (130, 600)
@@ -122,7 +126,7 @@ def test_more_rows_than_one_pass_takes(kernels, isa, format, dtype):
 
 
 @pytest.mark.parametrize("format", ["none", "int8", "w8a8"])
-def test_the_number_of_threads_changes_no_bit(best_kernels, format):
+def test_the_number_of_threads_changes_no_bit(best_kernels: CDLL, format: str) -> None:
     rng = torch.Generator().manual_seed(5)
     x, w = random_tensor(rng, 37, 300), random_tensor(rng, 500, 300)
     weight = w if format == "none" else quantized(w, 64, format)
@@ -134,7 +138,7 @@ def test_the_number_of_threads_changes_no_bit(best_kernels, format):
 
 
 @pytest.mark.parametrize("format", ["int8", "w8a8"])
-def test_a_quantised_layer_is_near_the_float_one(best_kernels, format):
+def test_a_quantised_layer_is_near_the_float_one(best_kernels: CDLL, format: str) -> None:
     rng = torch.Generator().manual_seed(6)
     x, w = random_tensor(rng, 20, 500), random_tensor(rng, 90, 500)
     q, scale = quantize_weight(w, 64)
@@ -146,13 +150,13 @@ def test_a_quantised_layer_is_near_the_float_one(best_kernels, format):
     assert error < 1.02 * error_of_reference < 0.02
 
 
-def test_no_rows_give_no_rows(best_kernels):
+def test_no_rows_give_no_rows(best_kernels: CDLL) -> None:
     layer = PackLinears(best_kernels)(torch.randn(40, 70), None)
     assert layer(torch.empty(0, 70)).shape == (0, 40)
     assert layer(torch.randn(2, 3, 70)).shape == (2, 3, 40)
 
 
-def test_an_input_of_another_kind_is_refused(best_kernels):
+def test_an_input_of_another_kind_is_refused(best_kernels: CDLL) -> None:
     make = PackLinears(best_kernels)
     with pytest.raises(TypeError, match=r"x is torch.bfloat16, this layer takes torch.float32"):
         make(torch.randn(40, 70), None)(torch.randn(1, 70).bfloat16())
@@ -164,7 +168,7 @@ def test_an_input_of_another_kind_is_refused(best_kernels):
         make(torch.randn(40, 70), None)(torch.randn(1, 71))
 
 
-def test_weights_that_cannot_be_packed_are_refused(best_kernels):
+def test_weights_that_cannot_be_packed_are_refused(best_kernels: CDLL) -> None:
     make = PackLinears(best_kernels)
     with pytest.raises(ConfigError, match="weights of torch.float16 .*model.dtype=bfloat16"):
         make(torch.randn(4, 4).half(), None)

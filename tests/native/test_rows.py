@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from ctypes import CDLL
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ ROUNDING = 1e-6  # relative to 1 + |expected|
 
 
 def widths(seed: int, count: int = 30) -> list[tuple[int, int]]:
-    """(rows, columns)."""
+    """Returns (rows, columns)."""
     rng = random.Random(seed)
     return [(1, 1), (2, 16), (3, 15), (1, 17)] + [(rng.randint(1, 9), rng.randint(1, 700)) for _ in range(count)]
 
@@ -29,7 +30,7 @@ def assert_near(measured: Tensor, expected: Tensor, case: object) -> None:
     assert error <= ROUNDING, f"{case}: {error:.1e}"
 
 
-def test_rms_norm_is_that_of_torch(kernels):
+def test_rms_norm_is_that_of_torch(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(1)
     for rows, n in widths(1):
         x, weight, out = random_tensor(rng, rows, n) * 3, random_tensor(rng, n), torch.empty(rows, n)
@@ -37,7 +38,7 @@ def test_rms_norm_is_that_of_torch(kernels):
         assert_near(out, rms_norm.reference(x.double(), weight.double(), 1e-3), (rows, n))
 
 
-def test_rms_norm_may_write_to_its_input(kernels):
+def test_rms_norm_may_write_to_its_input(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(2)
     x, weight = random_tensor(rng, 3, 77), random_tensor(rng, 77)
     expected = rms_norm.reference(x.double(), weight.double(), 1e-3)
@@ -45,7 +46,7 @@ def test_rms_norm_may_write_to_its_input(kernels):
     assert_near(x, expected, "in place")
 
 
-def test_silu_mul_is_that_of_torch(kernels):
+def test_silu_mul_is_that_of_torch(kernels: CDLL) -> None:
     rng = torch.Generator().manual_seed(3)
     for rows, n in widths(3):
         x, out = random_tensor(rng, rows, 2 * n) * 5, torch.empty(rows, n)
@@ -53,7 +54,7 @@ def test_silu_mul_is_that_of_torch(kernels):
         assert_near(out, silu_mul.reference(x.double()), (rows, n))
 
 
-def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels):
+def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels: CDLL) -> None:
     gate = torch.tensor([-3e38, -1e4, -100.0, -88.0, -87.0, -0.0, 0.0, 1e-30, 87.0, 100.0, 1e4, 3e38])
     for n in (len(gate), 2 * len(gate)):  # the tail of a row goes another way than its whole vectors
         gates, out = gate.repeat(n // len(gate)), torch.empty(n)
@@ -62,7 +63,7 @@ def test_silu_neither_overflows_nor_makes_nan_of_large_numbers(kernels):
         assert_near(out, torch.nn.functional.silu(gates.double()), n)
 
 
-def quantised(kernels, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantised(kernels: CDLL, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [rows, k], k a multiple of group -> (q [rows, k], scale [rows, k / group])."""
     q, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0], x.shape[1] // group)
     kernels.everbatch_quantize(x.data_ptr(), x.numel(), group, q.data_ptr(), scale.data_ptr())
@@ -70,8 +71,8 @@ def quantised(kernels, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 192, 704])
-def test_activations_are_quantised_as_the_reference_does(kernels, group):
-    """Up to the direction of halves: the kernel multiplies by the scale's inverse, the reference divides."""
+def test_activations_are_quantised_as_the_reference_does(kernels: CDLL, group: int) -> None:
+    """Halves may be rounded in either direction: the kernel multiplies by the scale's inverse, the reference divides."""
     rng = torch.Generator().manual_seed(4)
     for rows in range(1, 20):
         x = random_tensor(rng, rows, group * (1 + rows % 3)) * 10.0 ** (rows % 7 - 3)
@@ -84,7 +85,7 @@ def test_activations_are_quantised_as_the_reference_does(kernels, group):
         assert ((q.int() - expected_q.int()).abs() <= 1).all()
 
 
-def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels):
+def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels: CDLL) -> None:
     x = torch.zeros(2, 64)
     x[1, :32] = 1e-38 * torch.arange(-16, 16)
     q, scale = quantised(kernels, x, 32)

@@ -17,7 +17,7 @@ FILES = [f"tests/native/test_{name}.py" for name in ("linear", "rows", "bad_rows
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is the sanitized process")
-def test_nothing_is_read_or_written_outside_its_memory():
+def test_nothing_is_read_or_written_outside_its_memory() -> None:
     try:
         environment = os.environ | asan_environment() | {SANITIZE: "1"}
     except NativeUnavailable as reason:

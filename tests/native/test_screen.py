@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import numpy as np
 import pytest
 import torch
@@ -22,8 +24,8 @@ SLOTS = 10  # more than are screened together
 class Model:
     """One layer and a given lm_head. The tokens' embeddings are random; each row of a step is a sequence of one token."""
 
-    def __init__(self, library, lm_head: Tensor, scale: float = 1.0):
-        rng = torch.Generator().manual_seed(0)  # not that of random_head: no token must win by far
+    def __init__(self, library: CDLL, lm_head: Tensor, scale: float = 1.0) -> None:
+        rng = torch.Generator().manual_seed(0)  # a seed other than random_head's, so that no token wins by far
         vocab, hidden = lm_head.shape
         dtype, arena = lm_head.dtype, Arena()
         self.library = library
@@ -70,7 +72,9 @@ def random_head(vocab: int, hidden: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab, hidden", [(33, 64), (96, 40), (200, 300)])
-def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(kernels, dtype, vocab, hidden):
+def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(
+    kernels: CDLL, dtype: torch.dtype, vocab: int, hidden: int
+) -> None:
     w = random_head(vocab, hidden, dtype)
     w[:, : hidden // 2] *= 40  # uneven rows
     w[vocab // 2] = 0
@@ -91,8 +95,10 @@ def test_no_logit_is_further_from_its_screened_value_than_the_screen_says(kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab, hidden", [(33, 64), (1000, 96), (4099, 72)])
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 9])
-def test_the_token_is_that_of_the_whole_product(kernels, isa, dtype, vocab, hidden, num_rows):
-    vocab = min(vocab, 1000) if isa == AMX_EMULATED else vocab  # which is slow
+def test_the_token_is_that_of_the_whole_product(
+    kernels: CDLL, isa: str, dtype: torch.dtype, vocab: int, hidden: int, num_rows: int
+) -> None:
+    vocab = min(vocab, 1000) if isa == AMX_EMULATED else vocab  # the emulation is slow
     w = random_head(vocab, hidden, dtype)
     half = -(-vocab // 2)
     w[half:] = w[: vocab - half].clone()  # every logit twice, the greatest too: the lower id wins
@@ -107,7 +113,9 @@ def test_the_token_is_that_of_the_whole_product(kernels, isa, dtype, vocab, hidd
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_logits_closer_to_each_other_than_int8_tells_apart_are_told_apart(kernels, dtype, num_rows):
+def test_logits_closer_to_each_other_than_int8_tells_apart_are_told_apart(
+    kernels: CDLL, dtype: torch.dtype, num_rows: int
+) -> None:
     w = random_head(1, 64, torch.float32) + 0.003 * random_head(640, 64, torch.float32)
     model = Model(kernels, w.to(dtype))
     greedy, _ = model.greedy(Screen(kernels, model.lm_head), num_rows)
@@ -115,7 +123,7 @@ def test_logits_closer_to_each_other_than_int8_tells_apart_are_told_apart(kernel
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_weights_that_are_no_numbers_are_not_screened_away(kernels, value):
+def test_weights_that_are_no_numbers_are_not_screened_away(kernels: CDLL, value: float) -> None:
     w = random_head(300, 64, torch.float32)
     w[170, 3] = value
     model = Model(kernels, w)
@@ -125,7 +133,7 @@ def test_weights_that_are_no_numbers_are_not_screened_away(kernels, value):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30, float("inf")])
-def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels, scale):
+def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels: CDLL, scale: float) -> None:
     model = Model(kernels, random_head(300, 64, torch.bfloat16), scale)
     greedy, _ = model.greedy(Screen(kernels, model.lm_head), 8)
     expected, _ = model.greedy(None, 8)
@@ -133,7 +141,7 @@ def test_hidden_states_out_of_the_ordinary_choose_as_without_a_screen(kernels, s
 
 
 def lying_screen(model: Model, panel: int) -> Screen:
-    """Of another lm_head, without any error: for every row, only a column of this panel has a logit above 0."""
+    """The screen of another lm_head, which claims no error: for every row, only a column of this panel has a logit above 0."""
     w = torch.zeros(model.lm_head.shape, dtype=model.embedding.dtype)
     w[32 * panel], w[32 * panel + 1] = 1, -1
     screen = Screen(model.library, PackedLinear.of_floats(model.library, Arena(), w))
@@ -142,7 +150,7 @@ def lying_screen(model: Model, panel: int) -> Screen:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_what_the_screen_rules_out_is_not_computed(kernels, num_rows):
+def test_what_the_screen_rules_out_is_not_computed(kernels: CDLL, num_rows: int) -> None:
     model = Model(kernels, random_head(320, 64, torch.bfloat16))
     _, logits = model.greedy(None, num_rows, wants_logits=True)
     for panel in range(10):
@@ -152,15 +160,17 @@ def test_what_the_screen_rules_out_is_not_computed(kernels, num_rows):
 
 
 @pytest.mark.parametrize("num_rows, wants_logits", [(1, True), (9, False)])
-def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(kernels, num_rows, wants_logits):
+def test_a_step_that_wants_logits_or_has_many_rows_is_not_screened(
+    kernels: CDLL, num_rows: int, wants_logits: bool
+) -> None:
     model = Model(kernels, random_head(320, 64, torch.bfloat16))
     expected, _ = model.greedy(None, num_rows)
-    panel = 9 - int(expected[0]) // 32  # not the first row's
+    panel = 9 - int(expected[0]) // 32  # a panel other than the first row's
     greedy, _ = model.greedy(lying_screen(model, panel), num_rows, wants_logits)
     assert greedy.tolist() == expected.tolist()
 
 
-def test_int8_weights_and_biases_have_no_screen(kernels):
+def test_int8_weights_and_biases_have_no_screen(kernels: CDLL) -> None:
     w = random_head(64, 64, torch.float32)
     q, scales = quantize_weight(w, GROUP)
     layers = [

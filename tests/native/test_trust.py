@@ -46,7 +46,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(sources: Path) -> tuple[Path, list[str]]:  # noqa: F811
-    """Where the library is, and what was told of a compilation."""
+    """Returns where the library is, and what was told of a compilation."""
     lines: list[str] = []
     library = load(progress=lines.append, sources=sources)
     assert library.everbatch_answer() == 41
@@ -102,7 +102,7 @@ def test_the_next_cache_is_taken_and_the_refusal_logged(
     monkeypatch.delenv("EVERBATCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("kernels.cpu.build._CHECKOUT", tmp_path)
-    (tmp_path / "pyproject.toml").touch()  # what makes it a checkout
+    (tmp_path / "pyproject.toml").touch()  # this file makes it a checkout
     make_private_directory(tmp_path / ".run" / "native")
     (tmp_path / ".run" / "native").chmod(0o777)
     with caplog.at_level(logging.WARNING, "everbatch.kernels"):

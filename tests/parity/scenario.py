@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -35,7 +37,7 @@ class Recording:
 class RecordingTier:
     """Passes everything on, and tells of the logits [vocab] of each slot that samples."""
 
-    def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]):
+    def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]) -> None:
         self.name = tier.name
         self._tier = tier
         self._record = record
@@ -45,7 +47,7 @@ class RecordingTier:
 
     def run(
         self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
-    ) -> tuple:
+    ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         greedy, logits = self._tier.run(batch, rows, num_logits, pools, wants_logits=True)
         slots = [row.slot for row, count in zip(rows, num_logits) if count]
         for slot, of_slot in zip(slots, logits, strict=True):
@@ -56,7 +58,7 @@ class RecordingTier:
 class RecordingEngine:
     """An EngineCore over the real worker group; logits are copied on their way to the sampler."""
 
-    def __init__(self, config: EngineConfig, workers: InProcessWorkerGroup):
+    def __init__(self, config: EngineConfig, workers: InProcessWorkerGroup) -> None:
         self.core = EngineCore(config, workers)
         workers.runner.tier = RecordingTier(workers.runner.tier, self._record)
         self._recordings: dict[int, Recording] = {}
@@ -66,7 +68,7 @@ class RecordingEngine:
     def of_transformers(
         cls, hf: PreTrainedModel, tier: TierCase, max_num_tokens: int, kv_dtype: str = "auto"
     ) -> RecordingEngine:
-        """In float32, on one thread, over a model of transformers."""
+        """An engine in float32, on one thread, over a model of transformers."""
         config = EngineConfig(
             ModelConfigSection(dtype="float32", kernels=tier.kernels, num_threads=1, device="cpu"),
             KvCacheConfig(block_size=BLOCK[tier], max_tokens=BLOCK[tier] * 400, dtype=kv_dtype),

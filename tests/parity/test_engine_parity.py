@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from backend.api import SessionConfig
+from tests.model.tiers import TierCase
 from tests.parity.scenario import BLOCK, RecordingEngine, excused_ties, load_default
 
 TINY = dict(
@@ -61,7 +63,7 @@ LARGE = pytest.mark.slow("parity's large combinations")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in QUICK else LARGE) for name in FAMILIES])
-def hf(request):
+def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = FAMILIES[request.param]().eval()
@@ -77,7 +79,9 @@ COMBINATIONS = [
 
 @pytest.mark.feature("004-14", "004-26", "001-29", "001-33")
 @pytest.mark.parametrize("blocks_a_step, prefix_hit, evict_every, batch", COMBINATIONS)
-def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evict_every, batch):
+def test_the_engine_equals_transformers(
+    hf: PreTrainedModel, tier: TierCase, blocks_a_step: int, prefix_hit: bool, evict_every: int | None, batch: int
+) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=blocks_a_step * block)
     rng = random.Random(blocks_a_step + batch)
@@ -98,7 +102,9 @@ def test_the_engine_equals_transformers(hf, tier, blocks_a_step, prefix_hit, evi
 
 @pytest.mark.feature("004-05", "004-13", "004-14")
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, evicted):
+def test_a_second_turn_equals_transformers_on_the_whole_conversation(
+    hf: PreTrainedModel, tier: TierCase, evicted: bool
+) -> None:
     block = BLOCK[tier]
     engine = RecordingEngine.of_transformers(hf, tier, max_num_tokens=8 * block)
     prompt = random_tokens(random.Random(0), hf, 3 * block + 6)
@@ -116,11 +122,11 @@ def test_a_second_turn_equals_transformers_on_the_whole_conversation(hf, tier, e
     excused_ties(hf, second, history=first.prompt + first.tokens)
 
 
-def random_tokens(rng: random.Random, hf, count: int) -> list[int]:
+def random_tokens(rng: random.Random, hf: PreTrainedModel, count: int) -> list[int]:
     return [rng.randrange(4, hf.config.vocab_size) for _ in range(count)]
 
 
-def test_near_ties_are_rare():
+def test_near_ties_are_rare() -> None:
     """Runs last: how many of the compared tokens were excused."""
     compared = len(EXCUSED) * NUM_TOKENS * 4
     print(f"\nnear ties excused: {sum(EXCUSED)} of about {compared} tokens")

@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.model.tiers import NATIVE, TORCH, TierCase
 from tests.parity.scenario import BLOCK, Recording, RecordingEngine
@@ -21,7 +22,7 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module", params=["llama2", "mistral", "default"])
-def hf(request):
+def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = FAMILIES[request.param]().eval()
@@ -29,7 +30,7 @@ def hf(request):
     return model
 
 
-def run(hf, tier: TierCase, kv: str, blocks_a_step: int, evict_every: int | None) -> list[Recording]:
+def run(hf: PreTrainedModel, tier: TierCase, kv: str, blocks_a_step: int, evict_every: int | None) -> list[Recording]:
     engine = RecordingEngine.of_transformers(hf, tier, blocks_a_step * BLOCK[tier], kv)
     rng = random.Random(1)
     recordings = [engine.start(random_tokens(rng, hf, 40 + 17 * index), NUM_TOKENS) for index in range(3)]
@@ -48,7 +49,9 @@ def rms(x: Tensor) -> float:
 
 @pytest.mark.feature("004-14", "004-22")
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(hf, kv):
+def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(
+    hf: PreTrainedModel, kv: str
+) -> None:
     whole, evicted = run(hf, TORCH, kv, 64, None), run(hf, TORCH, kv, 2, 11)
     assert [recording.tokens for recording in evicted] == [recording.tokens for recording in whole]
     # Of the first token only: from then on the float model may go another way.
@@ -57,6 +60,6 @@ def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_
 
 
 @pytest.mark.feature("004-14", "004-22")
-def test_on_the_native_tier_eviction_changes_no_bit(hf, native_kernels):
+def test_on_the_native_tier_eviction_changes_no_bit(hf: PreTrainedModel, native_kernels: None) -> None:
     whole, evicted = run(hf, NATIVE, "int8", 64, None), run(hf, NATIVE, "int8", 2, 11)
     assert torch.equal(logits(evicted), logits(whole))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,7 +17,7 @@ from tools.make_random_model import make_random_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_inputs_are_those_of_the_whole_model(family, tmp_path):
+def test_inputs_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     directory = make_random_model(tmp_path / "model", family, **FAMILIES[family])
     rows = random_rows(shape=(6, 40))
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -31,12 +33,12 @@ def test_inputs_are_those_of_the_whole_model(family, tmp_path):
         for inputs, name in ((found.qkv, Q), (found.out, OUT), (found.gate_up, GATE), (found.down, DOWN)):
             x = seen[f"model.layers.{index}.{name}"].flatten(0, 1)
             close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
-            close(inputs.most, x.abs().amax(0))
+            close(inputs.max_abs, x.abs().amax(0))
             close(inputs.hessian, x.T @ x / len(x))
             assert inputs.sample.shape == (len(x), x.shape[1])  # a short text is kept as a whole
 
 
-def test_keys_are_seen_as_the_cache_holds_them(tmp_path):
+def test_keys_are_seen_as_the_cache_holds_them(tmp_path: Path) -> None:
     directory = make_random_model(tmp_path / "model")
     rows = random_rows(shape=(5, 40))
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -49,7 +51,7 @@ def test_keys_are_seen_as_the_cache_holds_them(tmp_path):
         torch.testing.assert_close(keys, cache.layers[index].keys.abs().amax((0, 2)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_long_text_is_sampled_from_all_of_it(tmp_path):
+def test_a_long_text_is_sampled_from_all_of_it(tmp_path: Path) -> None:
     directory = make_random_model(tmp_path / "model")
     source = FloatCheckpoint(directory)
     rows = random_rows(shape=(12, 100))
@@ -57,7 +59,7 @@ def test_a_long_text_is_sampled_from_all_of_it(tmp_path):
     assert 500 <= len(found.qkv.sample) <= 512
 
 
-def test_numbers_that_are_not_finite_are_told(tmp_path):
+def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
     source = FloatCheckpoint(make_random_model(tmp_path / "model"))
     layer, _ = source.layer(1)
     layer[DOWN + ".weight"][0, 0] = float("nan")
@@ -67,7 +69,7 @@ def test_numbers_that_are_not_finite_are_told(tmp_path):
         calibration.advance(1, layer)
 
 
-def test_divided_inputs_are_the_statistics_of_divided_values():
+def test_divided_inputs_are_the_statistics_of_divided_values() -> None:
     x = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(0.2, 3, 8)
     of = lambda x: Inputs(x.abs().amax(0), x.T @ x / len(x), x)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "small"
     return make_random_model(directory, vocab_size=4096, tokenizer_from=DEFAULT_MODEL, **WIDE)
 
@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_checkpoint_is_made_and_the_command_says_how_to_serve_it(model, tmp_path):
+def test_a_checkpoint_is_made_and_the_command_says_how_to_serve_it(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 60)
     output = tmp_path / "made"
@@ -46,7 +46,7 @@ def test_a_checkpoint_is_made_and_the_command_says_how_to_serve_it(model, tmp_pa
     assert again.stderr.count("\n") == 1 and "is not empty; give a new one, or empty it" in again.stderr
 
 
-def test_another_model_needs_a_text(model, tmp_path):
+def test_another_model_needs_a_text(model: Path, tmp_path: Path) -> None:
     done = run(model, "--scheme", "w8a8", "--output", tmp_path / "made")
     assert done.returncode == 2
     assert done.stderr.startswith("everbatch: there is no calibration text for small: name one with --calibration FILE")
@@ -61,13 +61,13 @@ def test_another_model_needs_a_text(model, tmp_path):
         (dict(group=100), "--group is 100; use one of 128, 64, 32, -1"),
     ],
 )
-def test_options_that_cannot_be_are_refused_at_once(change, message):
+def test_options_that_cannot_be_are_refused_at_once(change: dict[str, int | str], message: str) -> None:
     options = dict(model="", scheme="w8a8", output=Path("x"))
     with pytest.raises(UserError, match=message):
         command_of(QuantizeOptions(**options | change))
 
 
-def test_paths_are_those_of_the_callers_folder(tmp_path, monkeypatch):
+def test_paths_are_those_of_the_callers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     command = command_of(QuantizeOptions("model", "w4a8", Path("out"), "int8", "text.txt", -1))
@@ -80,26 +80,26 @@ def test_paths_are_those_of_the_callers_folder(tmp_path, monkeypatch):
     assert command_of(QuantizeOptions("", "w4a8", Path("out")))[3] == str(DEFAULT_MODEL)
 
 
-def test_the_built_in_text_is_none_of_what_quality_is_measured_on():
+def test_the_built_in_text_is_none_of_what_quality_is_measured_on() -> None:
     assert not set(BUILT_IN) & set(HELD_OUT)
     assert len(built_in_texts()) > 10
 
 
-def test_rows_come_from_all_of_the_text():
+def test_rows_come_from_all_of_the_text() -> None:
     rows = rows_of(built_in_texts(), DEFAULT_MODEL, 2048)
     assert rows.shape == (16, 512) and len(rows.unique(dim=0)) == 16
     assert rows_of(built_in_texts(), DEFAULT_MODEL, 100).shape == (16, 100)
     assert rows_of(["a b c " * 300], DEFAULT_MODEL, 2048).shape[1] == 512
 
 
-def test_only_the_default_model_has_a_text_of_its_own(model):
+def test_only_the_default_model_has_a_text_of_its_own(model: Path) -> None:
     assert calibration_rows(DEFAULT_MODEL, "").shape == (16, 512)
     assert calibration_rows(model, "none") is None
     with pytest.raises(ConfigError, match="name one with --calibration FILE"):
         calibration_rows(model, "")
 
 
-def test_texts_that_cannot_be_used_are_refused(model, tmp_path):
+def test_texts_that_cannot_be_used_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_text(tmp_path / "missing.txt")
     (tmp_path / "binary").write_bytes(b"ab\xff")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.models.config import read_model_config
+from backend.models.config import ModelConfig, read_model_config
 from backend.quant.folds import (
     DOWN,
     GATE,
@@ -31,25 +32,25 @@ from tools.make_random_model import make_random_model
 
 
 def scales(*shape: int) -> Tensor:
-    """From a tenth to ten."""
+    """Random scales from a tenth to ten."""
     return 10 ** (2 * torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 1)
 
 
-def fold_norms(layer: Layer, config) -> None:
+def fold_norms(layer: Layer, config: ModelConfig) -> None:
     fold_norm(layer, INPUT_NORM, (Q, K, V), scales(config.hidden_size), torch.float32)
     fold_norm(layer, POST_NORM, (GATE, UP), scales(config.hidden_size), torch.float32)
 
 
-def fold_values(layer: Layer, config) -> None:
+def fold_values(layer: Layer, config: ModelConfig) -> None:
     of_kv = scales(config.num_kv_heads, config.head_dim)
     fold_value(layer, of_kv.repeat_interleave(config.num_heads // config.num_kv_heads, 0).flatten(), config)
 
 
-def fold_ups(layer: Layer, config) -> None:
+def fold_ups(layer: Layer, config: ModelConfig) -> None:
     fold_up(layer, scales(config.intermediate_size))
 
 
-def fold_keys(layer: Layer, config) -> None:
+def fold_keys(layer: Layer, config: ModelConfig) -> None:
     heads = 1 if config.qk_norm else config.num_kv_heads
     fold_key(layer, scales(heads, config.head_dim // 2).repeat(config.num_kv_heads // heads, 2), config)
 
@@ -57,7 +58,7 @@ def fold_keys(layer: Layer, config) -> None:
 FOLDS = {"norms": (fold_norms, 6), "values": (fold_values, 2), "ups": (fold_ups, 2), "keys": (fold_keys, 2)}
 
 
-def folded(source: Path, target: Path, fold) -> set[str]:
+def folded(source: Path, target: Path, fold: Callable[[Layer, ModelConfig], None]) -> set[str]:
     """Writes the folded model to `target`; the names within a layer of what has changed."""
     weights = load_file(source / "model.safetensors")
     config = read_model_config(source)
@@ -77,7 +78,7 @@ def folded(source: Path, target: Path, fold) -> set[str]:
 
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path):
+def test_a_fold_changes_the_weights_and_not_the_logits(family: str, name: str, tmp_path: Path) -> None:
     fold, least_changed = FOLDS[name]
     source = make_random_model(tmp_path / "float", family, **FAMILIES[family])
     changed = folded(source, tmp_path / "folded", fold)
@@ -87,13 +88,13 @@ def test_a_fold_changes_the_weights_and_not_the_logits(family, name, tmp_path):
     assert (logits_of(tmp_path / "folded", rows) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_biases_of_keys_and_values_go_with_their_rows(tmp_path):
+def test_biases_of_keys_and_values_go_with_their_rows(tmp_path: Path) -> None:
     source = make_random_model(tmp_path / "float", "qwen2")
     assert K + ".bias" in folded(source, tmp_path / "keys", fold_keys)
     assert {V + ".bias", V + ".weight", OUT + ".weight"} == folded(source, tmp_path / "values", fold_values)
 
 
-def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in():
+def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in() -> None:
     generator = torch.Generator().manual_seed(0)
     norm = torch.randn(64, generator=generator).bfloat16().float()
     norm[3] = 0
@@ -107,6 +108,6 @@ def test_a_folded_norm_is_exact_in_the_type_it_is_stored_in():
     torch.testing.assert_close(layer[Q + ".weight"] * stored, weight * norm, rtol=1e-6, atol=1e-6)
 
 
-def test_up_changes_no_other_tensor(tmp_path):
+def test_up_changes_no_other_tensor(tmp_path: Path) -> None:
     source = make_random_model(tmp_path / "float", "llama", mlp_bias=True)
     assert folded(source, tmp_path / "ups", fold_ups) == {UP + ".weight", UP + ".bias", DOWN + ".weight"}

@@ -41,7 +41,7 @@ def slow_compensated(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
     return q.float()
 
 
-def test_nearest_takes_the_nearest_value():
+def test_nearest_takes_the_nearest_value() -> None:
     weight = random_weight(5, 64)
     grid = grid_of(weight)
     q = nearest(weight, grid)
@@ -54,7 +54,7 @@ def test_nearest_takes_the_nearest_value():
     assert (values(q, grid) - weight).abs().max() <= 0.5001 * grid.step.max() + grid.step.max() / 2
 
 
-def test_compensation_is_gptq_as_its_definition_says():
+def test_compensation_is_gptq_as_its_definition_says() -> None:
     weight, x = random_weight(6, 160), correlated_inputs(400, 160)
     hessian = x.T @ x / len(x)
     grid = grid_of(weight)
@@ -62,14 +62,14 @@ def test_compensation_is_gptq_as_its_definition_says():
     assert same.float().mean() > 0.99  # a value between two may fall either way, and what follows it with it
 
 
-def test_compensation_lowers_the_error_of_the_outputs():
+def test_compensation_lowers_the_error_of_the_outputs() -> None:
     weight, x = random_weight(40, 128), correlated_inputs(600, 128)
     grid = grid_of(weight)
     error = lambda q: (x @ (values(q, grid) - weight).T).norm()
     assert error(compensated(weight, grid, x.T @ x / len(x))) < 0.7 * error(nearest(weight, grid))
 
 
-def test_compensation_stays_within_what_a_progressive_group_may_hold():
+def test_compensation_stays_within_what_a_progressive_group_may_hold() -> None:
     weight, x = random_weight(30, 256), correlated_inputs(300, 256)
     scheme = W4A8(per_group=True)
     weight[3, :128], weight[3, 5], weight[4] = weight[3, :128].abs() / 8, 4.0, 0
@@ -81,7 +81,7 @@ def test_compensation_stays_within_what_a_progressive_group_may_hold():
     assert (values(q, grid)[4] == 0).all()
 
 
-def test_inputs_that_are_always_zero_do_no_harm():
+def test_inputs_that_are_always_zero_do_no_harm() -> None:
     weight = random_weight(4, 64)
     grid = grid_of(weight)
     assert torch.equal(compensated(weight, grid, torch.zeros(64, 64)), nearest(weight, grid))
@@ -90,7 +90,7 @@ def test_inputs_that_are_always_zero_do_no_harm():
     assert compensated(weight, grid, x.T @ x / 100).isfinite().all()
 
 
-def test_clipping_chooses_each_group_by_its_weighted_error():
+def test_clipping_chooses_each_group_by_its_weighted_error() -> None:
     weight = random_weight(7, 96) ** 3
     mean_square = torch.linspace(0.1, 4, 96)
     scheme = W4A16(32, True, torch.float32)
@@ -110,7 +110,7 @@ def test_clipping_chooses_each_group_by_its_weighted_error():
     assert not torch.equal(grid.step, scheme.grid(weight, torch.ones(7, 3)).step)
 
 
-def test_a_grid_is_split_with_the_rows_of_its_weight():
+def test_a_grid_is_split_with_the_rows_of_its_weight() -> None:
     weight = random_weight(10, 256)
     grid = W4A8(per_group=True).grid(weight, torch.ones(10, 2))
     first, second = grid.split([4, 6])

@@ -12,13 +12,13 @@ from benchmarks.perplexity import held_out_rows
 from benchmarks.quality_quantized import CHECKPOINTS, Texts, document_of, measure_checkpoints, table_of
 
 
-def test_the_bounds_are_those_of_the_project():
+def test_the_bounds_are_those_of_the_project() -> None:
     bounds = {name: bound for name, (_, bound) in CHECKPOINTS.items() if bound is not None}
     assert bounds == {"W8A8, KV8": 0.01, "W4A16 g128": 0.05, "W4A8 g128, KV4": 0.10}
 
 
 @pytest.mark.parametrize("name", ["W8A8, KV8", "W4A8 g128, KV4"])
-def test_checkpoints_of_the_default_model_stay_within_their_bounds(name, monkeypatch):
+def test_checkpoints_of_the_default_model_stay_within_their_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality_quantized, "CHECKPOINTS", {name: CHECKPOINTS[name]})
     text = held_out_rows(1024)
     results, perplexities = measure_checkpoints(text, text[:1], Console(quiet=True))
@@ -31,7 +31,7 @@ def test_checkpoints_of_the_default_model_stay_within_their_bounds(name, monkeyp
     assert table_of(results, perplexities).row_count == 3
 
 
-def test_kv_is_quantised_as_the_pool_holds_it():
+def test_kv_is_quantised_as_the_pool_holds_it() -> None:
     model = load_directory(DEFAULT_MODEL, None, "float32", torch.device("cpu"))
     texts = Texts(model, held_out_rows(512))
     errors = [texts.measure(model, kv_bits)[0].error for kv_bits in (None, 8, 4)]
@@ -39,7 +39,7 @@ def test_kv_is_quantised_as_the_pool_holds_it():
     assert 0 < 5 * errors[1] < errors[2] < 0.2
 
 
-def test_a_checkpoint_above_its_bound_is_told():
+def test_a_checkpoint_above_its_bound_is_told() -> None:
     measured = quality_quantized.Measured(0.1, 0.1, 20.0)
     result = quality_quantized.Result("x", True, 1, measured, measured, 0.06, 0.0, 0.05)
     assert not result.is_within

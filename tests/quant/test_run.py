@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def error_of(directory: Path, floats: Path, rows: Tensor) -> float:
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_scheme_of_every_family_is_read_back_near_the_float_model(family, name, tmp_path):
+def test_every_scheme_of_every_family_is_read_back_near_the_float_model(family: str, name: str, tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", family, **WIDE | FAMILIES[family])
     wanted = SCHEMES[name]._replace(kv="int4")
     made = quantize_checkpoint(floats, tmp_path / "made", wanted, random_rows(shape=(4, 64)))
@@ -43,7 +44,7 @@ def test_every_scheme_of_every_family_is_read_back_near_the_float_model(family, 
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "w4a8", "w4a8 rows"])
-def test_calibration_pays_where_channels_stand_out(name, tmp_path):
+def test_calibration_pays_where_channels_stand_out(name: str, tmp_path: Path) -> None:
     floats = with_outliers(tmp_path / "float", "llama", **WIDE)
     made = quantize_checkpoint(floats, tmp_path / "made", SCHEMES[name], random_rows(shape=(8, 128)))
     assert all(errors.written < 0.6 * errors.plain for errors in made.errors.values())
@@ -52,7 +53,7 @@ def test_calibration_pays_where_channels_stand_out(name, tmp_path):
     assert error_of(tmp_path / "made", floats, rows) < 0.8 * error_of(tmp_path / "plain", floats, rows)
 
 
-def test_what_stays_float_stays_as_it_is(tmp_path):
+def test_what_stays_float_stays_as_it_is(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE, dtype="bfloat16")
     (floats / "tokenizer.json").write_text("{}")
     (floats / "chat_template.jinja").write_text("x")
@@ -75,7 +76,7 @@ def test_what_stays_float_stays_as_it_is(tmp_path):
     assert read_model_config(tmp_path / "made").kv_cache_dtype == "int8"
 
 
-def test_smoothed_norms_keep_the_type_of_the_checkpoint(tmp_path):
+def test_smoothed_norms_keep_the_type_of_the_checkpoint(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE, dtype="bfloat16")
     quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), random_rows())
     before, after = (load_file(path / "model.safetensors") for path in (floats, tmp_path / "made"))
@@ -84,7 +85,7 @@ def test_smoothed_norms_keep_the_type_of_the_checkpoint(tmp_path):
     assert any(not torch.equal(after[name], before[name]) for name in norms)
 
 
-def test_several_shards_are_read_and_written(tmp_path, monkeypatch):
+def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floats = make_random_model(tmp_path / "float", num_shards=3, **WIDE)
     quantize_checkpoint(floats, tmp_path / "one", Wanted("w4a16"), random_rows())
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 200_000)
@@ -96,7 +97,7 @@ def test_several_shards_are_read_and_written(tmp_path, monkeypatch):
     assert torch.equal(logits_of(tmp_path / "many", random_rows()), logits_of(tmp_path / "one", random_rows()))
 
 
-def test_the_sizes_told_are_those_of_the_files(tmp_path):
+def test_the_sizes_told_are_those_of_the_files(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
     made = quantize_checkpoint(floats, tmp_path / "made", Wanted("w4a8"), None)
     size = (tmp_path / "made" / "model.safetensors").stat().st_size
@@ -105,14 +106,14 @@ def test_the_sizes_told_are_those_of_the_files(tmp_path):
     assert made.errors == {}
 
 
-def test_a_checkpoint_that_is_quantised_is_refused(tmp_path):
+def test_a_checkpoint_that_is_quantised_is_refused(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
     quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), None)
     with pytest.raises(ConfigError, match="model made is quantised already"):
         quantize_checkpoint(tmp_path / "made", tmp_path / "twice", Wanted("w4a16"), None)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
@@ -126,10 +127,10 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
 
-    def fail(*arguments):
+    def fail(*arguments: object) -> Never:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
@@ -138,13 +139,13 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     floats = make_random_model(tmp_path / "float", **WIDE)
     with pytest.raises(ConfigError, match="the tokenizer makes token 131, the model has 131"):
         quantize_checkpoint(floats, tmp_path / "made", Wanted("w8a8"), torch.tensor([[0, 131]]))
 
 
-def test_int4_keys_are_smoothed(tmp_path):
+def test_int4_keys_are_smoothed(tmp_path: Path) -> None:
     """Perplexity of a KV4 cache is not asked here: that k's rows, and nothing else of it, depend on --kv."""
     floats = with_outliers(tmp_path / "float", "qwen3", **WIDE)
     made = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
 
 import numpy as np
@@ -22,7 +22,7 @@ MakeSampler = Callable[[int, int], Sampler]  # slots, vocabulary
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -17,7 +17,7 @@ KINDS = ("normal", "zipf", "flat", "coarse", "masked", "lonely", "wide")
 
 @dataclass
 class Parameters:
-    """Of one draw. 0, 1 and 0 switch the filters off."""
+    """Parameters of one draw. 0, 1 and 0 switch the filters off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -32,7 +32,7 @@ class Parameters:
 
 
 def logits_of(kind: str, vocab: int, generator: torch.Generator) -> Tensor:
-    """One row [vocab] float32."""
+    """Returns one row of logits [vocab] float32."""
     normal = torch.randn(vocab, generator=generator)
     match kind:
         case "normal":

@@ -51,7 +51,9 @@ def random_parameters(rng: random.Random, vocab: int) -> Parameters:
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_kernel_chooses_what_the_reference_chooses_from_logits(native: NativeSampling, case: tuple) -> None:
+def test_the_kernel_chooses_what_the_reference_chooses_from_logits(
+    native: NativeSampling, case: tuple[int, int, int, float, float, float]
+) -> None:
     """Of these fixed draws none falls where the two exponential functions round to different sides of a boundary."""
     rows, vocab, top_k, top_p, min_p, temperature = case
     generator = torch.Generator().manual_seed(rows * vocab)
@@ -69,7 +71,7 @@ def test_the_kernel_chooses_what_the_reference_chooses_from_logits(native: Nativ
     ("filters", "kept"),
     [({}, 8), ({"temperature": 2.0}, 8), ({"top_k": 4}, 4), ({"top_p": 0.945}, 6), ({"min_p": 0.2}, 6)],
 )
-def test_many_draws_follow_the_distribution(native: NativeSampling, filters: dict, kept: int) -> None:
+def test_many_draws_follow_the_distribution(native: NativeSampling, filters: dict[str, float], kept: int) -> None:
     probabilities = torch.tensor([0.30, 0.22, 0.16, 0.12, 0.08, 0.07, 0.03, 0.02], dtype=torch.float64)
     num = 20000
     drawn = draw_many(native, probabilities.log().float(), num, seed=17, **filters)

@@ -178,7 +178,9 @@ def test_the_greatest_random_number_never_picks_a_masked_token() -> None:
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_launcher_gives_the_same_tokens_for_one_row_and_for_many(case: tuple) -> None:
+def test_the_launcher_gives_the_same_tokens_for_one_row_and_for_many(
+    case: tuple[int, int, int, float, float, float],
+) -> None:
     rows, vocab, top_k, top_p, min_p, temperature = case
     generator = torch.Generator().manual_seed(vocab + rows)
     logits = torch.randn(rows, vocab, generator=generator) * 3

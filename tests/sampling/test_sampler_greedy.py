@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, SampledToken, SlotId
@@ -13,7 +16,7 @@ from tests.sampling.conftest import MakeSampler
 VOCAB = 50
 BUFFER = torch.arange(40).reshape(4, 10)
 
-# what is asked besides, and the tokens (0 to 10, the first 2 of them prompt) at which logits are needed
+# What is asked besides, and the tokens (0 to 10, the first 2 of them prompt) at which logits are needed
 ASKED = [
     ({}, ()),
     ({"sampling": SamplingConfig(temperature=0.0)}, ()),
@@ -37,7 +40,9 @@ def new_row(slot: int, **fields: object) -> NewRow:
 
 
 @pytest.mark.parametrize(("fields", "lengths"), ASKED)
-def test_logits_are_needed_for_everything_but_the_greatest(make_sampler: MakeSampler, fields: dict, lengths) -> None:
+def test_logits_are_needed_for_everything_but_the_greatest(
+    make_sampler: MakeSampler, fields: dict[str, object], lengths: range | tuple[()]
+) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(0))
     sampler.set_row(new_row(2, **fields))
@@ -47,7 +52,9 @@ def test_logits_are_needed_for_everything_but_the_greatest(make_sampler: MakeSam
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_rows_that_need_none_take_the_given_token_without_logits(make_sampler: MakeSampler, kind) -> None:
+def test_rows_that_need_none_take_the_given_token_without_logits(
+    make_sampler: MakeSampler, kind: Callable[[list[int]], list[int] | np.ndarray | Tensor]
+) -> None:
     sampler = make_sampler(4, VOCAB)
     sampler.set_row(new_row(3))
     sampler.set_row(new_row(1))

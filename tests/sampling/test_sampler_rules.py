@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ def logits_of(seed: int, vocab: int = VOCAB, scale: float = 2.0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, scale, vocab).astype(np.float32)
 
 
-def support(run: Run, logits: np.ndarray, config: dict, draws: int = 400) -> set[int]:
+def support(run: Run, logits: np.ndarray, config: dict[str, Any], draws: int = 400) -> set[int]:
     """The tokens that come out over many positions of one stream."""
     cases = [Case([0], 1, logits, SamplingConfig(**config), num_sampled_before=i) for i in range(draws)]
     return {token.token_id for token in run(cases)}
@@ -33,14 +35,14 @@ def support(run: Run, logits: np.ndarray, config: dict, draws: int = 400) -> set
     "config",
     [{}, {"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_p": 0.9}, {"top_k": 1, "temperature": 3.0}],
 )
-def test_greedy_takes_the_lowest_id_of_equal_maxima(run: Run, config: dict) -> None:
+def test_greedy_takes_the_lowest_id_of_equal_maxima(run: Run, config: dict[str, Any]) -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     logits[[30, 11, 42]] = 5.0
     assert run([Case([0], 1, logits, SamplingConfig(**config))])[0].token_id == 11
 
 
 @pytest.mark.parametrize("config", [{"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-30}, {"temperature": 1e-300}])
-def test_filters_at_their_limit_leave_the_most_likely_token(run: Run, config: dict) -> None:
+def test_filters_at_their_limit_leave_the_most_likely_token(run: Run, config: dict[str, Any]) -> None:
     logits = logits_of(1)
     assert support(run, logits, config, draws=50) == {int(logits.argmax())}
 
@@ -63,7 +65,7 @@ def test_top_k_keeps_exactly_k_and_prefers_low_ids_among_equal_tokens(run: Run) 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 5.0])
 @pytest.mark.parametrize("config", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.6}])
-def test_the_filters_leave_the_tokens_that_hugging_face_leaves(run: Run, config: dict, scale: float) -> None:
+def test_the_filters_leave_the_tokens_that_hugging_face_leaves(run: Run, config: dict[str, Any], scale: float) -> None:
     logits = logits_of(7, scale=scale)
     scores = torch.from_numpy(logits)[None]
     if "top_k" in config:
@@ -130,7 +132,7 @@ def test_only_rows_with_penalties_are_penalised(run: Run) -> None:
 # -------------------------------------------------------------------------------------------- bad words, ends and bias
 
 
-def generate(run: Run, scripted: np.ndarray, prompt: list[int], steps: int, **fields) -> list[int]:
+def generate(run: Run, scripted: np.ndarray, prompt: list[int], steps: int, **fields: Any) -> list[int]:
     tokens = list(prompt)
     for _ in range(steps):
         case = Case(tokens, len(prompt), scripted[len(tokens) % len(scripted)], SamplingConfig(), **fields)
@@ -159,7 +161,7 @@ def test_a_bad_word_never_appears_though_the_logits_always_prefer_it(run: Run, w
 
 @pytest.mark.feature("000-15")
 @pytest.mark.parametrize("mode", [{}, {"temperature": 1.0}, {"top_p": 0.9}, {"top_k": 2}])
-def test_a_bad_word_is_masked_in_every_decoding_mode(run: Run, mode: dict) -> None:
+def test_a_bad_word_is_masked_in_every_decoding_mode(run: Run, mode: dict[str, Any]) -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     logits[9] = 60.0
     config = SamplingConfig(**mode)
@@ -263,7 +265,9 @@ def test_set_row_replaces_everything_the_slot_held(make_sampler: MakeSampler) ->
 
 
 @pytest.mark.parametrize("mode", [{}, {"temperature": 1.0}, {"top_p": 0.9}, {"min_p": 0.1, "top_k": 4}])
-def test_a_row_whose_tokens_are_all_masked_still_yields_a_token_of_the_vocabulary(run: Run, mode: dict) -> None:
+def test_a_row_whose_tokens_are_all_masked_still_yields_a_token_of_the_vocabulary(
+    run: Run, mode: dict[str, Any]
+) -> None:
     masked = Case([0], 1, np.full(VOCAB, -np.inf, dtype=np.float32), SamplingConfig(**mode))
     sound = Case([0], 1, logits_of(2), SamplingConfig(**mode, seed=8))
     tokens = run([masked, sound])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest import MonkeyPatch
+
 from backend.api import EngineConfig, OutputConfig, Request, Response
 from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.clock import ManualClock
 from backend.core.step import StepInput
 from backend.engine.core import EngineCore
+from backend.engine.intake import Intake
+from backend.scheduler.scheduler import StepPlan
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
 
 VOCAB = 1000
@@ -34,7 +38,7 @@ class Runner:
         reuse: bool = False,
         window: int | None = None,
         **scheduler: object,
-    ):
+    ) -> None:
         kv_cache = KvCacheConfig(
             block_size, num_blocks * block_size, watermark=watermark, enable_block_reuse=reuse, sharing="all"
         )
@@ -55,6 +59,12 @@ class Runner:
         self.core.enqueue(request_id, Request(prompt, max_tokens, output_config=output, **fields))
         self._collect(self.core.take_responses())
         return request_id
+
+    def ask_unchecked(self, request_id: int, prompt: list[int], max_tokens: int) -> int:
+        """Enqueue a request that the pool may never hold, past the check that would refuse it on arrival."""
+        with MonkeyPatch.context() as patch:
+            patch.setattr(Intake, "_check_pool", lambda *arguments: None)
+            return self.ask(request_id, prompt, max_tokens)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -95,7 +105,7 @@ class Runner:
         scheduled: dict[int, int] = {}
         commit = type(self.core.scheduler).commit
 
-        def watched(plan, step_id, now_ns):
+        def watched(plan: StepPlan, step_id: int, now_ns: int) -> StepInput:
             scheduled.update({seq.request_id: num_tokens for seq, num_tokens in plan.rows})
             return commit(self.core.scheduler, plan, step_id, now_ns)
 

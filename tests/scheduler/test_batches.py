@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from backend.core.sequence import Event, Status
+from backend.core.sequence import Event, Sequence, Status
+from backend.scheduler.scheduler import StepPlan
 from tests.scheduler.runner import Runner
 
 
@@ -195,10 +196,9 @@ def test_a_plan_says_who_runs_who_joins_who_pauses_and_who_never_fits() -> None:
 
 @pytest.mark.feature("003-52")
 def test_a_plan_lists_whom_no_pool_can_hold_apart_from_those_it_runs() -> None:
-    runner = Runner(num_blocks=8, block_size=2)
-    runner.ask(0, [1] * 10, 4)
+    runner = Runner(num_blocks=4, block_size=2)
+    runner.ask_unchecked(0, [1] * 10, 4)
     runner.ask(1, [2, 2], 3)
-    runner.core.kv.resize(4)
     plan = runner.core.scheduler.schedule()
     assert [seq.request_id for seq in plan.rejected] == [0]
     assert [(seq.request_id, tokens) for seq, tokens in plan.rows] == [(1, 2)]
@@ -258,7 +258,7 @@ def test_cancelling_an_unknown_request_changes_nothing() -> None:
     assert runner.core.take_responses() == [] and runner.core.num_live == 1
 
 
-def _run_until(runner: Runner, state: Status):
+def _run_until(runner: Runner, state: Status) -> Sequence:
     """Step until some sequence is in `state` behind others; returns it."""
     while True:
         runner.step()
@@ -281,14 +281,14 @@ def test_a_plan_that_is_dropped_changes_nothing() -> None:
     runner.assert_answers()
 
 
-def _describe(plan) -> tuple:
+def _describe(plan: StepPlan) -> tuple[object, ...]:
     grants = [
         (key, grant.num_new, grant.computed, grant.kept, grant.copy_from) for key, grant in plan.kv.grants.items()
     ]
     return [(seq.seq_id, tokens) for seq, tokens in plan.rows], [seq.seq_id for seq in plan.paused], grants
 
 
-def _snapshot(runner: Runner) -> tuple:
+def _snapshot(runner: Runner) -> tuple[object, ...]:
     kv, scheduler = runner.core.kv, runner.core.scheduler
     blocks = [(block.ref_count, block.unique_id, block.is_shareable) for block in kv.state.blocks.blocks]
     records = {key: (list(record.handles), record.is_locked, record.depth) for key, record in kv.state.tables.items()}

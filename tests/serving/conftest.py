@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 
 from backend.api import EngineConfig  # noqa: E402
 from backend.api.config import TritonConfig  # noqa: E402
-from backend.serving.model_server import ModelServer  # noqa: E402
-from backend.serving.tensors import TOKEN_MODEL  # noqa: E402
-from backend.serving.token_requests import parse_token_requests  # noqa: E402
+from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL  # noqa: E402
+from backend.serving.fronts.trtllm_tokens import parse_token_requests  # noqa: E402
+from backend.serving.model_server import ModelServer, Parse  # noqa: E402
+from backend.serving.tensors import ModelTensors  # noqa: E402
 from tests.serving.scripted import ScriptedExecutor  # noqa: E402
 
 QUICK = EngineConfig(triton=TritonConfig(cancellation_check_period_ms=1, stats_period_ms=5))
@@ -31,7 +33,12 @@ def make_server(executor: ScriptedExecutor) -> Iterator[Callable[..., ModelServe
     """Token models by default; everything that was made is finalized, and must have no live stream then."""
     made: list[ModelServer] = []
 
-    def make(tensors=TOKEN_MODEL, parse=parse_token_requests, config=QUICK, **options) -> ModelServer:
+    def make(
+        tensors: ModelTensors = TOKEN_MODEL,
+        parse: Parse = parse_token_requests,
+        config: EngineConfig = QUICK,
+        **options: Any,
+    ) -> ModelServer:
         made.append(ModelServer(tensors, parse, executor, config, **options))
         return made[-1]
 

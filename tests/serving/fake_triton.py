@@ -21,8 +21,8 @@ class TritonModelException(Exception):
 class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
-    def __init__(self, message: str, code: int = INTERNAL):
-        message.encode("utf-8")  # as the binding does, which raises for a lone surrogate
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        message.encode("utf-8")  # raises for a lone surrogate, as the binding does
         self._message, self._code = message, code
 
     def message(self) -> str:
@@ -33,7 +33,7 @@ class TritonError:
 
 
 class Tensor:
-    def __init__(self, name: str, array: np.ndarray):
+    def __init__(self, name: str, array: np.ndarray) -> None:
         self._name, self._array = name, array
 
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Tensor:
 
 
 class InferenceResponse:
-    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None):
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None) -> None:
         self._tensors, self._error = output_tensors or [], error
 
     def output_tensors(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ class InferenceResponse:
 
 
 class Metric:
-    def __init__(self, labels: dict[str, str], buckets: list[float] | None):
+    def __init__(self, labels: dict[str, str], buckets: list[float] | None) -> None:
         self.labels, self.buckets = labels, buckets
         self.current = 0.0
         self.observed: list[float] = []
@@ -86,7 +86,7 @@ class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
     created: list[MetricFamily] = []
 
-    def __init__(self, name: str, description: str, kind: str):
+    def __init__(self, name: str, description: str, kind: str) -> None:
         self.name, self.description, self.kind = name, description, kind
         self.metrics: list[Metric] = []
         MetricFamily.created.append(self)
@@ -156,7 +156,7 @@ class InferenceRequest:
         request_id: str = "",
         timeout: int = 0,
         parameters: dict[str, object] | None = None,
-    ):
+    ) -> None:
         self.sender = ResponseSender()
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._request_id, self._timeout, self._parameters = request_id, timeout, parameters or {}

@@ -8,7 +8,7 @@ from tests.serving.fake_triton import InferenceRequest
 
 
 def ints(*values: int) -> np.ndarray:
-    """[B, 1], one value per row."""
+    """Returns [B, 1], one value per row."""
     return np.array(values, np.int32).reshape(-1, 1)
 
 
@@ -25,7 +25,7 @@ def uint64(*values: int) -> np.ndarray:
 
 
 def strings(*rows: str | bytes | list[str]) -> np.ndarray:
-    """[B, n], one list (or one string) per row."""
+    """Returns [B, n], one list (or one string) per row."""
     lists = [row if isinstance(row, list) else [row] for row in rows]
     array = np.empty((len(lists), len(lists[0]) if lists else 0), dtype=object)
     for n, row in enumerate(lists):

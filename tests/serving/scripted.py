@@ -31,14 +31,14 @@ class ScriptedExecutor:
     the engine.
     """
 
-    def __init__(self, model: ModelInfo = MODEL, model_path: str = ""):
+    def __init__(self, model: ModelInfo = MODEL, model_path: str = "") -> None:
         self.hello: Hello | None = Hello(1, model, model_path, EngineConfig())
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}
         self.cancelled: list[tuple[RequestId, int | None]] = []
         self.stopped_sessions: list[tuple[SessionId, bool, str]] = []
         self.has_given_up = False
-        self.refuse: list[EverbatchError | None] = []  # for the next submits, in order
+        self.refuse: list[EverbatchError | None] = []  # answers to the next submits, in order
         self.stats: EngineStats | None = None
         self.was_shut_down = False
         self.submitted = threading.Semaphore(0)
@@ -51,7 +51,7 @@ class ScriptedExecutor:
     def submit(self, request: Request, on_response: OnResponse) -> RequestId:
         if self.refuse and (error := self.refuse.pop(0)) is not None:
             raise error
-        if self.has_given_up or not self.is_ready():  # as the real one, in its own words
+        if self.has_given_up or not self.is_ready():  # refuses as the real one does, in its own words
             raise EngineUnavailable("the engine was given up" if self.has_given_up else "no sign of life")
         request_id = RequestId(len(self.requests) + 1)
         self.requests[request_id] = request

@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
-from backend.api import ConfigError
+from backend.api import ConfigError, EngineConfig
 from backend.serving import assembly, environment
 from backend.serving.environment import RunDirectory, check_numpy
-from backend.serving.tensors import MODELS
+from backend.serving.fronts.roles import PROFILES
 from tests.serving.helpers import streamed
 from tests.serving.scripted import ScriptedExecutor
 
@@ -24,7 +25,7 @@ ADAPTERS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 ARGS = {"model_version": "1", "model_config": '{"model_transaction_policy": {"decoupled": true}}'}
 
 
-def load(path: Path):
+def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"adapter_{path.parents[1].name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,7 +33,7 @@ def load(path: Path):
 
 
 def test_each_model_has_a_thin_adapter() -> None:
-    assert {path.parents[1].name for path in ADAPTERS} == set(MODELS)
+    assert {path.parents[1].name for path in ADAPTERS} == set(PROFILES["trtllm"])
     assert all(len(path.read_text().splitlines()) <= 60 for path in ADAPTERS)
 
 
@@ -61,13 +62,13 @@ def test_an_adapter_loads_serves_and_finalizes(path: Path, monkeypatch: pytest.M
 
 
 def test_an_engine_that_does_not_start_leaves_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(config, socket_path):
+    def fail(config: EngineConfig, socket_path: str) -> Never:
         raise ConfigError("model.path: File does not exist")
 
     monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(assembly.Executor, "launch", fail)
     with pytest.raises(ConfigError, match="File does not exist"):
-        assembly.load_token_model({**ARGS, "model_name": "tensorrt_llm"})
+        assembly.load_model({**ARGS, "model_name": "tensorrt_llm"})
     assert not RunDirectory(tmp_path).has_owner()
 
 
@@ -125,7 +126,7 @@ def test_the_stub_process_imports_neither_torch_nor_transformers() -> None:
 def test_tables_and_parsing_need_no_triton() -> None:
     program = (
         "import backend.serving.tensors, backend.serving.model_config, backend.serving.reading\n"
-        "import backend.serving.word_lists, backend.serving.token_requests, backend.serving.text_requests\n"
+        "import backend.serving.word_lists, backend.serving.fronts.trtllm_tokens, backend.serving.fronts.trtllm_text\n"
         "import sys; assert 'triton_python_backend_utils' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -6,9 +6,9 @@ import threading
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving.cancellation import CancellationPoller
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row
-from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
+from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
 
 
 class FragileSender(ResponseSender):
@@ -20,7 +20,7 @@ class FragileSender(ResponseSender):
         self.asking = False
         self.deadly = 0
 
-    def send(self, response=None, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
             self.ending = True
             self.deadly += self.asking
@@ -35,13 +35,13 @@ class FragileSender(ResponseSender):
         return False
 
 
-def test_no_sender_is_asked_once_its_end_is_on_the_way():
+def test_no_sender_is_asked_once_its_end_is_on_the_way() -> None:
     pump = ResponsePump(4, lambda stream: None, lambda row, kept: None)
     poller = CancellationPoller(pump.live_streams, lambda stream: None, period_s=0.0001)
     poller.start()
     senders = [FragileSender() for _ in range(300)]
     for sender in senders:
-        stream = pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))])
+        stream = pump.open(sender, "r", [Row(token_output(RowSettings(True), []))])
         result = Result([[1]], is_final=True, finish_reasons=(FinishReason.LENGTH,))
         threading.Event().wait(0.0005)  # let the poller look at it before it ends
         pump.deliver(stream, stream.rows[0], Response(RequestId(1), result_or_none=result))
@@ -51,7 +51,7 @@ def test_no_sender_is_asked_once_its_end_is_on_the_way():
     assert sum(sender.deadly for sender in senders) == 0
 
 
-def test_a_sender_that_raises_is_survived_and_asked_again():
+def test_a_sender_that_raises_is_survived_and_asked_again() -> None:
     """Triton raises its own type now and then; what it said is no answer, neither yes nor no."""
     answers: list = [RuntimeError("shared memory"), RuntimeError("shared memory"), True]
     asked: list[str] = []
@@ -71,7 +71,7 @@ def test_a_sender_that_raises_is_survived_and_asked_again():
 
     pump = ResponsePump(1, lambda stream: None, lambda row, kept: None)
     streams = [
-        pump.open(sender, "r", [Row(TokenOutput(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())
+        pump.open(sender, "r", [Row(token_output(RowSettings(True), []))]) for sender in (MoodySender(), CalmSender())
     ]
     abandoned: list = []
     poller = CancellationPoller(pump.live_streams, abandoned.append, period_s=1)

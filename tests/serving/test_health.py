@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+import pytest
 
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
-from backend.serving.tensors import ENSEMBLE
-from backend.serving.text_requests import check_text_requests
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
+from backend.serving.fronts.trtllm_text import check_text_requests
+from backend.serving.model_server import ModelServer
+from tests.serving.scripted import ScriptedExecutor
 
 
 def acquire(semaphore: threading.Semaphore) -> None:
     assert semaphore.acquire(timeout=20)
 
 
-def test_the_state_is_told_at_once_and_again_and_again(make_server, executor, monkeypatch) -> None:
+def test_the_state_is_told_at_once_and_again_and_again(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     pulses = threading.Semaphore(0)
     server = make_server(report_health=lambda state: (told.append(state), pulses.release()))
@@ -30,7 +37,7 @@ def test_the_state_is_told_at_once_and_again_and_again(make_server, executor, mo
     assert changes == ["ready", "unavailable", "given_up", "draining"]
 
 
-def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server) -> None:
+def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server: Callable[..., ModelServer]) -> None:
     loaded = threading.Event()
     server = make_server(ENSEMBLE, parse=None, check_text=check_text_requests, prepare=loaded.is_set)
     assert not server.is_ready()
@@ -39,7 +46,7 @@ def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server) -> N
     assert server.is_ready()
 
 
-def test_the_sign_of_life_does_not_depend_on_the_period_of_the_metrics(make_server) -> None:
+def test_the_sign_of_life_does_not_depend_on_the_period_of_the_metrics(make_server: Callable[..., ModelServer]) -> None:
     config = EngineConfig(triton=TritonConfig(stats_period_ms=60_000))
     pulses = threading.Semaphore(0)
     make_server(config=config, report_health=lambda state: pulses.release())
@@ -47,7 +54,9 @@ def test_the_sign_of_life_does_not_depend_on_the_period_of_the_metrics(make_serv
         acquire(pulses)
 
 
-def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(make_server) -> None:
+def test_a_sign_of_life_that_cannot_be_left_does_not_end_the_housekeeper(
+    make_server: Callable[..., ModelServer],
+) -> None:
     pulses = threading.Semaphore(0)
 
     def report(state: str) -> None:

@@ -16,7 +16,7 @@ def forget() -> None:
 
 
 def metrics() -> dict[tuple[str, str], Metric]:
-    """By family and the value of its own label."""
+    """The metrics by family and the value of its own label."""
     found = {}
     for family in MetricFamily.created:
         for metric in family.metrics:

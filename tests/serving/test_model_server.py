@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
-from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded
-from backend.core.step import ModelInfo
+from backend.api import EngineCounters, EngineStats, FinishReason, IterationStats, Overloaded, RequestId
 from backend.serving import model_server as server_module
-from backend.serving.assembly import TextFront
+from backend.serving.assembly import is_decoupled
 from backend.serving.housekeeper import Housekeeper
-from backend.serving.model_server import is_decoupled
-from backend.serving.tensors import ENSEMBLE
+from backend.serving.model_server import ModelServer
 from tests.serving.fake_triton import InferenceRequest, MetricFamily
-from tests.serving.helpers import bools, ints, streamed, strings, token_inputs, token_request, uint64
+from tests.serving.helpers import bools, ints, streamed, token_inputs, token_request, uint64
+from tests.serving.scripted import ScriptedExecutor
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
@@ -29,7 +29,9 @@ def wait_for(semaphore: threading.Semaphore) -> None:
 
 
 @pytest.mark.feature("001-57")
-def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(server, executor) -> None:
+def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     stream, unary = streamed([[1, 2]]), token_request([[1, 2]])
     assert server.execute([stream, unary]) is None
     for request_id in (1, 2):
@@ -39,7 +41,9 @@ def test_a_streaming_request_gets_its_tokens_and_a_unary_one_a_single_response(s
     assert len(unary.sender.wait()) == 1 and unary.sender.column("output_ids") == [1, 2, 10, 11]
 
 
-def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(server, executor) -> None:
+def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1], [2], [3]])
     server.execute([request])
     executor.tokens(2, 20)
@@ -57,7 +61,7 @@ def test_rows_of_a_batch_are_tagged_and_only_the_last_end_is_final(server, execu
     assert [executor.requests[n].input_token_ids for n in (1, 2, 3)] == [[1], [2], [3]]
 
 
-def test_a_row_the_executor_refuses_is_its_own_error(server, executor) -> None:
+def test_a_row_the_executor_refuses_is_its_own_error(server: ModelServer, executor: ScriptedExecutor) -> None:
     executor.refuse = [
         None,
         Overloaded("Exceeds maximum queue size: Maximum queue size of 1 is reached; send it later"),
@@ -75,7 +79,7 @@ def test_a_row_the_executor_refuses_is_its_own_error(server, executor) -> None:
 
 
 @pytest.mark.feature("001-04")
-def test_one_bad_row_keeps_the_whole_request_from_running(server, executor) -> None:
+def test_one_bad_row_keeps_the_whole_request_from_running(server: ModelServer, executor: ScriptedExecutor) -> None:
     request = streamed([[1], [100]])
     server.execute([request])
     assert request.sender.error() == "[INVALID_ARGUMENT] input_ids holds 100, allowed is 0 to 99 (the vocabulary)"
@@ -83,7 +87,7 @@ def test_one_bad_row_keeps_the_whole_request_from_running(server, executor) -> N
 
 
 @pytest.mark.feature("000-23")
-def test_after_a_bad_request_the_next_one_is_served(server, executor) -> None:
+def test_after_a_bad_request_the_next_one_is_served(server: ModelServer, executor: ScriptedExecutor) -> None:
     bad = token_request([[1]], embedding_bias=np.ones((1, 7), np.float32))
     good = token_request([[1]])
     server.execute([bad, good])
@@ -93,30 +97,34 @@ def test_after_a_bad_request_the_next_one_is_served(server, executor) -> None:
 
 
 class Hostile(InferenceRequest):
-    def inputs(self):
+    def inputs(self) -> Never:
         raise RuntimeError("secret in /private/path")
 
 
-def test_an_unforeseen_exception_is_answered_without_its_text(server) -> None:
+def test_an_unforeseen_exception_is_answered_without_its_text(server: ModelServer) -> None:
     request = Hostile({})
     assert server.execute([request]) is None
     assert request.sender.error() == "[INTERNAL] the request could not be taken in; see the server's log"
 
 
-def test_no_inputs_at_all_are_answered(server) -> None:
+def test_no_inputs_at_all_are_answered(server: ModelServer) -> None:
     request = InferenceRequest({})
     server.execute([request])
     assert request.sender.error().startswith("[INVALID_ARGUMENT]")
 
 
-def test_before_the_engine_is_there_requests_are_refused_as_unavailable(server, executor) -> None:
+def test_before_the_engine_is_there_requests_are_refused_as_unavailable(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     executor.hello = None
     request = streamed([[1]])
     server.execute([request])
     assert request.sender.error().startswith("[UNAVAILABLE] the engine is not ready yet")
 
 
-def test_an_error_of_the_engine_reaches_the_client_with_its_code(server, executor) -> None:
+def test_an_error_of_the_engine_reaches_the_client_with_its_code(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1]])
     server.execute([request])
     executor.tokens(1, 10)
@@ -127,7 +135,9 @@ def test_an_error_of_the_engine_reaches_the_client_with_its_code(server, executo
 # ---- cancellation ----------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(server, executor) -> None:
+def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = streamed([[1], [2]])
     server.execute([request])
     executor.tokens(1, 10)
@@ -138,7 +148,9 @@ def test_a_client_that_leaves_cancels_all_rows_and_the_stream_ends_once(server, 
 
 
 @pytest.mark.feature("002-31")
-def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, executor) -> None:
+def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     running, other = streamed([[1]], 50, request_id="job"), streamed([[2]], 50, request_id="other")
     server.execute([running, other])
     executor.tokens(1, 10)
@@ -153,7 +165,9 @@ def test_a_stop_request_ends_the_request_of_its_id_with_what_it_has(server, exec
 
 
 @pytest.mark.feature("002-31")
-def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_id_refused(server, executor) -> None:
+def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_id_refused(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     unknown = InferenceRequest({"stop": bools(True)}, request_id="nobody")
     nameless = InferenceRequest({"stop": bools(True)})
     server.execute([unknown, nameless])
@@ -163,18 +177,22 @@ def test_a_stop_request_for_an_unknown_id_is_answered_the_same_and_one_without_i
 
 
 @pytest.mark.feature("004-29")
-def test_stop_of_a_session_is_answered_by_an_empty_final_response(server, executor) -> None:
+def test_stop_of_a_session_is_answered_by_an_empty_final_response(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     request = token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1), END=ints(1))
     server.execute([request])
     (answer,) = request.sender.wait()
     assert answer.outputs()["sequence_length"].tolist() == [[0]] and executor.stopped_sessions == [(9, True, "")]
 
 
-def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(server, executor, monkeypatch) -> None:
+def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(
+    server: ModelServer, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = streamed([[1], [2], [3]])
     submit = executor.submit
 
-    def slow_submit(*args):
+    def slow_submit(*args: Any) -> RequestId:
         request_id = submit(*args)
         if request_id == 1:  # the client leaves after the first row; wait until the poller has seen it
             seen = threading.Event()
@@ -189,77 +207,21 @@ def test_a_cancellation_while_rows_are_still_being_submitted_reaches_them_all(se
     assert {n for n, _ in executor.cancelled} == {1, 2, 3}
 
 
-def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(server, executor) -> None:
+def test_a_timeout_of_the_request_reaches_the_engine_in_seconds(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     server.execute([InferenceRequest(token_inputs([[1]]), timeout=1_500_000)])
     assert executor.requests[1].timeout_s == 1.5
     executor.end(1, reason=FinishReason.TIMED_OUT)
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def text_server(make_server, executor):
-    executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
-    front = TextFront(executor)
-    front.prepare()
-    return make_server(ENSEMBLE, front.parse), front._tools.tokenizer
-
-
-def test_a_text_stop_cancels_the_engine_at_the_token_that_completes_it(text_server, executor) -> None:
-    server, tokenizer = text_server
-    request = InferenceRequest(
-        {"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True), "stop_words": strings([";\n"])}
-    )
-    server.execute([request])
-    ids = tokenizer.encode("x = 1;\ny", add_special_tokens=False)
-    for token in ids:
-        executor.tokens(1, token)
-    assert b"".join(request.sender.column("text_output")) == b"x = 1;\n"
-    assert request.sender.column("finish_reason") == [b"stop"]
-    ((request_id, kept),) = executor.cancelled
-    assert request_id == 1 and tokenizer.decode(ids[:kept]).startswith("x = 1;\n") and kept < len(ids)
-
-
-def test_text_of_a_cancelled_request_says_so(text_server, executor) -> None:
-    server, tokenizer = text_server
-    request = InferenceRequest(
-        {"text_input": strings("a"), "max_tokens": ints(50), "stream": bools(True)}, request_id="t"
-    )
-    server.execute([request])
-    executor.tokens(1, *tokenizer.encode("abc", add_special_tokens=False))
-    server.execute([InferenceRequest({"max_tokens": ints(0), "stop": bools(True)}, request_id="t")])
-    assert b"".join(request.sender.column("text_output")) == b"abc"
-    assert request.sender.column("finish_reason") == [b"cancelled"]
-
-
-def test_a_text_model_without_an_engine_becomes_ready_when_one_appears(make_server, executor) -> None:
-    hello, executor.hello = executor.hello, None
-    front = TextFront(executor)
-    prepared = threading.Event()
-
-    def prepare() -> None:
-        front.prepare()
-        if front._tools is not None:
-            prepared.set()
-
-    server = make_server(ENSEMBLE, front.parse, prepare=prepare)
-    early = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
-    server.execute([early])
-    assert early.sender.error().startswith("[UNAVAILABLE]")
-    executor.hello = type(hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), hello.config)
-    assert prepared.wait(10)
-    late = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
-    server.execute([late])
-    executor.end(1, 50)
-    assert len(late.sender.wait()) == 1
 
 
 # ---- life of the server ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("001-65")
-def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(server, executor) -> None:
+def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
     requests = []
     for n in range(500):
         kind = n % 5
@@ -284,7 +246,9 @@ def test_the_set_of_live_requests_is_empty_after_five_hundred_of_all_kinds(serve
     assert server.num_live_streams == 0 and executor.live == {}
 
 
-def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(make_server, executor) -> None:
+def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(drain_grace_s=0.05)
     running = streamed([[1]])
     server.execute([running])
@@ -296,7 +260,9 @@ def test_a_drain_refuses_new_requests_and_ends_the_running_ones_after_the_grace(
     assert not server.is_ready() and [n for n, _ in executor.cancelled] == [1]
 
 
-def test_a_request_that_ends_within_the_grace_ends_as_usual(make_server, executor) -> None:
+def test_a_request_that_ends_within_the_grace_ends_as_usual(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(drain_grace_s=60)
     running = streamed([[1]])
     server.execute([running])
@@ -305,7 +271,9 @@ def test_a_request_that_ends_within_the_grace_ends_as_usual(make_server, executo
     assert running.sender.column("output_ids") == [10]
 
 
-def test_the_engine_stays_until_other_models_requests_are_over(make_server, executor, monkeypatch) -> None:
+def test_the_engine_stays_until_other_models_requests_are_over(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(owner=True, drain_grace_s=60)
     executor.stats = EngineStats(IterationStats(num_active_requests=1), EngineCounters())
     asked, latest_stats = threading.Semaphore(0), executor.latest_stats
@@ -319,7 +287,9 @@ def test_the_engine_stays_until_other_models_requests_are_over(make_server, exec
     assert done.wait(10)
 
 
-def test_when_the_server_process_is_gone_the_stub_ends_itself(monkeypatch, server, executor) -> None:
+def test_when_the_server_process_is_gone_the_stub_ends_itself(
+    monkeypatch: pytest.MonkeyPatch, server: ModelServer, executor: ScriptedExecutor
+) -> None:
     left: list[int] = []
     monkeypatch.setattr(server_module.os, "_exit", left.append)
     server._orphaned()
@@ -349,7 +319,9 @@ def test_a_tick_that_fails_does_not_end_the_housekeeper() -> None:
     keeper.stop()
 
 
-def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor) -> None:
+def test_metrics_count_the_lengths_of_requests_that_ended(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     MetricFamily.created.clear()
     server = make_server(labels={"model": "m", "version": "1"}, owner=True)
     request = streamed([[1, 2, 3]])
@@ -365,10 +337,12 @@ def test_metrics_count_the_lengths_of_requests_that_ended(make_server, executor)
 
 @pytest.mark.parametrize("policy", [True, False])
 def test_the_transaction_policy_is_read_from_the_model_config(policy: bool) -> None:
-    assert is_decoupled(json.dumps({"model_transaction_policy": {"decoupled": policy}})) is policy
+    assert is_decoupled({"model_transaction_policy": {"decoupled": policy}}) is policy
 
 
-def test_a_unary_model_refuses_streaming_and_serves_single_responses(make_server, executor) -> None:
+def test_a_unary_model_refuses_streaming_and_serves_single_responses(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(decoupled=False)
     refused, served = streamed([[1]]), token_request([[1]])
     server.execute([refused, served])

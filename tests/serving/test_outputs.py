@@ -7,7 +7,7 @@ import pytest
 
 from backend.api import FinishReason, Result
 from backend.api.response import TopLogProb
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 
 
 def result(ids: list[int], final: bool = False, **fields: object) -> Result:
@@ -17,7 +17,7 @@ def result(ids: list[int], final: bool = False, **fields: object) -> Result:
 
 def whole(streaming: bool = False, **fields: object) -> dict[str, np.ndarray]:
     """The only response of a row with a prompt of two tokens and an output of three."""
-    output = TokenOutput(RowSettings(streaming), [] if streaming else [7, 8])
+    output = token_output(RowSettings(streaming), [] if streaming else [7, 8])
     output.feed(result([1, 2, 3], final=True, **fields))
     return dict(output.render(final=True))
 
@@ -52,7 +52,7 @@ def top(*token_ids: int) -> list[TopLogProb]:
 
 
 def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None:
-    output = TokenOutput(RowSettings(streaming=True), [])
+    output = token_output(RowSettings(streaming=True), [])
     output.feed(result([1], top_log_probs=[top(1, 9)]))
     output.feed(result([2], top_log_probs=[top(8, 2)]))
     first = dict(output.render(final=False))
@@ -65,7 +65,7 @@ def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None
 
 
 def test_an_end_without_tokens_has_no_positions() -> None:
-    output = TokenOutput(RowSettings(streaming=True), [])
+    output = token_output(RowSettings(streaming=True), [])
     output.feed(result([], final=True, top_log_probs=[]))
     arrays = dict(output.render(final=True))
     assert arrays["top_log_probs_ids"].shape == arrays["top_log_probs"].shape == (1, 0, 0)

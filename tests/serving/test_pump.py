@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
 from backend.serving import pb
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row, Stream
 from tests.serving.fake_triton import ResponseSender, TritonModelException
 
@@ -22,7 +22,7 @@ from tests.serving.fake_triton import ResponseSender, TritonModelException
 class Harness:
     """A pump whose calls back into the engine are recorded."""
 
-    def __init__(self, num_lanes: int = 4):
+    def __init__(self, num_lanes: int = 4) -> None:
         self.stopped: list[Stream] = []
         self.ended: list[Row] = []
         self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self.ended.append)
@@ -31,7 +31,7 @@ class Harness:
         self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()
     ) -> tuple[Stream, ResponseSender]:
         rows = [
-            Row(TokenOutput(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
+            Row(token_output(RowSettings(streaming, batch_index=n if num_rows > 1 else None), list(prompt)))
             for n in range(num_rows)
         ]
         sender = ResponseSender()
@@ -68,7 +68,7 @@ def make() -> Iterator[Callable[..., Harness]]:
         assert harness.pump.live_streams() == []
 
 
-def test_tokens_arrive_in_order_and_final_rides_on_the_last_of_them(make) -> None:
+def test_tokens_arrive_in_order_and_final_rides_on_the_last_of_them(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     for n in range(50):
@@ -79,7 +79,7 @@ def test_tokens_arrive_in_order_and_final_rides_on_the_last_of_them(make) -> Non
     assert all(response.outputs()["output_ids"].shape[:2] == (1, 1) for response in sender.wait())
 
 
-def test_what_arrives_during_a_send_joins_the_next_response(make) -> None:
+def test_what_arrives_during_a_send_joins_the_next_response(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     sender.gate = threading.Event()
@@ -94,7 +94,7 @@ def test_what_arrives_during_a_send_joins_the_next_response(make) -> None:
     assert sender.column("sequence_length") == [1, 10] and sender.finals == [1]
 
 
-def test_one_slow_stream_does_not_hold_up_those_of_other_lanes(make) -> None:
+def test_one_slow_stream_does_not_hold_up_those_of_other_lanes(make: Callable[..., Harness]) -> None:
     harness = make(num_lanes=2)
     slow, slow_sender = harness.open()
     slow_sender.gate = threading.Event()
@@ -108,7 +108,7 @@ def test_one_slow_stream_does_not_hold_up_those_of_other_lanes(make) -> None:
     slow_sender.wait()
 
 
-def test_without_streaming_there_is_one_response_with_the_prompt_in_front(make) -> None:
+def test_without_streaming_there_is_one_response_with_the_prompt_in_front(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open(streaming=False, prompt=(7, 8))
     harness.tokens(stream, 1)
@@ -120,7 +120,7 @@ def test_without_streaming_there_is_one_response_with_the_prompt_in_front(make) 
     )
 
 
-def test_an_end_without_tokens_is_still_a_response_with_data(make) -> None:
+def test_an_end_without_tokens_is_still_a_response_with_data(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     harness.tokens(stream, final=True)
@@ -128,7 +128,7 @@ def test_an_end_without_tokens_is_still_a_response_with_data(make) -> None:
     assert response.outputs()["output_ids"].shape == (1, 1, 0) and sender.column("sequence_length") == [0]
 
 
-def test_a_result_without_tokens_in_the_middle_is_not_sent(make) -> None:
+def test_a_result_without_tokens_in_the_middle_is_not_sent(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     harness.tokens(stream)
@@ -137,7 +137,7 @@ def test_a_result_without_tokens_in_the_middle_is_not_sent(make) -> None:
 
 
 @pytest.mark.feature("001-06")
-def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(make) -> None:
+def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=2)
     harness.tokens(stream, 1, row=0)
@@ -152,7 +152,7 @@ def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(mak
     assert sender.column("output_ids") == [1, 3] and [row is stream.rows[1] for row in harness.ended] == [True]
 
 
-def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make) -> None:
+def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=4)
     harness.error(stream, "gone", row=2)
@@ -164,7 +164,7 @@ def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make) -> No
     assert sum(response.has_error() for response in sender.wait()) == 1 and sender.column("output_ids") == [7]
 
 
-def test_what_a_row_said_before_its_error_is_sent_before_it(make) -> None:
+def test_what_a_row_said_before_its_error_is_sent_before_it(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     sender.gate = threading.Event()
@@ -176,7 +176,7 @@ def test_what_a_row_said_before_its_error_is_sent_before_it(make) -> None:
     assert sender.error() == "[UNAVAILABLE] the engine is gone" and sender.column("output_ids") == [1, 2]
 
 
-def test_an_error_text_that_no_utf8_can_hold_still_ends_the_stream(make) -> None:
+def test_an_error_text_that_no_utf8_can_hold_still_ends_the_stream(make: Callable[..., Harness]) -> None:
     harness = make()
     row_error, row_sender = harness.open()
     harness.error(row_error, "the role \ud800 is not known")
@@ -186,7 +186,9 @@ def test_an_error_text_that_no_utf8_can_hold_still_ends_the_stream(make) -> None
     assert refused_sender.error() == "[INVALID_ARGUMENT] the role ? is not known"
 
 
-def test_an_error_that_cannot_even_be_built_becomes_a_bare_end(make, monkeypatch) -> None:
+def test_an_error_that_cannot_even_be_built_becomes_a_bare_end(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make()
     stream, sender = harness.open()
     monkeypatch.setattr(pb, "error_response", lambda code, message: 1 / 0)
@@ -194,7 +196,7 @@ def test_an_error_that_cannot_even_be_built_becomes_a_bare_end(make, monkeypatch
     assert sender.wait() == [None] and sender.finals == [0]
 
 
-def test_a_refusal_does_not_wait_behind_a_stream(make) -> None:
+def test_a_refusal_does_not_wait_behind_a_stream(make: Callable[..., Harness]) -> None:
     harness = make(num_lanes=1)
     slow, slow_sender = harness.open()
     slow_sender.gate = threading.Event()
@@ -203,20 +205,20 @@ def test_a_refusal_does_not_wait_behind_a_stream(make) -> None:
     refused, refused_sender = harness.open(num_rows=0)
     harness.pump.refuse(refused, ErrorCode.UNAVAILABLE, "full")
     assert refused_sender.error() == "[UNAVAILABLE] full"
-    assert harness.pump.begin(refused, [Row(TokenOutput(RowSettings(), []))]) is False and refused.rows == []
+    assert harness.pump.begin(refused, [Row(token_output(RowSettings(), []))]) is False and refused.rows == []
     slow_sender.gate.set()
 
 
-def test_a_stream_that_was_cancelled_gets_no_rows(make) -> None:
+def test_a_stream_that_was_cancelled_gets_no_rows(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=0)
     stream.cancelled = True
-    assert harness.pump.begin(stream, [Row(TokenOutput(RowSettings(), []))]) is False and stream.rows == []
+    assert harness.pump.begin(stream, [Row(token_output(RowSettings(), []))]) is False and stream.rows == []
     harness.pump.fail(stream, ErrorCode.CANCELLED, "stopped")
     assert sender.error() == "[CANCELLED] stopped"
 
 
-def test_a_failure_of_the_stream_ends_it_once_and_stops_its_rows(make) -> None:
+def test_a_failure_of_the_stream_ends_it_once_and_stops_its_rows(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open(num_rows=2)
     harness.pump.fail(stream, ErrorCode.UNAVAILABLE, "shutting down")
@@ -227,7 +229,7 @@ def test_a_failure_of_the_stream_ends_it_once_and_stops_its_rows(make) -> None:
     assert len(sender.sent) == 1 and harness.stopped == [stream]
 
 
-def test_a_send_that_fails_ends_the_stream_once_with_an_error(make) -> None:
+def test_a_send_that_fails_ends_the_stream_once_with_an_error(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     sender.failures = [TritonModelException("Failed to increase the shared memory pool size for key 'secret'")]
@@ -239,7 +241,7 @@ def test_a_send_that_fails_ends_the_stream_once_with_an_error(make) -> None:
     assert sender.finals == [0] and len(sender.sent) == 1 and harness.stopped == [stream]
 
 
-def test_when_the_error_cannot_be_sent_either_a_bare_end_is_tried(make) -> None:
+def test_when_the_error_cannot_be_sent_either_a_bare_end_is_tried(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     sender.failures = [TritonModelException("full"), TritonModelException("full")]
@@ -247,7 +249,7 @@ def test_when_the_error_cannot_be_sent_either_a_bare_end_is_tried(make) -> None:
     assert sender.wait() == [None] and sender.attempts == 3
 
 
-def test_a_closed_sender_is_left_alone(make) -> None:
+def test_a_closed_sender_is_left_alone(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     sender.failures = [TritonModelException("x"), TritonModelException("Response sender has been closed.")]
@@ -256,7 +258,7 @@ def test_a_closed_sender_is_left_alone(make) -> None:
     assert sender.attempts == 2 and harness.pump.live_streams() == []
 
 
-def test_an_output_that_cannot_be_rendered_ends_the_stream_and_not_the_lane(make) -> None:
+def test_an_output_that_cannot_be_rendered_ends_the_stream_and_not_the_lane(make: Callable[..., Harness]) -> None:
     harness = make(num_lanes=1)
     stream, sender = harness.open()
     stream.rows[0].output.render = lambda final: 1 / 0
@@ -267,7 +269,7 @@ def test_an_output_that_cannot_be_rendered_ends_the_stream_and_not_the_lane(make
     assert healthy_sender.column("output_ids") == [5]
 
 
-def test_a_stream_whose_client_is_gone_sends_its_end_alone(make) -> None:
+def test_a_stream_whose_client_is_gone_sends_its_end_alone(make: Callable[..., Harness]) -> None:
     harness = make()
     stream, sender = harness.open()
     stream.abandoned = True

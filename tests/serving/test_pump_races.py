@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.outputs import RowSettings, TokenOutput
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row, Stream
 from tests.serving.fake_triton import ResponseSender
 
@@ -41,7 +41,7 @@ class Gate:
 
 
 def row() -> Row:
-    return Row(TokenOutput(RowSettings(True), []))
+    return Row(token_output(RowSettings(True), []))
 
 
 def the_end(request_id: int = 1) -> Response:
@@ -71,7 +71,7 @@ def refusing(pump: ResponsePump, stream: Stream) -> threading.Thread:
     return thread
 
 
-def test_a_stream_that_a_sender_is_about_to_end_is_not_refused_as_well(pump) -> None:
+def test_a_stream_that_a_sender_is_about_to_end_is_not_refused_as_well(pump: ResponsePump) -> None:
     """The client leaves while its request is taken in, and the request turns out to be wrong."""
     stream, sender, gate = gated(pump)
     pump.fail(stream, ErrorCode.CANCELLED, "gone")
@@ -84,12 +84,12 @@ def test_a_stream_that_a_sender_is_about_to_end_is_not_refused_as_well(pump) -> 
     assert sender.attempts == 1 and sender.error() == "[CANCELLED] gone"
 
 
-def test_what_is_being_refused_is_not_ended_by_a_sender_as_well(pump) -> None:
+def test_what_is_being_refused_is_not_ended_by_a_sender_as_well(pump: ResponsePump) -> None:
     stream, sender, gate = gated(pump)
     thread = refusing(pump, stream)
     until(lambda: gate.num_came == 1)
     pump.fail(stream, ErrorCode.CANCELLED, "gone")
-    behind = ResponseSender()  # of the same lane: once it is answered, the sender has seen all that came before
+    behind = ResponseSender()  # it is of the same lane: once it is answered, the sender has seen all that came before
     other = pump.open(behind, "other", [row()])
     pump.deliver(other, other.rows[0], the_end())
     until(lambda: gate.num_came == 2 or bool(behind.finals))
@@ -99,7 +99,7 @@ def test_what_is_being_refused_is_not_ended_by_a_sender_as_well(pump) -> None:
     assert sender.attempts == 1 and sender.error() == "[INVALID_ARGUMENT] no"
 
 
-def test_whoever_queues_a_stream_holds_its_lock(pump, monkeypatch) -> None:
+def test_whoever_queues_a_stream_holds_its_lock(pump: ResponsePump, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, held = pump._queue, []
     monkeypatch.setattr(pump, "_queue", lambda stream: (held.append(stream.lock.locked()), queue(stream)))
     streams = [pump.open(ResponseSender(), "r", [row()]) for _ in range(3)]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from backend.api import InvalidRequest
 from backend.serving import pb, reading
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE
 from backend.serving.reading import Batch
 from backend.serving.string_tensors import MAX_STRINGS, deserialize
-from backend.serving.tensors import ENSEMBLE
 from tests.serving.fake_triton import Tensor
 
 
@@ -50,7 +50,9 @@ def test_a_truncated_buffer_raises_as_tritons_loop_does() -> None:
 
 
 @pytest.mark.parametrize(("size", "refused"), [(100, False), (101, True)])
-def test_all_inputs_of_a_request_together_are_bounded_in_bytes(monkeypatch, size: int, refused: bool) -> None:
+def test_all_inputs_of_a_request_together_are_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, size: int, refused: bool
+) -> None:
     monkeypatch.setattr(reading, "MAX_BYTES", 104)
     text = np.array([[b"x" * size]], np.object_)
     tensors = [Tensor("text_input", text), Tensor("max_tokens", np.ones((1, 1), np.int32))]

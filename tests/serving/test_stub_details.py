@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +20,20 @@ from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.serving import pb, text_pool
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
+from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.outputs import RowSettings, TextOutput
+from backend.serving.model_server import ModelServer
 from backend.serving.pump import Stream
 from backend.serving.reading import Batch
-from backend.serving.requests import MAX_NAMESPACE, parse_parameters
-from backend.serving.tensors import ENSEMBLE, TOKEN_MODEL
+from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from tests.serving.conftest import QUICK
 from tests.serving.fake_triton import InferenceRequest, MetricFamily, ResponseSender, Tensor
 from tests.serving.helpers import bools, ints, streamed, strings, token_request, uint64
+from tests.serving.scripted import ScriptedExecutor
 
 # a batch of one and a queue of one: the third request is refused
 NARROW = EngineConfig(
@@ -53,11 +56,11 @@ def test_an_input_of_no_rows_beside_others_is_refused_as_what_it_is() -> None:
             Batch.read(TOKEN_MODEL, order, 64)
 
 
-def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_server) -> None:
+def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_server: Callable[..., ModelServer]) -> None:
     begun, may_end = threading.Event(), threading.Event()
     read: list[str] = []
 
-    def parse(batch, context, parameters) -> list:
+    def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
         read.append(parameters.namespace)
         if parameters.namespace == "us":
             begun.set()
@@ -75,7 +78,7 @@ def test_the_same_session_number_of_another_namespace_waits_for_nobody(make_serv
     assert begun.wait(20)
     server.execute([theirs, InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)}), anonymous])
     last = InferenceRequest({"text_input": strings("a"), "max_tokens": ints(1)})
-    server.execute([last])  # of no session: the second thread reads it after all that need not wait
+    server.execute([last])  # it has no session: the second thread reads it after all that need not wait
     last.sender.wait()
     may_end.set()
     for request in (ours, theirs, anonymous):
@@ -90,7 +93,9 @@ def stop_of_a_session() -> InferenceRequest:
     return token_request([[1]], 0, CORRID=uint64(9), STOP=ints(1))
 
 
-def test_a_stop_of_a_session_makes_no_room_in_the_engine(make_server, executor) -> None:
+def test_a_stop_of_a_session_makes_no_room_in_the_engine(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     server = make_server(config=NARROW)
     stop = stop_of_a_session()
     server.execute([stop])
@@ -102,7 +107,9 @@ def test_a_stop_of_a_session_makes_no_room_in_the_engine(make_server, executor) 
         executor.end(n)
 
 
-def test_a_stop_of_a_session_is_taken_while_the_engine_is_full(make_server, executor) -> None:
+def test_a_stop_of_a_session_is_taken_while_the_engine_is_full(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     """It is what makes room."""
     server = make_server(config=NARROW)
     server.execute([streamed([[1]]), streamed([[2]])])
@@ -114,7 +121,9 @@ def test_a_stop_of_a_session_is_taken_while_the_engine_is_full(make_server, exec
         executor.end(n)
 
 
-def test_a_stop_request_that_is_sent_twice_is_answered_twice(make_server, executor) -> None:
+def test_a_stop_request_that_is_sent_twice_is_answered_twice(
+    make_server: Callable[..., ModelServer], executor: ScriptedExecutor
+) -> None:
     """The second one comes before the first has been answered, and must not take that for the request of its id."""
     server = make_server(config=EngineConfig(triton=TritonConfig(sender_threads=1)))
     running = streamed([[1]], 50, request_id="job")
@@ -134,18 +143,22 @@ def test_a_stop_request_that_is_sent_twice_is_answered_twice(make_server, execut
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_text_threads_are_all_stuck_is_not_ready(server, monkeypatch) -> None:
+def test_a_model_whose_text_threads_are_all_stuck_is_not_ready(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert server.is_ready()
     monkeypatch.setattr(text_pool, "GIVEN_UP", -1)  # no thread may be started any more
     assert not server.is_ready()
 
 
-def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(make_server, monkeypatch) -> None:
+def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(
+    make_server: Callable[..., ModelServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(drain_grace_s=0.0)
     running = streamed([[1]])
     server.execute([running])
 
-    def fail(finished) -> None:
+    def fail(finished: object) -> None:
         raise RuntimeError("no shared memory")
 
     monkeypatch.setattr(server._metrics, "publish_lengths", fail)
@@ -162,7 +175,9 @@ def test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads(tmp_pa
     assert before <= sign["at_ns"] <= time.monotonic_ns()
 
 
-def test_a_process_of_another_user_is_not_the_owner_of_the_engine(tmp_path: Path, monkeypatch) -> None:
+def test_a_process_of_another_user_is_not_the_owner_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of an owner that has died may have been given out anew."""
 
     def refuse(pid: int, number: int) -> None:
@@ -222,7 +237,7 @@ def test_growth_that_could_not_be_sent_is_sent_with_the_next() -> None:
 def test_text_that_is_held_back_makes_no_empty_response() -> None:
     """`b` may be the beginning of the stop string, so there is nothing to say yet."""
     tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
-    output = TextOutput(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
+    output = text_output(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
     output.feed(Result([[0]]))
     assert dict(output.render(final=False))["text_output"].item() == b"a"
     output.feed(Result([[1]]))

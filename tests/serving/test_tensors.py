@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from backend.api import OutputConfig, SamplingConfig, SessionConfig
-from backend.serving.model_config import render, write_configs
-from backend.serving.tensors import BLS, ENSEMBLE, MODELS, NUMPY_TYPES, TOKEN_MODEL
+from backend.serving.fronts.roles import MODELS, PROFILES
+from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, TOKEN_MODEL
+from backend.serving.model_config import ADAPTER, DEFAULT_PROFILE, render, write_repositories
+from backend.serving.tensors import NUMPY_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,9 +35,20 @@ total_accepted_draft_tokens total_draft_tokens
 """
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_committed_config_equals_the_generated_one(model: str) -> None:
-    assert (ROOT / "model_repository" / model / "config.pbtxt").read_text() == render(MODELS[model])
+def role_of(path: Path) -> str:
+    profile = DEFAULT_PROFILE if path.parents[1].name == "model_repository" else path.parents[1].name
+    return PROFILES[profile][path.parent.name]
+
+
+def test_the_committed_repositories_equal_the_generated_ones(tmp_path: Path) -> None:
+    paths = [path.relative_to(tmp_path) for path in write_repositories(tmp_path)]
+    assert paths
+    for path in paths:
+        assert (ROOT / path).read_text() == (tmp_path / path).read_text()
+        assert (ROOT / path.parent / "1" / "model.py").read_text() == ADAPTER.read_text()
+    assert {path.parent.parent for path in (ROOT / "deploy").glob("profiles/*/*/config.pbtxt")} <= {
+        (ROOT / path).parent.parent for path in paths
+    }
 
 
 @pytest.mark.feature("004-25")
@@ -43,13 +56,16 @@ def test_the_committed_config_equals_the_generated_one(model: str) -> None:
 def test_a_config_is_decoupled_and_has_neither_batcher(model: str) -> None:
     text = render(MODELS[model])
     assert "dynamic_batching" not in text and "sequence_batching" not in text
-    assert "decoupled: true" in text and "max_batch_size: 64" in text and "kind: KIND_CPU count: 1" in text
+    assert f"max_batch_size: {MODELS[model].max_batch_size}" in text and "kind: KIND_CPU count: 1" in text
+    assert ("decoupled: true" in text) == (MODELS[model].always != "unary")
+    assert f'key: "role" value: {{ string_value: "{model}" }}' in text
 
 
 def test_the_unary_configs_differ_in_the_policy_alone(tmp_path: Path) -> None:
-    for path in write_configs(tmp_path, decoupled=False):
-        model = MODELS[path.parent.name]
-        assert path.read_text() == render(model).replace("decoupled: true", "decoupled: false")
+    for path in write_repositories(tmp_path, decoupled=False):
+        model = MODELS[role_of(path)]
+        policy = "decoupled: true" if model.always == "decoupled" else "decoupled: false"
+        assert path.read_text() == render(model, name=path.parent.name).replace("decoupled: true", policy)
 
 
 def test_the_token_model_declares_every_name_its_clients_know() -> None:
@@ -58,7 +74,7 @@ def test_the_token_model_declares_every_name_its_clients_know() -> None:
 
 
 @pytest.mark.feature("004-29")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 def test_every_model_declares_the_session_inputs_with_turbominds_names(model: str) -> None:
     specs = MODELS[model].by_name()
     types = {name: specs[name].dtype for name in ("START", "END", "STOP", "CORRID", "step", "session_len")}
@@ -94,8 +110,9 @@ def test_only_what_upstream_requires_is_required() -> None:
     required = {model.model: {spec.name for spec in model.inputs if not spec.optional} for model in MODELS.values()}
     assert required == {
         "tensorrt_llm": {"input_ids", "input_lengths", "request_output_len"},
-        "ensemble": {"max_tokens"},
-        "tensorrt_llm_bls": {"max_tokens"},
+        "ensemble": {"text_input", "max_tokens"},
+        "tensorrt_llm_bls": {"text_input", "max_tokens"},
+        "everbatch": {"request"},
     }
 
 

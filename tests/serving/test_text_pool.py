@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Clock:
 class Asked:
     """A request whose reading the test holds back, and what became of it."""
 
-    def __init__(self, name: str, log: list[str], held: bool = False):
+    def __init__(self, name: str, log: list[str], held: bool = False) -> None:
         self.name = name
         self.log = log
         self.begun = threading.Event()
@@ -35,7 +36,7 @@ class Asked:
         if not held:
             self.may_end.set()
 
-    def job(self, *keys: str, **options) -> Job:
+    def job(self, *keys: str, **options: Any) -> Job:
         return Job(self._read, self._hand_over, self._refuse, keys=frozenset(keys), **options)
 
     def _read(self) -> str:
@@ -74,7 +75,7 @@ def wait(event: threading.Event) -> None:
     assert event.wait(20)
 
 
-def test_what_was_read_is_handed_over(make_pool) -> None:
+def test_what_was_read_is_handed_over(make_pool: Callable[..., TextPool]) -> None:
     log: list[str] = []
     asked = Asked("a", log)
     make_pool().submit(asked.job())
@@ -82,7 +83,9 @@ def test_what_was_read_is_handed_over(make_pool) -> None:
     assert log == ["a"] and asked.refused is None
 
 
-def test_a_refusal_and_a_bug_of_reading_are_answered_and_the_thread_lives_on(make_pool) -> None:
+def test_a_refusal_and_a_bug_of_reading_are_answered_and_the_thread_lives_on(
+    make_pool: Callable[..., TextPool],
+) -> None:
     pool = make_pool(num_threads=1)
 
     def refuse() -> None:
@@ -101,7 +104,7 @@ def test_a_refusal_and_a_bug_of_reading_are_answered_and_the_thread_lives_on(mak
     wait(last.over)
 
 
-def test_turns_of_one_session_keep_their_order_and_others_overtake_them(make_pool) -> None:
+def test_turns_of_one_session_keep_their_order_and_others_overtake_them(make_pool: Callable[..., TextPool]) -> None:
     pool, log = make_pool(num_threads=4), []
     first, second, third, other = (Asked(name, log) for name in ("first", "second", "third", "other"))
     first.may_end.clear()
@@ -117,7 +120,7 @@ def test_turns_of_one_session_keep_their_order_and_others_overtake_them(make_poo
     assert log == ["other", "first", "second", "third"]
 
 
-def test_a_job_is_handed_over_before_the_next_of_its_session_is_read(make_pool) -> None:
+def test_a_job_is_handed_over_before_the_next_of_its_session_is_read(make_pool: Callable[..., TextPool]) -> None:
     pool, log = make_pool(num_threads=2), []
     first, second = Asked("first", log), Asked("second", log)
     handing_over, may_go_on = threading.Event(), threading.Event()
@@ -139,7 +142,7 @@ def test_a_job_is_handed_over_before_the_next_of_its_session_is_read(make_pool) 
     assert log == ["other", "first", "second"]
 
 
-def test_a_request_of_several_sessions_waits_for_all_of_them(make_pool) -> None:
+def test_a_request_of_several_sessions_waits_for_all_of_them(make_pool: Callable[..., TextPool]) -> None:
     pool, log = make_pool(num_threads=4), []
     a, b, both, after = (Asked(name, log) for name in ("a", "b", "both", "after"))
     for asked in (a, b):
@@ -156,7 +159,7 @@ def test_a_request_of_several_sessions_waits_for_all_of_them(make_pool) -> None:
     assert log == ["a", "b", "both", "after"]
 
 
-def test_a_full_queue_refuses_at_once(make_pool) -> None:
+def test_a_full_queue_refuses_at_once(make_pool: Callable[..., TextPool]) -> None:
     pool = make_pool(num_threads=1, max_jobs=2)
     held = Asked("held", [], held=True)
     pool.submit(held.job())
@@ -173,7 +176,9 @@ def test_a_full_queue_refuses_at_once(make_pool) -> None:
     wait(again.over)
 
 
-def test_the_queue_is_bounded_in_bytes_as_well(make_pool, monkeypatch) -> None:
+def test_the_queue_is_bounded_in_bytes_as_well(
+    make_pool: Callable[..., TextPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_pool, "MAX_BYTES", 100)
     pool = make_pool(num_threads=1)
     held, waiting = Asked("held", [], held=True), Asked("waiting", [])
@@ -189,7 +194,9 @@ def test_the_queue_is_bounded_in_bytes_as_well(make_pool, monkeypatch) -> None:
     wait(again.over)
 
 
-def test_what_waits_longer_than_the_timeout_is_refused_and_never_read(make_pool, clock) -> None:
+def test_what_waits_longer_than_the_timeout_is_refused_and_never_read(
+    make_pool: Callable[..., TextPool], clock: Clock
+) -> None:
     pool = make_pool(num_threads=1)
     held, early, late = Asked("held", [], held=True), Asked("early", []), Asked("late", [])
     clock.now = 1
@@ -211,7 +218,9 @@ def test_what_waits_longer_than_the_timeout_is_refused_and_never_read(make_pool,
     assert not late.begun.is_set()
 
 
-def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(make_pool, clock) -> None:
+def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(
+    make_pool: Callable[..., TextPool], clock: Clock
+) -> None:
     pool, log = make_pool(num_threads=1), []
     held, late, following, last = (
         Asked("held", log, held=True),
@@ -227,13 +236,15 @@ def test_a_turn_that_waited_too_long_does_not_hold_up_the_next_of_its_session(ma
     clock.now = TIMEOUT_S
     pool.expire()  # ends the reading of the first and the wait of the second
     assert held.refused is not None and late.refused is not None
-    pool.submit(last.job())  # of no session: the only thread reads it after all that need not wait
+    pool.submit(last.job())  # it has no session: the only thread reads it after all that need not wait
     wait(last.over)
     held.may_end.set()
     assert log == ["next", "last"] and following.refused is None
 
 
-def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thread(make_pool, clock) -> None:
+def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thread(
+    make_pool: Callable[..., TextPool], clock: Clock
+) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
     template = ChatTemplate(endless + "{% endfor %}" * 3)
     pool = make_pool(num_threads=1)
@@ -262,7 +273,9 @@ def test_a_template_in_an_endless_loop_is_ended_and_its_place_given_to_a_new_thr
     assert not thread.is_alive(), "the loop was ended"
 
 
-def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(make_pool, clock) -> None:
+def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(
+    make_pool: Callable[..., TextPool], clock: Clock
+) -> None:
     pool = make_pool(num_threads=1)
     stuck: list[Asked] = []
     while not pool.is_stuck:  # each waits inside a library, where no exception reaches it
@@ -288,7 +301,9 @@ def test_threads_that_cannot_be_ended_are_replaced_up_to_a_bound(make_pool, cloc
         asked.may_end.set()
 
 
-def test_what_was_refused_is_not_handed_over_though_its_reading_ends(make_pool, clock, monkeypatch) -> None:
+def test_what_was_refused_is_not_handed_over_though_its_reading_ends(
+    make_pool: Callable[..., TextPool], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_pool, "_interrupt", lambda thread: None)  # it comes too late to be noticed
     pool = make_pool(num_threads=1)
     late = Asked("late", [], held=True)
@@ -303,7 +318,7 @@ def test_what_was_refused_is_not_handed_over_though_its_reading_ends(make_pool, 
     assert late.refused is not None and late.log == []
 
 
-def test_a_job_that_nobody_wants_any_more_is_not_read_and_holds_up_nobody(make_pool) -> None:
+def test_a_job_that_nobody_wants_any_more_is_not_read_and_holds_up_nobody(make_pool: Callable[..., TextPool]) -> None:
     pool = make_pool(num_threads=1)
     held, unwanted, after = Asked("held", [], held=True), Asked("unwanted", []), Asked("after", [])
     pool.submit(held.job("s"))
@@ -315,7 +330,7 @@ def test_a_job_that_nobody_wants_any_more_is_not_read_and_holds_up_nobody(make_p
     assert not unwanted.begun.is_set() and unwanted.refused is None
 
 
-def test_a_hand_over_that_fails_does_not_end_its_thread(make_pool) -> None:
+def test_a_hand_over_that_fails_does_not_end_its_thread(make_pool: Callable[..., TextPool]) -> None:
     pool = make_pool(num_threads=1)
     pool.submit(Job(lambda: 1, lambda result: result / 0, lambda code, message: None, keys=frozenset("s")))
     after = Asked("after", [])

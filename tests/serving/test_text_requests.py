@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Res
 from backend.api.config import TritonConfig
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
+from backend.serving.fronts.front import TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES
+from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE
+from backend.serving.fronts.trtllm_text import parse_text_requests
 from backend.serving.outputs import Arrays
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
-from backend.serving.tensors import BLS, ENSEMBLE
-from backend.serving.text_requests import MAX_TOKEN_BYTES, TextTools, parse_text_requests
+from backend.serving.tensors import ModelTensors
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, strings, uint64
 
@@ -28,8 +32,10 @@ def tools() -> TextTools:
 
 
 @pytest.fixture
-def works(tools: TextTools):
-    def parse(model=ENSEMBLE, triton=DEFAULTS, max_seq_len=64, **inputs: np.ndarray) -> list[Work]:
+def works(tools: TextTools) -> Callable[..., list[Work]]:
+    def parse(
+        model: ModelTensors = ENSEMBLE, triton: TritonConfig = DEFAULTS, max_seq_len: int = 64, **inputs: np.ndarray
+    ) -> list[Work]:
         inputs.setdefault("max_tokens", ints(*[4] * len(next(iter(inputs.values()), [0]))))
         batch = Batch.read(model, [Tensor(name, array) for name, array in inputs.items()], 64)
         info = ModelInfo("m", tools.tokenizer.vocab_size, max_seq_len, eos_ids=(3,))
@@ -39,14 +45,14 @@ def works(tools: TextTools):
 
 
 def text_of(arrays: Arrays | None) -> str:
-    return dict(arrays)["text_output"][0, 0].decode()
+    return dict(arrays)["text_output"][0].decode()
 
 
 def result(ids: list[int], final: bool = False, reason: FinishReason = FinishReason.LENGTH, **fields: object) -> Result:
     return Result([ids], is_final=final, finish_reasons=[reason] if final else [FinishReason.NOT_FINISHED], **fields)
 
 
-def test_text_is_tokenised_and_ends_at_the_models_end_ids(works, tools: TextTools) -> None:
+def test_text_is_tokenised_and_ends_at_the_models_end_ids(works: Callable[..., list[Work]], tools: TextTools) -> None:
     request = works(text_input=strings("def main("))[0].request
     assert isinstance(request, Request)
     assert request.input_token_ids == tools.tokenizer.encode("def main(")
@@ -55,7 +61,7 @@ def test_text_is_tokenised_and_ends_at_the_models_end_ids(works, tools: TextTool
     assert works(text_input=strings("a"), end_id=ints(5))[0].request.end_ids == (5,)
 
 
-def test_text_level_names_fill_the_same_fields(works) -> None:
+def test_text_level_names_fill_the_same_fields(works: Callable[..., list[Work]]) -> None:
     config = works(
         text_input=strings("a"), top_k=ints(5), top_p=floats(0.5), min_length=ints(2), random_seed=uint64(3)
     )[0]
@@ -63,14 +69,18 @@ def test_text_level_names_fill_the_same_fields(works) -> None:
     assert (sampling.top_k, sampling.top_p, sampling.min_tokens, sampling.seed) == (5, 0.5, 2, 3)
 
 
-def test_messages_go_through_the_chat_template_and_bring_their_own_special_tokens(works, tools: TextTools) -> None:
+def test_messages_go_through_the_chat_template_and_bring_their_own_special_tokens(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     messages = [{"role": "user", "content": "hi"}]
     request = works(messages=strings(json.dumps(messages)))[0].request
     rendered = tools.template.render(messages)
     assert request.input_token_ids == tools.tokenizer.encode(rendered, add_special_tokens=False)
 
 
-def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: TextTools) -> None:
+def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     session = {"CORRID": uint64(1), "END": ints(0)}
     later = works(text_input=strings(" more"), START=ints(0), **session)[0].request
     assert later.input_token_ids == tools.tokenizer.encode(" more", add_special_tokens=False)
@@ -81,8 +91,8 @@ def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: Te
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({}, "neither is given: text_input is required"),
-        ({"text_input": strings("a"), "messages": strings("[]")}, "both are given"),
+        ({}, "text_input is empty; give at least one character, or messages"),
+        ({"text_input": strings("a"), "messages": strings("[]")}, "are both given"),
         ({"text_input": strings("")}, "text_input is empty"),
         ({"text_input": strings(b"\xff\xfe")}, "text_input is not valid UTF-8 at byte 0"),
         ({"text_input": strings("a" * (64 * MAX_TOKEN_BYTES + 1))}, "bytes, the limit is"),
@@ -106,19 +116,21 @@ def test_a_later_turn_of_a_session_is_not_given_a_new_beginning(works, tools: Te
         ),
     ],
 )
-def test_bad_text_is_refused_in_one_sentence(works, inputs: dict[str, np.ndarray], message: str) -> None:
+def test_bad_text_is_refused_in_one_sentence(
+    works: Callable[..., list[Work]], inputs: dict[str, np.ndarray], message: str
+) -> None:
     inputs = {"max_tokens": ints(4), **inputs}
     with pytest.raises(InvalidRequest, match=message):
         works(**inputs)
 
 
-def test_an_integer_that_python_does_not_read_is_refused_as_what_it_is(works) -> None:
+def test_an_integer_that_python_does_not_read_is_refused_as_what_it_is(works: Callable[..., list[Work]]) -> None:
     messages = '[{"role": "user", "content": %s}]' % ("9" * 4301)
     with pytest.raises(InvalidRequest, match="messages holds an integer of more than 4300 digits; send it as a string"):
         works(messages=strings(messages), max_seq_len=128)
 
 
-def test_as_many_bytes_of_text_as_the_limits_say_are_read(works) -> None:
+def test_as_many_bytes_of_text_as_the_limits_say_are_read(works: Callable[..., list[Work]]) -> None:
     words = {"stop_words": strings("s" * 4096), "embedding_bias_words": strings("w" * 65_536)}
     work = works(text_input=strings("a"), embedding_bias_weights=floats(1.0), **words)[0]
     assert work.request.sampling_config.logit_bias
@@ -126,18 +138,20 @@ def test_as_many_bytes_of_text_as_the_limits_say_are_read(works) -> None:
         works(text_input=strings("a"), embedding_bias_words=strings(["w" * 65_536 + "w"]))
 
 
-def test_a_session_turn_may_generate_nothing(works) -> None:
+def test_a_session_turn_may_generate_nothing(works: Callable[..., list[Work]]) -> None:
     assert works(text_input=strings("a"), max_tokens=ints(0), CORRID=uint64(1))[0].request.max_tokens == 0
 
 
-def test_images_and_drafts_are_refused(works) -> None:
+def test_images_and_drafts_are_refused(works: Callable[..., list[Work]]) -> None:
     for name, array in {"image_input": np.ones((1, 1, 3, 1, 1), np.float16), "num_draft_tokens": ints(2)}.items():
         with pytest.raises(Unsupported, match=name):
             works(BLS, text_input=strings("a"), **{name: array})
     assert works(BLS, text_input=strings("a"), num_draft_tokens=ints(0), image_url_input=strings(""))
 
 
-def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(works, tools: TextTools) -> None:
+def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     words = ["import", "import os"]
     bias = works(
         text_input=strings("a"),
@@ -151,14 +165,14 @@ def test_the_weight_of_a_word_is_added_to_each_of_its_tokens(works, tools: TextT
     assert bias == expected
 
 
-def test_a_row_with_stop_strings_streams_inside_even_when_its_client_does_not(works) -> None:
+def test_a_row_with_stop_strings_streams_inside_even_when_its_client_does_not(works: Callable[..., list[Work]]) -> None:
     assert not works(text_input=strings("a"))[0].request.streaming
     assert works(text_input=strings("a"), stop_words=strings(["\n", ""]))[0].request.streaming
     assert not works(text_input=strings("a"), stop_words=strings([""]))[0].request.streaming
 
 
 @pytest.mark.feature("002-26")
-def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -> None:
+def test_streamed_text_concatenates_to_the_whole_text(works: Callable[..., list[Work]], tools: TextTools) -> None:
     ids = tools.tokenizer.encode("naïve — 数 = 3\n", add_special_tokens=False)
     output = works(text_input=strings("a"), stream=bools(True), return_num_output_tokens=bools(True))[0].output
     pieces, counts = [], []
@@ -171,10 +185,12 @@ def test_streamed_text_concatenates_to_the_whole_text(works, tools: TextTools) -
             counts.append(int(dict(arrays)["num_output_tokens"][0, 0]))
     assert "".join(pieces) == "naïve — 数 = 3\n" and all("\ufffd" not in piece for piece in pieces)
     assert sum(counts) == len(ids) == output.num_output_tokens
-    assert dict(arrays)["finish_reason"][0, 0] == b"length"
+    assert dict(arrays)["finish_reason"][0] == b"length"
 
 
-def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(works, tools: TextTools) -> None:
+def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     ids = tools.tokenizer.encode(" os", add_special_tokens=False)
 
     def answer(**inputs: np.ndarray) -> str:
@@ -190,7 +206,9 @@ def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(works, 
     assert answer(messages=chat, exclude_input_in_output=bools(False)) != " os"
 
 
-def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count(works, tools: TextTools) -> None:
+def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     head = tools.tokenizer.encode("x = 1;", add_special_tokens=False)
     stop = tools.tokenizer.encode("return y\n", add_special_tokens=False)
     output = works(text_input=strings("a"), stream=bools(True), stop_words=strings(["return y"]))[0].output
@@ -201,11 +219,13 @@ def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count
     assert output.render(final=False) is None, "the last text waits for the end that rides on it"
     output.feed(result([1, 2], final=True, reason=FinishReason.CANCELLED))  # the engine had gone on
     arrays = output.render(final=True)
-    assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0, 0] == b"stop"
+    assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0] == b"stop"
     assert output.num_output_tokens == first
 
 
-def test_accumulated_responses_each_hold_the_whole_text_so_far(works, tools: TextTools) -> None:
+def test_accumulated_responses_each_hold_the_whole_text_so_far(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     ids = tools.tokenizer.encode("a b c d", add_special_tokens=False)
     output = works(triton=TritonConfig(accumulate_tokens=True), text_input=strings("a"), stream=bools(True))[0].output
     texts = []
@@ -215,7 +235,9 @@ def test_accumulated_responses_each_hold_the_whole_text_so_far(works, tools: Tex
     assert texts[-1] == "a b c d" and all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
 
 
-def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(works, tools: TextTools) -> None:
+def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(
+    works: Callable[..., list[Work]], tools: TextTools
+) -> None:
     output = works(text_input=strings("a"), stop_words=strings([";"]), top_log_probs=ints(1))[0].output
     ids = tools.tokenizer.encode("x;y z", add_special_tokens=False)
     kept = output.feed(result(ids, top_log_probs=[[TopLogProb(token, -1.0)] for token in ids]))
@@ -225,7 +247,7 @@ def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(works, tools: T
     assert arrays["top_log_probs_ids"].tolist() == [[[token] for token in ids[:kept]]]
 
 
-def test_log_probs_of_a_response_are_those_of_its_tokens(works) -> None:
+def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., list[Work]]) -> None:
     output = works(text_input=strings("a"), stream=bools(True), return_log_probs=bools(True))[0].output
     output.feed(result([10], log_probs=[[-1.0]], cum_log_probs=[-1.0]))
     output.feed(result([11], log_probs=[[-2.0]], cum_log_probs=[-3.0]))

@@ -5,10 +5,11 @@ import pytest
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionError, Unsupported
 from backend.core.step import ModelInfo
+from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
+from backend.serving.fronts.trtllm_tokens import parse_token_requests
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, StopSession, Work, parse_parameters
-from backend.serving.tensors import NUMPY_TYPES, TOKEN_MODEL, Input
-from backend.serving.token_requests import parse_token_requests
+from backend.serving.tensors import NUMPY_TYPES, Input
 from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import bools, floats, ints, token_inputs, uint64
 

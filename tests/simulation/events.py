@@ -45,22 +45,17 @@ class Advance:
 
 
 @dataclass(frozen=True)
-class Resize:
-    num_blocks: int
-
-
-@dataclass(frozen=True)
 class FailNext:
     pass
 
 
-Event = Enqueue | Cancel | Stop | Poll | Step | Advance | Resize | FailNext
+Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext
 
 
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, setup: Setup, model: Model):
+    def __init__(self, rng: Random, setup: Setup, model: Model) -> None:
         self._rng = rng
         self._setup = setup
         self._model = model
@@ -90,7 +85,7 @@ class Generator:
                 (0, 0, 1),
             )
             self._restarts = 0.4
-        rare = {Cancel: 4, Stop: 2, Advance: 2, Resize: 1.5, FailNext: 0.7}
+        rare = {Cancel: 4, Stop: 2, Advance: 2, FailNext: 0.7}
         habits = {kind: weight * rng.choice((0, 1, 2)) for kind, weight in rare.items()}
         self._weights = {Enqueue: rng.uniform(8, 20), Step: rng.uniform(20, 50), Poll: rng.choice((6, 30)), **habits}
 
@@ -105,8 +100,6 @@ class Generator:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
             return Advance(rng.choice((0.5, 3.0, 30.0)))
-        if kind is Resize:
-            return Resize(rng.randint(2, self._setup.num_blocks))
         return kind()
 
     def _take_id(self) -> int:

@@ -30,7 +30,7 @@ def _check_order(simulation: Simulation) -> None:
     core, scheduler = simulation.core, simulation.setup.config.scheduler
     arrivals = [seq.arrival for seq in (*core.scheduler.running, *core.scheduler.waiting)]
     assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost: {arrivals}"
-    if scheduler.policy == "guaranteed_no_evict" and not simulation.was_resized:
+    if scheduler.policy == "guaranteed_no_evict":
         assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
     if scheduler.batching == "separate":
         latest = core.latest_iteration()

@@ -15,7 +15,7 @@ from tests.fakes.hash_worker import cell_of, next_token, seed_of
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
 
-Key = tuple[str, int]  # of a session: the namespace of its client, and its number there
+Key = tuple[str, int]  # a session's key: the namespace of its client, and its number there
 
 
 def key_of(request: Request) -> Key:
@@ -45,7 +45,7 @@ class Turn:
     namespace: str
     deadline_ns: int
     before: tuple[int, int] = (0, 0)  # seed and counter of the session, should the turn not take place
-    tokens: list[int] = field(default_factory=list)  # what it must answer when nobody interferes
+    tokens: list[int] = field(default_factory=list)  # the answer that is due when nobody interferes
     reason: FinishReason = FinishReason.NOT_FINISHED
     seen: list[int] = field(default_factory=list)  # outputs published so far
     reason_seen: FinishReason = FinishReason.NOT_FINISHED
@@ -81,7 +81,7 @@ def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishR
 
 
 class Model:
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.block_size = setup.config.kv_cache.block_size
         self.capacity = setup.num_blocks
@@ -158,7 +158,8 @@ class Model:
             del self.sessions[key]
             return
         outputs = turn.seen[:keep] if keep is not None else turn.seen
-        may_vanish = not turn.seen and turn.reason_seen in (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
+        cut = (FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.STOP_WORDS)
+        may_vanish = not turn.seen and turn.reason_seen in cut
         if was_error or (may_vanish and (not turn.was_stepped or log == turn.history)):
             session.log, (session.seed, session.counter) = turn.history, turn.before
         else:
@@ -189,7 +190,7 @@ class Model:
         return min(MAX_SEQ_LEN, asked or MAX_SEQ_LEN)
 
     def split(self, request: Request) -> tuple[list[int], list[int]]:
-        """(tokens of the session that stay, tokens that this turn adds)."""
+        """Returns (tokens of the session that stay, tokens that this turn adds)."""
         session, prompt = request.session, request.input_token_ids
         if session is None or session.start:
             return [], prompt

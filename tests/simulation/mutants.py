@@ -12,19 +12,21 @@ from collections.abc import Callable
 
 import msgspec
 
+from backend.api import Response
 from backend.api.request import Request
 from backend.api.response import FinishReason
 from backend.core.sequence import Sequence, SessionKey, Status
-from backend.core.step import SlotId, StepOutput
+from backend.core.step import NewRow, SlotId, StepOutput
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable
+from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager, KVCommit
 from backend.kvcache.plan import KVPlan
-from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.prefix_trie import PrefixTrie, TrieNode
 from backend.kvcache.slots import SlotManager
 from backend.kvcache.tables import BlockTable
 from backend.scheduler import scheduler
@@ -47,10 +49,20 @@ def trie_compares_a_hash_only(set_attribute: SetAttribute) -> None:
         blocks = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
         return [token for block in blocks for token in sorted(block)]  # a hash that does not know the order
 
-    def match(self: PrefixTrie, namespace: str, token_ids: list[int], *rest: object):
+    def match(
+        self: PrefixTrie, namespace: str, token_ids: list[int], *rest: object
+    ) -> tuple[list[BlockHandle], BlockHandle | None, int]:
         return original_match(self, namespace, hashed(token_ids, self._block_size), *rest)
 
-    def insert(self: PrefixTrie, namespace: str, node, depth: int, token_ids: list[int], handles, num_blocks: int):
+    def insert(
+        self: PrefixTrie,
+        namespace: str,
+        node: TrieNode | None,
+        depth: int,
+        token_ids: list[int],
+        handles: list[BlockHandle],
+        num_blocks: int,
+    ) -> tuple[TrieNode | None, int]:
         return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, num_blocks)
 
     set_attribute(PrefixTrie, "match", match)
@@ -144,7 +156,7 @@ def random_stream_restarts_with_a_readmission(set_attribute: SetAttribute) -> No
 def penalty_boundary_lost_on_resume(set_attribute: SetAttribute) -> None:
     original = scheduler._new_row
 
-    def new_row(seq: Sequence, kv: KVCacheManager):
+    def new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         row = original(seq, kv)
         return msgspec.structs.replace(row, num_prompt_tokens=seq.num_tokens, num_sampled_before=seq.num_sampled_tokens)
 
@@ -223,7 +235,7 @@ def prefix_outside_the_window_is_locked(set_attribute: SetAttribute) -> None:
 def published_tokens_forgotten(set_attribute: SetAttribute) -> None:
     original = publish.result_response
 
-    def result_response(seq: Sequence, iteration: int):
+    def result_response(seq: Sequence, iteration: int) -> Response:
         before = seq.num_published_tokens
         response = original(seq, iteration)
         if seq.num_pauses:
@@ -266,13 +278,6 @@ def the_oldest_is_paused(set_attribute: SetAttribute) -> None:
 
 def growth_of_others_not_promised(set_attribute: SetAttribute) -> None:
     set_attribute(GuaranteedNoEvict, "_growth", lambda self, plan, seq: 0)
-
-
-def pending_shrink_not_reckoned_with(set_attribute: SetAttribute) -> None:
-    def gain_block(self: KVPlan) -> None:
-        self.available += 1
-
-    set_attribute(KVPlan, "_gain_block", gain_block)
 
 
 def nothing_left_to_run(set_attribute: SetAttribute) -> None:
@@ -331,7 +336,7 @@ def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
 
 
 def rows_of_those_that_left_are_booked(set_attribute: SetAttribute) -> None:
-    def update_all(self: EngineCore, flight: Flight, output: StepOutput):
+    def update_all(self: EngineCore, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
         flight.dropped.clear()
         return original(self, flight, output)
 

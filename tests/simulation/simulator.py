@@ -19,7 +19,7 @@ from backend.api import FinishReason, PerfMetrics, Request, Response, SessionCon
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
-from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Resize, Step, Stop
+from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn, key_of
 from tests.simulation.setups import random_setup
@@ -30,7 +30,7 @@ PROBE_ID = 1_000_000  # request ids of the turns that ask every session at the e
 
 
 class Simulation:
-    def __init__(self, seed: int, drops_plans: bool = False):
+    def __init__(self, seed: int, drops_plans: bool = False) -> None:
         """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
         self._drops_plans = drops_plans
         self.rng = Random(seed)
@@ -41,7 +41,6 @@ class Simulation:
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.events: list[Event] = []
-        self.was_resized = False
         self._generator = Generator(self.rng, self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
@@ -50,7 +49,7 @@ class Simulation:
 
     @property
     def trace_hash(self) -> str:
-        """Of every response and every step so far."""
+        """A hash of every response and every step so far."""
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
 
     def run(self, num_events: int | None = None) -> None:
@@ -84,9 +83,6 @@ class Simulation:
                 self._step()
             case Advance(seconds):
                 self.clock.advance(seconds)
-            case Resize(num_blocks):
-                self.core.kv.resize(num_blocks)
-                self.model.capacity, self.was_resized = num_blocks, True
             case FailNext():
                 self.workers.fail_next = RuntimeError("planted")
         check_invariants(self)
@@ -146,7 +142,7 @@ class Simulation:
         responses = self._take(self.core.take_responses())
         assert len(responses) == (turn is not None), responses
         if turn is not None:
-            self._finish(responses[0], FinishReason.CANCELLED, keep)
+            self._finish(responses[0], FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
 
     def _stop(self, event: Stop) -> None:
         session = self.model.sessions.get(event.session)
@@ -192,10 +188,7 @@ class Simulation:
         turn = self.model.live[response.request_id]
         error = _error_class(response)
         assert response.error_msg.startswith("session error 5") == (turn.request.session is not None), response
-        if error == "pool":
-            assert self.was_resized and self.model.exceeds_pool(turn.max_cells), response
-        else:
-            assert failed and error == "worker", response
+        assert failed and error == "worker", response
 
     def _finish(self, response: Response, reason: FinishReason | None, keep: int | None, erase: bool = False) -> None:
         """A final response that is no error. `reason`: the only one allowed; None: the request's own end."""

@@ -22,11 +22,11 @@ def penalised_seed(seed: int, outputs: list[int], penalty: float | None) -> int:
 class CheckedWorkers(HashWorkerGroup):
     """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup) -> None:
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False, looks_ahead=setup.looks_ahead)
         self._setup = setup
         self.digest = hashlib.blake2b()
-        self.steps: list[StepInput] = []  # of the current event; the simulator clears it
+        self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
         self.has_failed = False
         self.num_copies = 0
         self.on_submit: Callable[[], None] = lambda: None

@@ -49,6 +49,17 @@ def test_a_long_prompt_is_not_cut_within_a_run_of_bytes(fallback_bytes: Tokenize
     assert fallback_bytes.decode([*prompt, last]) == "a" * 10 + "人" * 30
 
 
+def test_a_token_is_a_byte_exactly_where_the_library_says_so() -> None:
+    digits = ["41", "fF", "+A", "-1", "-0", " A", "A ", "G0", "é", "٣٣", "4", "041", "1_"]
+    vocabulary = {token: n for n, token in enumerate(["a", *(f"<0x{each}>" for each in digits), "<0X41>", "0x4100"])}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="a"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend)
+    for token_id in vocabulary.values():
+        stream = IncrementalDetokenizer(tokenizer)
+        assert stream.push([0, token_id, 0]) + stream.flush() == tokenizer.decode([0, token_id, 0])
+
+
 def test_a_word_with_a_space_in_front_stands_for_the_spellings_of_the_word(characters: Tokenizer) -> None:
     assert word_token_ids(characters, " foo") == [[0, 2, 3, 3], [2, 3, 3]]
     assert word_token_ids(characters, "foo") == [[2, 3, 3], [0, 2, 3, 3]]

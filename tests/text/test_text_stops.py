@@ -69,7 +69,7 @@ def test_no_more_is_held_back_than_a_stop_string_may_still_need(text: str, stops
     ("stops", "text", "expected"),
     [
         (["bc", "abcd"], "xabcd", ("xa", "bc")),  # the one that ends first
-        (["b", "ab"], "xab", ("x", "ab")),  # of equal ends the longest
+        (["b", "ab"], "xab", ("x", "ab")),  # of stops with the same end the longest wins
         (["aab"], "aaab", ("a", "aab")),
         (["\n\n"], "one\n\ntwo", ("one", "\n\n")),
         ([], "free", ("free", None)),

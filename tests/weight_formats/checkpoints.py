@@ -30,7 +30,7 @@ ODD = dict(hidden_size=60, num_attention_heads=5, num_key_value_heads=1, head_di
 
 
 def quantization_config(format: str = "int-quantized", **changes: Any) -> dict[str, Any]:
-    """As llm-compressor writes it; `changes` to the group's members, or to the section's own keys."""
+    """The section as llm-compressor writes it; `changes` go to the group's members, or to the section's own keys."""
     group = dict(targets=["Linear"], weights=WEIGHTS, input_activations=None, output_activations=None)
     section = dict(
         quant_method="compressed-tensors",
@@ -66,7 +66,7 @@ def pack(q: Tensor) -> Tensor:
 
 
 def write_pair(root: Path, family: str, section: dict[str, Any], **overrides: Any) -> tuple[Path, Path]:
-    """(int8 checkpoint, a float32 checkpoint of the values that the int8 one stands for)."""
+    """Returns (int8 checkpoint, a float32 checkpoint of the values that the int8 one stands for)."""
     floats = make_random_model(root / "float", family, **overrides)
     weights = load_file(floats / "model.safetensors")
     scheme = section["config_groups"]["group_0"]["weights"]

@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 
 def words(nibbles: Tensor) -> Tensor:
-    """[..., 8] numbers 0..15, low bits first -> int32 [...]."""
+    """Packs [..., 8] numbers 0..15, low bits first, into int32 [...]."""
     return sum(nibbles[..., i].long() << 4 * i for i in range(8)).to(torch.int32)  # keeps the low 32 bits
 
 
@@ -91,7 +91,7 @@ def write_awq(name: str, of: Numbers) -> dict[str, Tensor]:
 
 
 def write_gptq(name: str, of: Numbers, version: int = 1) -> dict[str, Tensor]:
-    """As AutoGPTQ does: with g_idx and, of every layer, a bias."""
+    """Writes as AutoGPTQ does: with g_idx and, of every layer, a bias."""
     n, k = of.q.shape
     stored_zero = (of.zero.int() - 1) % 16 if version == 1 else of.zero
     return {
@@ -167,7 +167,7 @@ IN_SIXTEEN = [name for name in LAYOUTS if name not in IN_EIGHT_BITS]
 class Pair(NamedTuple):
     quantised: Path
     floats: Path  # float32, of the weights that `quantised` stands for
-    numbers: dict[str, Numbers]  # of a projection's name
+    numbers: dict[str, Numbers]  # numbers by a projection's name
 
 
 def write_pair(root: Path, layout: Layout, family: str = "llama", **overrides: Any) -> Pair:

@@ -51,26 +51,26 @@ class QuantizesActivations(DenseLinear):
 
 
 def round_scales(pair: Pair, dtype: torch.dtype) -> None:
-    """In the float checkpoint."""
+    """Rounds the scales in the float checkpoint."""
     path = pair.floats / "model.safetensors"
     weights = {name + ".weight": numbers.weight(dtype) for name, numbers in pair.numbers.items()}
     save_file(load_file(path) | weights, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize("layout", IN_SIXTEEN)
-def test_the_torch_tier_has_the_logits_of_the_dequantised_weights(tmp_path, layout):
+def test_the_torch_tier_has_the_logits_of_the_dequantised_weights(tmp_path: Path, layout: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout], **ODD)
     torch.testing.assert_close(logits(pair.quantised), logits(pair.floats), rtol=0, atol=LIMIT)
 
 
 @pytest.mark.parametrize("family, overrides", [("qwen2", {}), ("qwen3", {}), ("llama3", {})])
-def test_every_family_is_read(tmp_path, family, overrides):
+def test_every_family_is_read(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
     pair = write_pair(tmp_path, LAYOUTS["gptq"], family, **overrides)
     torch.testing.assert_close(logits(pair.quantised), logits(pair.floats), rtol=0, atol=LIMIT)
 
 
 @pytest.mark.parametrize("layout", IN_EIGHT_BITS)
-def test_qoq_quantises_activations_by_row(tmp_path, layout):
+def test_qoq_quantises_activations_by_row(tmp_path: Path, layout: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout], **ODD)
     measured, expected = logits(pair.quantised), logits(pair.floats, make=QuantizesActivations)
     assert (measured - logits(pair.floats)).abs().max() > 1e-2, "activations were not quantised"
@@ -79,7 +79,7 @@ def test_qoq_quantises_activations_by_row(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", IN_SIXTEEN)
-def test_the_native_tier_has_them_too_with_scales_as_bfloat16(tmp_path, library, layout):
+def test_the_native_tier_has_them_too_with_scales_as_bfloat16(tmp_path: Path, library: CDLL, layout: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout], **ODD)
     round_scales(pair, torch.bfloat16)
     measured = logits(pair.quantised, make=PackLinears(library))
@@ -87,7 +87,7 @@ def test_the_native_tier_has_them_too_with_scales_as_bfloat16(tmp_path, library,
 
 
 @pytest.mark.parametrize("layout", IN_EIGHT_BITS)
-def test_the_native_tier_runs_qoq_as_int8(tmp_path, library, layout):
+def test_the_native_tier_runs_qoq_as_int8(tmp_path: Path, library: CDLL, layout: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout], **ODD)
     round_scales(pair, torch.bfloat16)
     measured = logits(pair.quantised, make=PackLinears(library))
@@ -96,7 +96,9 @@ def test_the_native_tier_runs_qoq_as_int8(tmp_path, library, layout):
 
 
 @pytest.mark.parametrize("dtype, lines", [(torch.float16, 1), (torch.bfloat16, 0)])
-def test_scales_that_the_native_tier_rounds_are_one_line_of_the_log(tmp_path, library, caplog, dtype, lines):
+def test_scales_that_the_native_tier_rounds_are_one_line_of_the_log(
+    tmp_path: Path, library: CDLL, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, lines: int
+) -> None:
     pair = write_pair(tmp_path, compressed(128, True, dtype))
     with caplog.at_level(logging.INFO, "everbatch.worker"):
         logits(pair.quantised, make=PackLinears(library))
@@ -104,7 +106,7 @@ def test_scales_that_the_native_tier_rounds_are_one_line_of_the_log(tmp_path, li
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq", "qoq-128"])
-def test_a_weight_is_let_go_before_the_next_is_made(tmp_path, layout):
+def test_a_weight_is_let_go_before_the_next_is_made(tmp_path: Path, layout: str) -> None:
     earlier: list[weakref.ref[Tensor]] = []
 
     def pack(weight: Weight, bias: Tensor | None) -> Linear:
@@ -117,7 +119,7 @@ def test_a_weight_is_let_go_before_the_next_is_made(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loaded_model_holds_nothing_of_its_file(tmp_path, layout):
+def test_a_loaded_model_holds_nothing_of_its_file(tmp_path: Path, layout: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout])
     model = load_directory(pair.quantised, None, "float32", torch.device("cpu"))
     gc.collect()

@@ -22,7 +22,7 @@ from backend.models.quantized import SUPPORTED
 from backend.models.tensors import TensorSource
 from kernels import w4a8, w4a16
 from tests.weight_formats.checkpoints import ACTIVATIONS, WEIGHTS, quantization_config
-from tests.weight_formats.four_bits import IN_EIGHT_BITS, LAYOUTS, Pair, awq, compressed, gptq, qoq, write_pair
+from tests.weight_formats.four_bits import IN_EIGHT_BITS, LAYOUTS, Layout, Pair, awq, compressed, gptq, qoq, write_pair
 
 PARTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
 PARTS += (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
@@ -53,7 +53,7 @@ def layers_of(pair: Pair) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_read_as_exactly_the_weights_that_it_stands_for(tmp_path, layout):
+def test_every_layout_is_read_as_exactly_the_weights_that_it_stands_for(tmp_path: Path, layout: str) -> None:
     pair, recorder = write_pair(tmp_path, LAYOUTS[layout], attention_bias=True), Recorder()
     model = load(pair.quantised, make=recorder)
     assert {type(layer.mlp.down) for layer in model.layers} == {QuantizedLinear}
@@ -74,14 +74,16 @@ def test_every_layout_is_read_as_exactly_the_weights_that_it_stands_for(tmp_path
 
 
 @pytest.mark.parametrize("layout, has_zeros", [("compressed-tensors", False), ("gptq-symmetric", False), ("awq", True)])
-def test_zero_points_that_are_all_symmetric_are_not_kept(tmp_path, layout, has_zeros):
+def test_zero_points_that_are_all_symmetric_are_not_kept(tmp_path: Path, layout: str, has_zeros: bool) -> None:
     recorder = Recorder()
     load(write_pair(tmp_path, LAYOUTS[layout]).quantised, make=recorder)
     assert {weight.zeros is not None for weight, _ in recorder.made[1:]} == {has_zeros}
 
 
 @pytest.mark.parametrize("stored, group", [(256, 128), (96, 32), (64, 64), (None, 128)])
-def test_groups_that_the_kernels_do_not_have_are_cut_into_those_they_have(tmp_path, stored, group):
+def test_groups_that_the_kernels_do_not_have_are_cut_into_those_they_have(
+    tmp_path: Path, stored: int | None, group: int
+) -> None:
     recorder = Recorder()
     sizes = dict(hidden_size=384, num_attention_heads=12, intermediate_size=768) if stored == 96 else {}
     sizes = sizes or dict(hidden_size=256, num_attention_heads=8, intermediate_size=512)
@@ -93,7 +95,7 @@ def test_groups_that_the_kernels_do_not_have_are_cut_into_those_they_have(tmp_pa
         assert torch.equal(dequantised(weight), torch.cat([floats[name + ".weight"] for name in names]))
 
 
-def test_layers_that_the_config_leaves_alone_are_floats_and_a_layer_of_both_is_refused(tmp_path):
+def test_layers_that_the_config_leaves_alone_are_floats_and_a_layer_of_both_is_refused(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, LAYOUTS["awq"])
     stored, floats = (load_file(path / "model.safetensors") for path in (pair.quantised, pair.floats))
 
@@ -143,7 +145,9 @@ def change(key: str, of: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tens
         ("qoq-channel", lambda stored: stored.pop(DOWN + ".s1_szeros"), "lacks .*s1_szeros"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tmp_path, layout, damage, message):
+def test_tensors_that_do_not_fit_are_refused(
+    tmp_path: Path, layout: str, damage: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout])
     stored = load_file(pair.quantised / "model.safetensors")
     damage(stored)
@@ -161,14 +165,14 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, layout, damage, message):
         (qoq(-1), 192, "down has 192 columns, .* a multiple of 128 is supported"),
     ],
 )
-def test_columns_that_do_not_fit_the_groups_are_refused(layout, columns, message):
+def test_columns_that_do_not_fit_the_groups_are_refused(layout: Layout, columns: int, message: str) -> None:
     source = TensorSource({}, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match=message):
         parse(layout.section).quantization.take(source, "down", 64, columns)
 
 
 @pytest.mark.parametrize("layout, scheme", [("awq", "w4a16"), ("gptq", "w4a16"), ("qoq-128", "w4a8")])
-def test_a_setting_that_contradicts_the_checkpoint_is_refused(tmp_path, layout, scheme):
+def test_a_setting_that_contradicts_the_checkpoint_is_refused(tmp_path: Path, layout: str, scheme: str) -> None:
     pair = write_pair(tmp_path, LAYOUTS[layout])
     with pytest.raises(ConfigError, match=f"model.quantization is int8, but the checkpoint is quantised as {scheme};"):
         load(pair.quantised, quantization="int8")
@@ -202,7 +206,7 @@ def parse(section: object) -> ModelConfig:
         ),
     ],
 )
-def test_what_is_not_read_is_refused_by_one_sentence_that_names_it(layout, found):
+def test_what_is_not_read_is_refused_by_one_sentence_that_names_it(layout: Layout, found: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(layout.section)
     assert str(error.value) == (
@@ -211,7 +215,7 @@ def test_what_is_not_read_is_refused_by_one_sentence_that_names_it(layout, found
     )
 
 
-def test_activation_order_of_compressed_tensors_is_refused():
+def test_activation_order_of_compressed_tensors_is_refused() -> None:
     weights = WEIGHTS | dict(num_bits=4, strategy="group", group_size=128, actorder="group")
     with pytest.raises(ConfigError, match="weight actorder group"):
         parse(quantization_config("pack-quantized", weights=weights))
@@ -225,7 +229,7 @@ def test_activation_order_of_compressed_tensors_is_refused():
         (qoq(128, wbits=None).section, "quantization_config.wbits is null, int is needed"),
     ],
 )
-def test_a_section_that_is_not_what_it_should_be_is_refused(section, message):
+def test_a_section_that_is_not_what_it_should_be_is_refused(section: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(section)
 
@@ -235,7 +239,7 @@ KV = dict(type="int", symmetric=False, strategy="token_head", dynamic=True)
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "qoq-128"])
 @pytest.mark.parametrize("num_bits, dtype", [(8, "int8"), (4, "int4")])
-def test_a_checkpoint_says_in_what_type_its_kv_is_kept(layout, num_bits, dtype):
+def test_a_checkpoint_says_in_what_type_its_kv_is_kept(layout: str, num_bits: int, dtype: str) -> None:
     section = LAYOUTS[layout].section | dict(kv_cache_scheme=KV | dict(num_bits=num_bits, group_size=None))
     assert parse(section).kv_cache_dtype == dtype
     assert parse(LAYOUTS[layout].section).kv_cache_dtype is None
@@ -254,6 +258,6 @@ def test_a_checkpoint_says_in_what_type_its_kv_is_kept(layout, num_bits, dtype):
         "int8",
     ],
 )
-def test_other_kv_schemes_are_refused(scheme):
+def test_other_kv_schemes_are_refused(scheme: dict[str, object] | str) -> None:
     with pytest.raises(ConfigError, match="awq: kv_cache_scheme"):
         parse(awq(kv_cache_scheme=scheme).section)

@@ -44,7 +44,7 @@ def assert_near(measured: Tensor, expected: Tensor) -> None:
 
 
 def exact(weight: QuantizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """In integers within a group, in float64 across groups."""
+    """The exact product: in integers within a group, in float64 across groups."""
     q, scale, group, format = weight
     values, x_scale = (x.double(), None) if format == "int8" else quantize_activations(x, group)
     out = torch.zeros(x.shape[0], q.shape[0], dtype=torch.float64) + (0 if bias is None else bias.double())
@@ -57,7 +57,7 @@ def exact(weight: QuantizedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_a_float_layer_multiplies_and_adds_its_bias(n, k, has_bias, dtype):
+def test_a_float_layer_multiplies_and_adds_its_bias(n: int, k: int, has_bias: bool, dtype: torch.dtype) -> None:
     weight, bias = random_weight(n, k).to(dtype), random_tensor(n, dtype=dtype) if has_bias else None
     layer = make_torch_linear(weight, bias)
     assert layer.shape == (n, k)
@@ -74,7 +74,9 @@ def test_a_float_layer_multiplies_and_adds_its_bias(n, k, has_bias, dtype):
 @pytest.mark.parametrize("format", ["int8", "w8a8"])
 @pytest.mark.parametrize("group", [32, 64, 128, None])
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_a_quantised_layer_equals_integer_sums_times_scales(n, k, group, format, dtype):
+def test_a_quantised_layer_equals_integer_sums_times_scales(
+    n: int, k: int, group: int | None, format: str, dtype: torch.dtype
+) -> None:
     weight = quantized(random_weight(n, k), group or k, format)
     bias = random_tensor(n, dtype=dtype) if n % 2 else None
     layer = make_torch_linear(weight, bias)
@@ -87,25 +89,25 @@ def test_a_quantised_layer_equals_integer_sums_times_scales(n, k, group, format,
         assert_near(layer(x), exact(weight, x, bias))
 
 
-def test_a_weight_of_many_slices_is_multiplied_whole():
+def test_a_weight_of_many_slices_is_multiplied_whole() -> None:
     weight, x, bias = quantized(random_weight(2200, 1024), 64), random_tensor(3, 1024), random_tensor(2200)
     assert weight.q.numel() > 2 * ELEMENTS_AT_ONCE
     assert_near(make_torch_linear(weight, bias)(x), exact(weight, x, bias))
 
 
-def test_a_checkpoint_s_own_minus_128_is_taken_as_it_is():
+def test_a_checkpoint_s_own_minus_128_is_taken_as_it_is() -> None:
     weight = QuantizedWeight(torch.tensor([[-128, 127]], dtype=torch.int8), torch.tensor([[0.5]]), 2, "int8")
     assert QuantizedLinear(weight, None)(torch.tensor([[1.0, 1.0]])).item() == -0.5
 
 
 @needs_packing
-def test_bfloat16_on_a_cpu_is_packed_and_other_floats_are_not():
+def test_bfloat16_on_a_cpu_is_packed_and_other_floats_are_not() -> None:
     kinds = {dtype: type(make_torch_linear(random_tensor(8, 8, dtype=dtype), None)) for dtype in TOLERANCE}
     assert kinds == {torch.bfloat16: PackedLinear, torch.float32: DenseLinear, torch.float16: DenseLinear}
 
 
 @needs_packing
-def test_a_packed_layer_does_not_keep_the_weight_it_was_given():
+def test_a_packed_layer_does_not_keep_the_weight_it_was_given() -> None:
     weight = random_tensor(256, 256, dtype=torch.bfloat16)
     layer, x = PackedLinear(weight, None), random_tensor(3, 256, dtype=torch.bfloat16)
     before = layer(x)
@@ -113,7 +115,7 @@ def test_a_packed_layer_does_not_keep_the_weight_it_was_given():
     assert torch.equal(layer(x), before)
 
 
-def test_a_dense_layer_shares_the_weight_it_was_given():
+def test_a_dense_layer_shares_the_weight_it_was_given() -> None:
     weight, x = random_tensor(4, 6), random_tensor(2, 6)
     layer = make_torch_linear(weight, None)
     weight.zero_()
@@ -121,12 +123,12 @@ def test_a_dense_layer_shares_the_weight_it_was_given():
 
 
 class Missing:
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
 
 class Changed:
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         raise RuntimeError("mkldnn::_reorder_linear_weight() is missing value for argument 'format'")
 
 
@@ -136,7 +138,9 @@ class Wrong(DenseLinear):
 
 
 @pytest.mark.parametrize("operator", [Missing, Changed, Wrong])
-def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(monkeypatch, operator):
+def test_where_the_private_operators_are_missing_changed_or_wrong_the_public_one_is_used(
+    monkeypatch: pytest.MonkeyPatch, operator: type[Linear]
+) -> None:
     monkeypatch.setattr(linear, "PackedLinear", operator)
     onednn_packs.cache_clear()
     try:

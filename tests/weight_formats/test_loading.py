@@ -61,7 +61,7 @@ def stacked(weights: dict[str, Tensor], layer: int, names: tuple[str, ...], suff
 
 
 @pytest.mark.parametrize("format", ["int8", "w8a8"])
-def test_every_linear_layer_is_quantised_from_its_stored_values(make, format):
+def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[..., Path], format: str) -> None:
     directory, recorder = make(**ODD), Recorder()
     model = load(directory, "bfloat16", quantization=format, make=recorder)
     weights = load_file(directory / "model.safetensors")
@@ -76,7 +76,7 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make, format):
     assert model.norm.dtype == model.layers[0].input_norm.dtype == torch.bfloat16
 
 
-def test_projections_are_stacked_in_a_fixed_order_with_their_biases(make):
+def test_projections_are_stacked_in_a_fixed_order_with_their_biases(make: Callable[..., Path]) -> None:
     directory, recorder = make(**ODD, attention_bias=True, mlp_bias=True), Recorder()
     load(directory, make=recorder)
     weights = load_file(directory / "model.safetensors")
@@ -91,7 +91,7 @@ def test_projections_are_stacked_in_a_fixed_order_with_their_biases(make):
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_the_group_is_a_setting(make, group):
+def test_the_group_is_a_setting(make: Callable[..., Path], group: int) -> None:
     recorder = Recorder()
     load(make(), quantization="int8", group=group, make=recorder)
     assert {weight.group for weight in recorder.weights} == {group}
@@ -99,7 +99,7 @@ def test_the_group_is_a_setting(make, group):
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3"])  # llama3's head is tied
-def test_a_whole_row_may_share_a_scale(make, family):
+def test_a_whole_row_may_share_a_scale(make: Callable[..., Path], family: str) -> None:
     directory, recorder = make(family), Recorder()
     load(directory, quantization="w8a8", group=WHOLE_ROW, make=recorder)
     assert {(weight.group, weight.q.shape[1]) for weight in recorder.weights} == {(48, 48), (80, 80)}
@@ -108,7 +108,7 @@ def test_a_whole_row_may_share_a_scale(make, family):
     assert any(torch.equal(weight.q, q) and torch.equal(weight.scale, scale) for weight in recorder.weights)
 
 
-def test_a_tied_head_is_quantised_and_the_embedding_is_not(make):
+def test_a_tied_head_is_quantised_and_the_embedding_is_not(make: Callable[..., Path]) -> None:
     directory = make("llama3")
     model = load(directory, quantization="int8")
     weights = load_file(directory / "model.safetensors")
@@ -116,7 +116,7 @@ def test_a_tied_head_is_quantised_and_the_embedding_is_not(make):
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"])
 
 
-def test_a_tied_head_of_floats_shares_the_embedding(make):
+def test_a_tied_head_of_floats_shares_the_embedding(make: Callable[..., Path]) -> None:
     model = load(make("llama3"))
     assert type(model.lm_head) is DenseLinear
     with torch.inference_mode():
@@ -126,7 +126,9 @@ def test_a_tied_head_of_floats_shares_the_embedding(make):
 
 @pytest.mark.parametrize("format, limit", [("int8", 0.045), ("w8a8", 0.065)])  # error of the logits, relative
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-def test_a_quantised_model_stays_near_the_float_one(make, family, format, limit):
+def test_a_quantised_model_stays_near_the_float_one(
+    make: Callable[..., Path], family: str, format: str, limit: float
+) -> None:
     directory = make(family, max_position_embeddings=64)
     measured, expected = (row_logits(load(directory, quantization=name), ROWS) for name in (format, "none"))
     error = ((measured - expected).norm() / expected.norm()).item()
@@ -134,7 +136,7 @@ def test_a_quantised_model_stays_near_the_float_one(make, family, format, limit)
 
 
 @pytest.mark.parametrize("format", ["none", "int8", "w8a8"])
-def test_buffers_and_directory_give_the_same_quantised_model(make, format):
+def test_buffers_and_directory_give_the_same_quantised_model(make: Callable[..., Path], format: str) -> None:
     directory = make("qwen2")
     config, options = (directory / "config.json").read_text(), LinearOptions(format)
     buffers = of_buffers(load_file(directory / "model.safetensors"), config).build(None, torch.float32, CPU, options)
@@ -143,7 +145,7 @@ def test_buffers_and_directory_give_the_same_quantised_model(make, format):
 
 @pytest.mark.parametrize("format", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_model_holds_nothing_of_its_file(make, dtype, format):
+def test_a_loaded_model_holds_nothing_of_its_file(make: Callable[..., Path], dtype: str, format: str) -> None:
     """What was mapped would count as memory used, and would change with the file."""
     directory = make(dtype=dtype)
     model = load(directory, quantization=format)
@@ -156,7 +158,7 @@ def test_a_loaded_model_holds_nothing_of_its_file(make, dtype, format):
 
 
 @pytest.mark.parametrize("format", ["none", "int8"])
-def test_a_weight_is_let_go_before_the_next_is_made(make, format):
+def test_a_weight_is_let_go_before_the_next_is_made(make: Callable[..., Path], format: str) -> None:
     earlier: list[weakref.ref[Tensor]] = []
 
     def pack(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
@@ -169,7 +171,7 @@ def test_a_weight_is_let_go_before_the_next_is_made(make, format):
     assert len(earlier) == 1 + 3 * 4
 
 
-def test_the_bytes_that_a_step_reads_are_those_of_the_linear_layers(make):
+def test_the_bytes_that_a_step_reads_are_those_of_the_linear_layers(make: Callable[..., Path]) -> None:
     directory = make(dtype="bfloat16")
     counts = [131 * 48] + 3 * [(48 + 2 * 16) * 48, 48 * 48, 2 * 80 * 48, 48 * 80]
     assert load(directory, "bfloat16").num_linear_bytes == 2 * sum(counts)

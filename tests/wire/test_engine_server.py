@@ -15,7 +15,17 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response
 from backend.api.response import Result
-from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Heartbeat, Hello, Message, Responses, Submit
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    ClientGone,
+    Command,
+    Heartbeat,
+    Hello,
+    Message,
+    Responses,
+    Submit,
+)
 from backend.core.step import ModelInfo
 from backend.wire import framing
 from backend.wire.client import wait_until
@@ -30,7 +40,7 @@ MINE = 1 << CLIENT_SHIFT
 class Peer:
     """A client on the bare socket."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(5)
         self.sock.connect(path)
@@ -53,12 +63,12 @@ class Peer:
 
 
 @pytest.fixture
-def posted() -> queue.SimpleQueue:
+def posted() -> queue.SimpleQueue[Command | ClientGone]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def server(tmp_path: Path, posted: queue.SimpleQueue) -> Iterator[EngineServer]:
+def server(tmp_path: Path, posted: queue.SimpleQueue[Command | ClientGone]) -> Iterator[EngineServer]:
     hello = lambda index: Hello(index, ModelInfo("m", 9, 9), "", EngineConfig())
     server = EngineServer(str(tmp_path / "s"), posted.put, hello)
     yield server
@@ -87,7 +97,7 @@ def responses_of(peer: Peer) -> list[Response]:
 
 
 def long_response(number: int, num_tokens: int, is_final: bool = False) -> Response:
-    """Of about five bytes a token."""
+    """A response of about five bytes a token."""
     return Response(MINE | number, result_or_none=Result([[1 << 20] * num_tokens], is_final=is_final))
 
 
@@ -95,13 +105,17 @@ def long_response(number: int, num_tokens: int, is_final: bool = False) -> Respo
 
 
 @pytest.mark.parametrize("body", [b"hello", b"\x81\xa2\xff\xff\x01", b"\x81\xa1a" + b"\x91" * 5000 + b"\x01"])
-def test_a_frame_of_garbage_is_dropped_and_the_next_command_arrives(peer, posted, body):
+def test_a_frame_of_garbage_is_dropped_and_the_next_command_arrives(
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], body: bytes
+) -> None:
     peer.send(body)
     peer.submit(1)
     assert posted.get(timeout=5).request_id == MINE | 1
 
 
-def test_a_command_that_cannot_be_read_is_answered_under_its_own_id_and_the_next_one_arrives(peer, posted):
+def test_a_command_that_cannot_be_read_is_answered_under_its_own_id_and_the_next_one_arrives(
+    peer: Peer, posted: queue.SimpleQueue
+) -> None:
     peer.send(msgspec.msgpack.encode(Submit(MINE | 7, Request(["one"], 1))))
     peer.submit(8)
     (answer,) = responses_of(peer)
@@ -110,19 +124,23 @@ def test_a_command_that_cannot_be_read_is_answered_under_its_own_id_and_the_next
     assert [posted.get(timeout=5) for _ in range(2)] == [Cancel(MINE | 7), Submit(MINE | 8, Request([1], 1))]
 
 
-def test_a_command_that_cannot_be_read_does_not_answer_for_another_client(peer, posted):
+def test_a_command_that_cannot_be_read_does_not_answer_for_another_client(
+    peer: Peer, posted: queue.SimpleQueue
+) -> None:
     peer.send(msgspec.msgpack.encode(Submit(2 << CLIENT_SHIFT | 7, Request(["one"], 1))))
     peer.submit(8)
     assert posted.get(timeout=5).request_id == MINE | 8
 
 
-def test_a_frame_that_is_too_large_is_dropped_and_the_next_command_arrives(peer, posted, small_frames):
+def test_a_frame_that_is_too_large_is_dropped_and_the_next_command_arrives(
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], small_frames: None
+) -> None:
     peer.send(bytes(LIMIT + 1))
     peer.submit(1)
     assert posted.get(timeout=5).request_id == MINE | 1
 
 
-def test_a_frame_of_just_the_limit_is_read(peer, small_frames):
+def test_a_frame_of_just_the_limit_is_read(peer: Peer, small_frames: None) -> None:
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs, ours:
         theirs.sendall(LIMIT.to_bytes(4, "little") + bytes(LIMIT))
@@ -130,7 +148,9 @@ def test_a_frame_of_just_the_limit_is_read(peer, small_frames):
 
 
 @pytest.mark.parametrize("body, announced", [(b"", 10 * LIMIT + 1), (b"x", 100), (b"x", LIMIT + 1), (b"", None)])
-def test_every_end_of_a_connection_is_told_exactly_once(peer, posted, small_frames, body, announced):
+def test_every_end_of_a_connection_is_told_exactly_once(
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone], small_frames: None, body: bytes, announced: int | None
+) -> None:
     """Announced beyond all bounds, ended within a frame, within one that is dropped, or between two."""
     if announced is not None:
         peer.send(body, announced)
@@ -139,13 +159,15 @@ def test_every_end_of_a_connection_is_told_exactly_once(peer, posted, small_fram
     assert peer.receive() is None and posted.empty()
 
 
-def test_a_command_under_the_id_of_another_client_is_dropped(peer, posted):
+def test_a_command_under_the_id_of_another_client_is_dropped(
+    peer: Peer, posted: queue.SimpleQueue[Command | ClientGone]
+) -> None:
     peer.sock.sendall(encode_frame(Cancel(2 << CLIENT_SHIFT | 7)))
     peer.submit(8)
     assert posted.get(timeout=5).request_id == MINE | 8
 
 
-def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
+def test_another_user_is_hung_up_on(server: EngineServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.wire.engine_server._peer_uid", lambda sock: os.getuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(5)
@@ -154,11 +176,11 @@ def test_another_user_is_hung_up_on(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path):
+def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path: Path) -> None:
     """Whatever ends it: nobody else cancels the requests of that client."""
     posted = queue.SimpleQueue()
 
-    def post(command) -> None:
+    def post(command: Command | ClientGone) -> None:
         if isinstance(command, Submit):
             raise RuntimeError("a mistake")
         posted.put(command)
@@ -177,7 +199,9 @@ def test_the_end_of_a_connection_is_told_also_when_its_reader_fails(tmp_path):
 # ---- responses -------------------------------------------------------------------------------------------------------
 
 
-def test_responses_that_are_too_large_together_are_sent_apart_and_in_order(server, peer, small_frames):
+def test_responses_that_are_too_large_together_are_sent_apart_and_in_order(
+    server: EngineServer, peer: Peer, small_frames: None
+) -> None:
     sent = [long_response(number, LIMIT // 12) for number in range(5)]
     server.deliver(sent)
     received: list[Response] = []
@@ -187,7 +211,13 @@ def test_responses_that_are_too_large_together_are_sent_apart_and_in_order(serve
 
 
 @pytest.mark.parametrize("is_final", [True, False])
-def test_a_response_that_is_too_large_fails_its_request_only(server, peer, posted, small_frames, is_final):
+def test_a_response_that_is_too_large_fails_its_request_only(
+    server: EngineServer,
+    peer: Peer,
+    posted: queue.SimpleQueue[Command | ClientGone],
+    small_frames: None,
+    is_final: bool,
+) -> None:
     sent = [long_response(1, 1), long_response(2, LIMIT, is_final), long_response(3, 1)]
     server.deliver(sent)
     received: list[Response] = []
@@ -202,20 +232,20 @@ def test_a_response_that_is_too_large_fails_its_request_only(server, peer, poste
 # ---- what makes a frame ----------------------------------------------------------------------------------------------
 
 
-def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monkeypatch):
+def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", LIMIT)
     with pytest.raises(FrameTooLarge, match=rf"takes \d+ bytes .* limit is {LIMIT}; shorten"):
         encode_frame(Submit(1, Request([1], 1, cache_salt="x" * LIMIT)))
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"client_id": 1 << 64}, {"end_ids": (object(),)}])
-def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(fields):
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="cannot be sent to the engine"):
         encode_frame(Submit(1, Request([1], 1, **fields)))
 
 
-def test_the_largest_legal_request_fits_into_a_frame():
-    """By the default limits, with a prompt of a million tokens."""
+def test_the_largest_legal_request_fits_into_a_frame() -> None:
+    """The request is the largest by the default limits, with a prompt of a million tokens."""
     caps = EngineConfig().limits
     word = [1 << 20] * caps.max_word_tokens
     request = Request(
@@ -231,7 +261,7 @@ def test_the_largest_legal_request_fits_into_a_frame():
 # ---- heartbeats ------------------------------------------------------------------------------------------------------
 
 
-def test_the_age_of_a_turn_is_counted_in_beats_and_only_while_it_is_the_same_turn():
+def test_the_age_of_a_turn_is_counted_in_beats_and_only_while_it_is_the_same_turn() -> None:
     turns, told = [None, 1, 1, 1, None, 2, 3, 3], []
     heart = Heart(lambda: turns[len(told)], lambda message: told.append(message.turn_age_s))
     for _ in turns:
@@ -239,11 +269,13 @@ def test_the_age_of_a_turn_is_counted_in_beats_and_only_while_it_is_the_same_tur
     assert told == [0, 0, 0.25, 0.5, 0, 0, 0, 0.25]
 
 
-def test_every_client_hears_the_heart_without_being_asked(peer):
+def test_every_client_hears_the_heart_without_being_asked(peer: Peer) -> None:
     assert isinstance(decode_message(receive_frame(peer.sock)), Heartbeat)
 
 
-def test_a_client_that_does_not_read_is_not_sent_one_heartbeat_after_the_other(server, peer):
+def test_a_client_that_does_not_read_is_not_sent_one_heartbeat_after_the_other(
+    server: EngineServer, peer: Peer
+) -> None:
     """They would fill its backlog, and it would be cut off for that."""
     connection = server._connections[1]
     responses = Responses([long_response(1, 10_000)])

@@ -16,7 +16,7 @@ FRAME = bytes(range(256)) * 256
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Outgoing, socket.socket]]:
-    """What the engine writes to, and what the client reads from."""
+    """Returns what the engine writes to, and what the client reads from."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     sender = Outgoing(ours, "test-writer")
     with ours, theirs:

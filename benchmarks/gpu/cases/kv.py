@@ -14,7 +14,7 @@ from benchmarks.gpu.goals import at_most_us, of_floor
 from kernels import kv_append
 from kernels.common.kv_format import KVPool, unpack
 
-TOKENS = {64: 5, 2048: 9, 8192: 13}  # and in the interpreter
+TOKENS = {64: 5, 2048: 9, 8192: 13}  # tokens on a GPU: tokens in the interpreter
 GOALS = {64: at_most_us(3), 2048: of_floor(0.80), 8192: of_floor(0.80)}
 POSITIONS = 8192
 KINDS = {16: "bf16", 8: "int8", 4: "int4"}

@@ -108,7 +108,7 @@ class Kind(NamedTuple):
     make: Callable
     run: Callable
     check: Callable
-    weight_bytes: float  # of an element
+    weight_bytes: float  # bytes of one element
     x_bytes: int
     goals: Callable[[str, int], tuple[Goal, ...]]
     peers: Callable[[int], tuple[Peer, ...]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Check, Peer, Random, near, worst
 from benchmarks.gpu.goals import at_most_us, times_floor
 from kernels import lora
-from kernels.moe import Groups
+from kernels.group_rows import Groups
 
 RANK = 16
 TOKENS = {False: 64, True: 5}

@@ -13,9 +13,10 @@ from benchmarks.gpu.case import Case, Check, Peer, Random, int8_rows, near, wors
 from benchmarks.gpu.cases.compiled import compiled
 from benchmarks.gpu.goals import at_most_us, of_floor
 from kernels import rms_norm, silu_mul
+from kernels.int8_rows import Int8Rows
 
 EPS = 1e-5
-NORM_ROWS = {64: 3, 256: 5, 8192: 9}  # and in the interpreter
+NORM_ROWS = {64: 3, 256: 5, 8192: 9}  # rows on a GPU: rows in the interpreter
 NORM_GOALS = {64: (at_most_us(2.5),), 256: (), 8192: (of_floor(0.85),)}
 GATE_ROWS = {256: 3, 8192: 7}
 
@@ -39,7 +40,7 @@ def _check_norm(x: Norm, out: tuple[Tensor, Tensor]) -> Check:
     return worst(near(out[1], total), near(out[0], rms_norm.reference(out[1].float(), x.weight.float(), EPS)))
 
 
-def _check_norm_int8(x: Norm, out: tuple) -> Check:
+def _check_norm_int8(x: Norm, out: tuple[Int8Rows, Tensor]) -> Check:
     total = x.x.float() + x.residual.float()
     return worst(near(out[1], total), int8_rows(out[0], rms_norm.reference_int8(out[1], x.weight, EPS)))
 
@@ -49,12 +50,12 @@ def _eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Te
     return F.rms_norm(total, weight.shape, weight, EPS), total
 
 
-def _eager_norm_int8(x: Tensor, residual: Tensor, weight: Tensor) -> tuple:
+def _eager_norm_int8(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Int8Rows, Tensor]:
     total = x + residual
     return rms_norm.reference_int8(total, weight, EPS), total
 
 
-def _compiled(function: Callable) -> Peer:
+def _compiled(function: Callable[..., object]) -> Peer:
     return Peer("torch.compile", lambda x: compiled(function)(*x), compiles=True)
 
 

@@ -17,7 +17,7 @@ class Heads(NamedTuple):
     dim: int
 
     def kv_bytes(self, bits: int) -> int:
-        """Of one token in one layer, scales included."""
+        """Bytes of one token's keys and values in one layer, scales included."""
         return self.kv * 2 * (self.dim * bits // 8 + (0 if bits == 16 else 4))
 
 
@@ -74,7 +74,7 @@ def make_paged(
 
 
 class Dense(NamedTuple):
-    """What the peers read: no pages."""
+    """The keys and values as the peers read them: without pages."""
 
     q: Tensor  # [rows, heads, queries, head_dim]
     packed_q: Tensor  # [rows, kv_heads, group * queries, head_dim]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +33,18 @@ def _make_int_mm(inputs: Any) -> tuple[Tensor, Tensor]:
     return inputs.x.q, inputs.weight[0].T
 
 
-def _make_scaled_mm(inputs: Any) -> tuple:
+def _make_scaled_mm(inputs: Any) -> tuple[Tensor, ...]:
     x, weight = (part.to(torch.float8_e4m3fn) for part in _make_cublas(inputs))
     device = x.device
     return x, weight.T, torch.rand(len(x), 1, device=device), torch.rand(1, len(weight), device=device)
 
 
-def _scaled_mm(given: tuple) -> Tensor:
+def _scaled_mm(given: tuple[Tensor, ...]) -> Tensor:
     x, weight, scale_x, scale_w = given
     return torch._scaled_mm(x, weight, scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16)
 
 
-def _make_tinygemm(inputs: Any) -> tuple:
+def _make_tinygemm(inputs: Any) -> tuple[Tensor, ...]:
     n, k, device = inputs.n, inputs.k, _device(inputs)
     packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     weight = torch.ops.aten._convert_weight_to_int4pack(packed, INNER_K_TILES)
@@ -52,12 +52,12 @@ def _make_tinygemm(inputs: Any) -> tuple:
     return torch.randn(_tokens(inputs), k, device=device).bfloat16(), weight, scales
 
 
-def _tinygemm(given: tuple) -> Tensor:
+def _tinygemm(given: tuple[Tensor, ...]) -> Tensor:
     x, weight, scales = given
     return torch.ops.aten._weight_int4pack_mm(x, weight, 128, scales)
 
 
-def _refuse(inputs: Any) -> tuple:
+def _refuse(inputs: Any) -> Never:
     raise ValueError(f"it is made for few rows, at most {MAX_TINYGEMM} here")
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.case import Case, Check, Peer, Random, near, same, worst
 from benchmarks.gpu.goals import Goal, at_most_us, than_peer, times_floor
 from kernels import choose_tokens, log_probs
 
-ROWS = {1: 1, 64: 2, 256: 3}  # and in the interpreter
+ROWS = {1: 1, 64: 2, 256: 3}  # rows on a GPU: rows in the interpreter
 TOP_K, TOP_P, TEMPERATURE = 50, 0.9, 0.8
 TOP_LOG_PROBS = 20
 SORT = "torch sort"

@@ -43,7 +43,7 @@ SMALL = Load(40, 3, 8, 3, 12, 20, 60, 2, (
     "scheduler.mixed_context_tokens=16", "model.max_seq_len=512",
     "model.num_threads=1",
 ))  # fmt: skip
-ANSWER_TOKENS = 1  # of a prompt that arrives: there is always one being read
+ANSWER_TOKENS = 1  # output of a prompt that arrives, so that a prompt is always being read
 
 
 class Decoded(NamedTuple):
@@ -61,7 +61,7 @@ class Mixed(NamedTuple):
 
 
 class Engine:
-    def __init__(self, shape: Shape, format: Format, load: Load, device: torch.device, kernels: str = "auto"):
+    def __init__(self, shape: Shape, format: Format, load: Load, device: torch.device, kernels: str = "auto") -> None:
         """Raises ConfigError when the engine cannot serve such a model."""
         self.load = load
         settings = [
@@ -78,7 +78,7 @@ class Engine:
         )
         self.core = EngineCore(config, self.workers)
         gc.collect()
-        gc.freeze()  # as the engine's own process does
+        gc.freeze()  # the engine's own process does the same
         gc.set_threshold(20_000)
         self._vocab = shape.vocab
         self._random = np.random.default_rng(0)
@@ -86,7 +86,7 @@ class Engine:
 
     def close(self) -> None:
         self.workers.shutdown()
-        gc.unfreeze()  # so that what is left of it is found
+        gc.unfreeze()  # the collector shall find what is left of the engine
 
     def decode(self, batch: int) -> Decoded:
         """`batch` rows that only generate."""

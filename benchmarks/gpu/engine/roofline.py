@@ -47,7 +47,7 @@ def fused(shape: Shape) -> list[tuple[int, int]]:
 
 
 def kv_bytes(shape: Shape, format: Format) -> int:
-    """Of a token in a layer, with two float16 for each quantised row."""
+    """Bytes of a token's keys and values in a layer, with two float16 for each quantised row."""
     return 2 * shape.kv_heads * (shape.head_dim * format.kv_bits // 8 + (0 if format.kv_bits == 16 else 4))
 
 

@@ -21,9 +21,9 @@ from benchmarks.gpu.runner import Budget, DeviceLost, reason_of
 if TYPE_CHECKING:
     from benchmarks.gpu.engine.drive import Engine
 
-BATCHES = (64, 1, 256)  # in the order in which they are run
+BATCHES = (64, 1, 256)  # batch sizes in the order in which they are run
 CONTEXT = 1024
-ENGINE_S, ROW_S = 60.0, 25.0  # that loading, and a row, are thought to take; none is begun with less
+ENGINE_S, ROW_S = 60.0, 25.0  # expected times of loading and of a row; neither is begun with less time left
 
 MAX_SMALL = 6  # rows of the tiny engine
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def all_rows(formats: str) -> list[Row]:
-    """Of formats separated by commas. Raises SystemExit for one that is not known."""
+    """The rows of formats separated by commas. Raises SystemExit for one that is not known."""
     names = [name for name in formats.split(",") if name]
     unknown = [name for name in names if name not in FORMATS]
     if unknown:

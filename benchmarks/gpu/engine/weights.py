@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Of a layer: name -> n, k."""
+        """The linear layers of one decoder layer: name -> n, k."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "self_attn.q_proj": (q, self.hidden),
@@ -45,11 +45,11 @@ MAX_POSITION = 8192
 class Format(NamedTuple):
     """How weights and KV are held, and what a roofline needs to know of it."""
 
-    quantization: dict[str, Any] | None  # of config.json
+    quantization: dict[str, Any] | None  # the section of config.json
     tensors: Callable[[Make, int, int], dict[str, Callable[[], Tensor]]]  # (n, k) -> suffix -> the tensor
     kv_dtype: str  # kv_cache.dtype
-    weight_bytes: float  # of an element of a linear layer
-    activation_bytes: int  # of an element that enters one
+    weight_bytes: float  # bytes of one element of a linear layer's weight
+    activation_bytes: int  # bytes of one element of its input
     kv_bits: int
 
     @property
@@ -67,7 +67,7 @@ class Make(NamedTuple):
         return torch.randn(shape, generator=self._generator(), device=self.device, dtype=dtype).mul_(scale)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
-        """low to high - 1."""
+        """Integers from low to high - 1."""
         return torch.randint(low, high, shape, generator=self._generator(), device=self.device, dtype=dtype)
 
     def near(self, value: float, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ def _plain(make: Make, n: int, k: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def _int8(make: Make, n: int, k: int) -> dict[str, Callable[[], Tensor]]:
-    """compressed-tensors, int-quantized."""
+    """The tensors of a layer in the form int-quantized of compressed-tensors."""
     return {
         ".weight": lambda: make.integers(-127, 128, n, k, dtype=torch.int8),
         ".weight_scale": lambda: make.near(k**-0.5 / 73, n, 1, dtype=torch.bfloat16),  # 73: of integers -127..127
@@ -157,7 +157,7 @@ def config_json(shape: Shape, format: Format) -> str:
 class RandomTensors(Mapping[str, Tensor]):
     """A name always gives the same numbers. Nothing is kept."""
 
-    def __init__(self, shape: Shape, format: Format, device: torch.device):
+    def __init__(self, shape: Shape, format: Format, device: torch.device) -> None:
         self._device = device
         self._make: dict[str, Callable[[], Tensor]] = {}
         hidden = shape.hidden

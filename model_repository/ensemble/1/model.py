@@ -1,4 +1,4 @@
-"""Triton model `ensemble`: text in, text out, on the engine that tensorrt_llm owns. All of it is in backend/serving."""
+"""The adapter between Triton and backend/serving, the same for every model: which one it is, its config.pbtxt says (`role`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 
 
 def _find_backend() -> None:
-    """Put the directory that holds `backend/` on sys.path: EVERBATCH_BACKEND_PATH, else beside the model repository."""
-    here = Path(os.path.realpath(__file__)).parent  # .../model_repository/ensemble/1
-    for root in (os.environ.get("EVERBATCH_BACKEND_PATH"), here.parents[2]):
+    """Put the directory that holds `backend/` on sys.path: EVERBATCH_BACKEND_PATH, else the nearest above this file."""
+    for root in (os.environ.get("EVERBATCH_BACKEND_PATH"), *Path(os.path.realpath(__file__)).parents):
         if root and Path(root, "backend", "serving").is_dir():
             sys.path.insert(0, str(root))
             return
 
 
 class TritonPythonModel:
-    """Called by Triton's Python backend on the stub's main thread."""
+    """Triton's Python backend calls its methods on the stub's main thread."""
 
     def initialize(self, args: dict[str, str]) -> None:
         _find_backend()
-        from backend.serving.assembly import load_text_model  # here, so that a mere import of this file stays light
+        from backend.serving.assembly import load_model  # here, so that a mere import of this file stays light
 
-        self._server = load_text_model(args)
+        self._server = load_model(args)
 
     def execute(self, requests: list[Any]) -> None:
         self._server.execute(requests)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels.common.triton_runtime import Variant
 from tests.kernels import kv4_decode
 from tests.kernels.toolchain import SHARED_LIMIT, compile_variant
 
@@ -22,7 +23,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant, architecture", VARIANTS)
-def test_compiles_as_it_was_meant(variant, architecture):
+def test_compiles_as_it_was_meant(variant: Variant, architecture: int) -> None:
     made = compile_variant(variant, architecture)
     assert made.stack_bytes == 0 and made.local_bytes == 0, (
         f"{made.registers} registers, spills {made.stack_bytes} bytes"
@@ -32,7 +33,7 @@ def test_compiles_as_it_was_meant(variant, architecture):
         assert made.count(mnemonic), f"no {mnemonic} in the machine code"
 
 
-def test_every_architecture_has_something_of_every_kernel():
+def test_every_architecture_has_something_of_every_kernel() -> None:
     """A variant of one architecture stands beside others for the rest."""
     compiled = {}
     for parameters in VARIANTS:
@@ -43,7 +44,9 @@ def test_every_architecture_has_something_of_every_kernel():
 
 @pytest.mark.parametrize("architecture", SHARED_LIMIT)
 @pytest.mark.parametrize("name", kv4_decode.LIMITS)
-def test_the_decode_loop_has_few_instructions_an_element_and_no_load_that_it_waits_for(name, architecture):
+def test_the_decode_loop_has_few_instructions_an_element_and_no_load_that_it_waits_for(
+    name: str, architecture: int
+) -> None:
     loop = kv4_decode.Loop(name, architecture)
     assert loop.an_element <= kv4_decode.LIMITS[name]
     assert loop.count("LDGSTS") and not loop.count("LDG")

@@ -31,7 +31,7 @@ def compiled(name: str) -> tuple[Compiled, list[str], float]:
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_loop_has_few_instructions_a_weight(name):
+def test_the_loop_has_few_instructions_a_weight(name: str) -> None:
     _, loop, weights = compiled(name)
     assert len(loop) / weights <= LIMITS[name]
     code = "\n".join(loop)
@@ -41,7 +41,7 @@ def test_the_loop_has_few_instructions_a_weight(name):
 
 
 @pytest.mark.parametrize("name", [name for name in w4a16.variants() if name.endswith("sm90")])
-def test_weights_are_a_register_operand_of_wgmma_and_parameters_are_copied_ahead(name):
+def test_weights_are_a_register_operand_of_wgmma_and_parameters_are_copied_ahead(name: str) -> None:
     made, loop, _ = compiled(name)
     products = [each for each in loop if "HGMMA" in each]
     assert products and all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", each) for each in products)
@@ -52,6 +52,6 @@ def test_weights_are_a_register_operand_of_wgmma_and_parameters_are_copied_ahead
 
 
 @pytest.mark.parametrize("name", ["gate_up-16-g128-sm80", "gate_up-16-g128-sm100"])
-def test_rows_of_the_weight_are_copied_sixteen_bytes_at_once(name):
+def test_rows_of_the_weight_are_copied_sixteen_bytes_at_once(name: str) -> None:
     sass = compile_variant(w4a16.variants()[name], w4a16.variants()[name].architectures[0]).sass
     assert "LDGSTS.E.BYPASS.128" in sass and "LDGSTS.E.64" not in sass

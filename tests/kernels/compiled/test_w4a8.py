@@ -13,7 +13,7 @@ from tests.kernels.toolchain import SHARED_LIMIT, compile_variant
 
 @pytest.mark.parametrize("architecture", SHARED_LIMIT)
 @pytest.mark.parametrize("name", [name for name in w4a8.variants() if name.endswith("group")])
-def test_four_bytes_of_a_word_are_of_one_row(name, architecture, monkeypatch):
+def test_four_bytes_of_a_word_are_of_one_row(name: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """kWidth = 4: a thread has four columns of a row together. They share the group's scale and zero in the word's arithmetic."""
     made, compile_ = [], triton.compile
     monkeypatch.setattr(triton, "compile", lambda *args, **options: made.append(compile_(*args, **options)) or made[0])

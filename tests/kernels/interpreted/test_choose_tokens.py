@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import choose_tokens as kernel
 from kernels import sampling
@@ -15,7 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 FILTERS = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (40, 0.8, 0.01), (3, 0.05, 0.9), (0, 0.0, 0.0)]
 
 
-def asked(rows: int, top_k=0, top_p=1.0, min_p=0.0, temperature=0.8, seed=0) -> kernel.Rows:
+def asked(
+    rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 0.8, seed: int = 0
+) -> kernel.Rows:
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(seed))
     doubles = [torch.full((rows,), value, dtype=torch.float64) for value in (top_p, min_p)]
     return kernel.Rows(torch.full((rows,), temperature), torch.full((rows,), top_k), *doubles, *seeds)
@@ -44,19 +47,21 @@ def penalties(rows: int, vocab: int, length: int = 1100) -> kernel.Penalties:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
 @pytest.mark.parametrize("filters", FILTERS)
-def test_every_filter_leaves_the_references_token(filters, shape, dtype):
+def test_every_filter_leaves_the_references_token(
+    filters: tuple[int, float, float], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     logits, rows = (3 * random_tensor(*shape)).to(dtype), asked(shape[0], *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_rows_of_all_kinds_stand_in_one_batch():
+def test_rows_of_all_kinds_stand_in_one_batch() -> None:
     logits, rows = 3 * random_tensor(22, 3000), mixed(22)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", kernel.CASES)
-def test_penalties_and_a_mask_come_first(shape, dtype):
+def test_penalties_and_a_mask_come_first(shape: tuple[int, int], dtype: torch.dtype) -> None:
     count, vocab = shape
     logits, rows, of = (3 * random_tensor(*shape)).to(dtype), mixed(count), penalties(*shape)
     mask = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), generator=torch.Generator().manual_seed(1)).int()
@@ -70,7 +75,7 @@ def test_penalties_and_a_mask_come_first(shape, dtype):
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_equal_logits_fall_in_the_order_of_their_ids(filters):
+def test_equal_logits_fall_in_the_order_of_their_ids(filters: tuple[int, float, float]) -> None:
     logits, rows = random_tensor(2, 1500).mul(2).round(), asked(2, *filters)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
     flat = torch.zeros(2, 1500)  # with a filter every token is listed: more than a tile
@@ -80,12 +85,12 @@ def test_equal_logits_fall_in_the_order_of_their_ids(filters):
 @pytest.mark.parametrize(
     "filters", [(90, 1.0, 0.0), (90, 0.6, 1e-3), (4000, 0.9, 0.0), (0, 0.999, 1e-9), (0, 0.5, 0.9)]
 )
-def test_k_beyond_the_groups_and_floors_of_two_filters(filters):
+def test_k_beyond_the_groups_and_floors_of_two_filters(filters: tuple[int, float, float]) -> None:
     logits, rows = 4 * random_tensor(2, 5000), asked(2, *filters, temperature=1.0)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_a_few_heavy_tokens_are_found_among_many_light_ones():
+def test_a_few_heavy_tokens_are_found_among_many_light_ones() -> None:
     """A list without the tokens that the nucleus ends in would move its end."""
     logits = torch.cat([torch.full((3, 4000), -12.0), torch.tensor([0.0, -0.5, -1.0, -6.0]).expand(3, 4)], 1)
     for top_p in (0.5, 0.96, 0.9999):
@@ -93,7 +98,7 @@ def test_a_few_heavy_tokens_are_found_among_many_light_ones():
         assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none():
+def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none() -> None:
     logits, rows = random_tensor(5, 1100), asked(5, 7, 0.9)
     logits[0] = -torch.inf
     logits[1, 4] = torch.inf
@@ -107,14 +112,14 @@ def test_rows_without_a_finite_greatest_logit_and_numbers_that_are_none():
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.01, 50.0])
-def test_any_temperature(temperature):
+def test_any_temperature(temperature: float) -> None:
     logits, rows = random_tensor(4, 1100), asked(4, temperature=temperature)
     assert torch.equal(kernel.choose_tokens(logits, rows), kernel.reference(logits, rows))
 
 
-def test_weights_are_near_the_true_exponentials_and_never_fall():
+def test_weights_are_near_the_true_exponentials_and_never_fall() -> None:
     x = torch.cat([-torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 30, torch.zeros(1)])
-    near = torch.arange(1, 40).double()[:, None] * -math.log(2) + torch.arange(-9, 10) * 2.0**-21  # where n changes
+    near = torch.arange(1, 40).double()[:, None] * -math.log(2) + torch.arange(-9, 10) * 2.0**-21  # n changes here
     x = torch.cat([x, near.flatten().float()]).sort().values
     weights = kernel.weights_of(x[None], torch.ones(1))[0]
     exact = torch.exp(x.double()) * 2.0**40
@@ -122,7 +127,7 @@ def test_weights_are_near_the_true_exponentials_and_never_fall():
     assert (weights.diff() >= 0).all() and weights[-1] == 2**40
 
 
-def test_the_choice_is_that_of_sampling_save_where_rounding_decides():
+def test_the_choice_is_that_of_sampling_save_where_rounding_decides() -> None:
     """Rows whose tokens differ from sampling.sample's are few, and a change of u, p or the weights within SLACK explains each."""
     count, vocab, differing, explained = 1000, 2000, 0, 0
     for seed, (top_k, top_p, min_p) in enumerate(FILTERS):
@@ -145,7 +150,9 @@ def test_the_choice_is_that_of_sampling_save_where_rounding_decides():
     assert differing == explained and differing <= count * len(FILTERS) * 1e-3
 
 
-def near_a_boundary(logits, temperature, u, filtered, top_k, top_p, min_p) -> bool:
+def near_a_boundary(
+    logits: Tensor, temperature: Tensor, u: Tensor, filtered: bool, top_k: int, top_p: float, min_p: float
+) -> bool:
     """Whether in float64 the target, or an end of a filter, lies within SLACK of where one token ends and the next begins."""
     p = torch.softmax((logits.double() - logits.max()) / temperature, 0)
     ranked = p.sort(descending=True).values if filtered else p

@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 
 def made(case: Case) -> Inputs:
-    """Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
+    """Makes inputs. Whatever no query may see is NaN, and its blocks are -1. Every tensor is a part of a larger one."""
     queries, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.rows))
     starts = torch.zeros(len(queries) + 1, dtype=torch.int32)
     starts[1:] = queries.cumsum(0)
@@ -68,7 +68,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_tokens_attend_what_they_may_see(case):
+def test_tokens_attend_what_they_may_see(case: Case) -> None:
     inputs = made(case)
     tokens = int(inputs.starts[-1])
     out, expected = kernel.context_attention(*inputs)[:tokens], kernel.reference(*inputs)[:tokens]
@@ -77,7 +77,7 @@ def test_tokens_attend_what_they_may_see(case):
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("window", [None, 5, 16, 37])
-def test_rows_have_as_many_tiles_as_they_need(window, bits, monkeypatch):
+def test_rows_have_as_many_tiles_as_they_need(window: int | None, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, SMALL)
     case = Case(
         [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)], 1, 3, block_size=32, bits=bits, window=window, sinks=True
@@ -89,7 +89,9 @@ def test_rows_have_as_many_tiles_as_they_need(window, bits, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("tiles", [None, Tiles(64, 32, 4, 2)], ids=["own tiles", "small tiles"])
-def test_a_token_gets_the_same_in_every_chunk(tiles, window, monkeypatch):
+def test_a_token_gets_the_same_in_every_chunk(
+    tiles: Tiles | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tiles:
         use_tiles(monkeypatch, tiles)
     length = 150
@@ -107,7 +109,7 @@ def test_a_token_gets_the_same_in_every_chunk(tiles, window, monkeypatch):
         assert_near(kernel.context_attention(*chunk)[3:], expected[start:stop], factor=0.1)
 
 
-def test_a_sink_of_minus_infinity_is_none():
+def test_a_sink_of_minus_infinity_is_none() -> None:
     inputs = made(Case([(5, 20), (3, 0)], 1, 4, sinks=True))
     none = torch.full_like(inputs.sinks, -torch.inf)
     without = kernel.context_attention(*inputs._replace(sinks=None))
@@ -115,7 +117,7 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not without[5:8].any()
 
 
-def test_batches_of_few_queries_a_row_have_small_tiles_with_the_same_keys():
+def test_batches_of_few_queries_a_row_have_small_tiles_with_the_same_keys() -> None:
     for shape in itertools.product((64, 128, 256), (16, 8, 4), (80, 90)):
         head_dim, bits, architecture = shape
         few, many = (kernel.tiles_for(head_dim, bits, 4, tokens, 8, architecture) for tokens in (16, 2048))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import decode_attention as kernel
 from kernels.common.kv_format import (
+    KVPool,
     QuantizedPool,
     floats_of_int4,
     floats_of_int8,
@@ -19,11 +21,20 @@ from kernels.common.kv_format import (
 from kernels.common.triton_runtime import jit, tl
 from tests.kernels.numbers import DTYPES, assert_near, random_tensor
 
-SPLIT = 128  # so that short rows have several
+SPLIT = 128  # few tokens, so that short rows have several splits
 
 
-def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float32, window=None):
-    """-> q, pool, lengths, tables, scale; what no query may see is NaN."""
+def made(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    lengths: tuple[int, ...],
+    bits: int,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+) -> tuple[Tensor, KVPool, Tensor, Tensor, float]:
+    """Returns q, pool, lengths, tables, scale; what no query may see is NaN."""
     width = -(-max(lengths) // block_size)
     num_blocks = len(lengths) * width + 1
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(width))[: len(lengths) * width]
@@ -49,7 +60,9 @@ def made(heads, kv_heads, head_dim, block_size, lengths, bits, dtype=torch.float
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("case", kernel.CASES)
 @pytest.mark.parametrize("split_tokens", [SPLIT, kernel.SPLIT_TOKENS])
-def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bits, split_tokens):
+def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(
+    case: tuple[int, int, int, int, tuple[int, ...], int | None], bits: int, split_tokens: int
+) -> None:
     *shape, window = case
     given = made(*shape, bits, window=window)
     sinks = random_tensor(shape[0], seed=2)
@@ -60,14 +73,14 @@ def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(case, bit
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_16_bit_queries_without_sinks(dtype, bits):
+def test_16_bit_queries_without_sinks(dtype: torch.dtype, bits: int) -> None:
     q, *rest = made(4, 2, 32, 16, (150, 0), bits, dtype)
     rest[1] = rest[1].long()
     assert_near(kernel.decode_attention(q, *rest, split_tokens=SPLIT), kernel.reference(q.float(), *rest))
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits: int) -> None:
     q, pool, lengths, tables, scale = made(4, 2, 32, 16, (300, 100, 0, 130), bits)
     together = kernel.decode_attention(q, pool, lengths, tables, scale, split_tokens=SPLIT)
     for row, length in enumerate(lengths.tolist()):
@@ -77,14 +90,14 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(bits):
         assert torch.equal(alone[0], together[row])
 
 
-def test_a_head_dim_that_is_no_power_of_two_is_refused():
+def test_a_head_dim_that_is_no_power_of_two_is_refused() -> None:
     given = made(2, 1, 48, 16, (5,), 16)
     with pytest.raises(ValueError, match="power of two"):
         kernel.decode_attention(*given)
 
 
 @jit
-def _floats_kernel(data, out, like, BITS: tl.constexpr, ASM: tl.constexpr):
+def _floats_kernel(data: tl.tensor, out: tl.tensor, like: tl.tensor, BITS: tl.constexpr, ASM: tl.constexpr) -> None:
     i = tl.arange(0, 256)
     packed = tl.load(data + i)
     if BITS == 4:
@@ -97,7 +110,7 @@ def _floats_kernel(data, out, like, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits, dtype):
+def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits: int, dtype: torch.dtype) -> None:
     data = torch.arange(256).to(torch.uint8)
     expected = unpack(data, bits).float() + unpacking(dtype, bits, compiled=True).bias
     out = torch.empty(len(expected))
@@ -107,19 +120,19 @@ def test_every_byte_becomes_its_numbers_and_the_bias_that_is_compiled(bits, dtyp
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("group", [1, 16, 32])
-def test_few_and_many_heads_of_a_kv_head(group, bits):
+def test_few_and_many_heads_of_a_kv_head(group: int, bits: int) -> None:
     given = made(group, 1, 64, 64, (45, 96), bits)
     assert_near(kernel.decode_attention(*given), kernel.reference(*given))
 
 
-def test_tiles_that_are_seen_as_a_whole_begin_and_end_where_the_window_says():
+def test_tiles_that_are_seen_as_a_whole_begin_and_end_where_the_window_says() -> None:
     for window in (31, 32, 65):
         given = made(2, 1, 32, 16, (31, 32, 33, 64, 97), 4, window=window)
         assert_near(kernel.decode_attention(*given, window=window), kernel.reference(*given, window=window))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_blocks_beyond_the_first_2_gib(bits):
+def test_blocks_beyond_the_first_2_gib(bits: int) -> None:
     q, pool, *rest = made(2, 1, 32, 16, (30, 17), bits)
     layout = QuantizedPool(16, 1, 32, bits)
     stride = 2**29 + 64

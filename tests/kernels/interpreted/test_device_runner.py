@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api import EngineConfig, OutputConfig, Request, Result, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.device_runner import ladder_size
@@ -26,7 +28,7 @@ SPECIAL = dict(bad_words=[[3], [9, 4]], end_ids=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = dict(
         num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
     )
@@ -36,7 +38,7 @@ def directory(tmp_path_factory):
 class Replays:
     """Stands for CUDA: what a graph returns lies where its capture put it, and is overwritten by each replay."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.count = 0
 
     def __call__(self, step: Step) -> Captured:
@@ -50,7 +52,12 @@ class Replays:
 
 
 def make_core(
-    directory, kernels: str, capture=None, kv: str = "auto", blocks: int = 60, **scheduler: object
+    directory: Path,
+    kernels: str,
+    capture: Callable[[Step], Captured] | None = None,
+    kv: str = "auto",
+    blocks: int = 60,
+    **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels=kernels),
@@ -62,7 +69,7 @@ def make_core(
     return EngineCore(config, workers)
 
 
-def finish(core: EngineCore, requests: list[Request]) -> list:
+def finish(core: EngineCore, requests: list[Request]) -> list[Result]:
     """The final result of each."""
     for number, request in enumerate(requests):
         core.enqueue(number, request)
@@ -78,7 +85,7 @@ def finish(core: EngineCore, requests: list[Request]) -> list:
     return [results[number] for number in range(len(requests))]
 
 
-def tokens_of(result) -> list[list[int]]:
+def tokens_of(result: Result) -> list[list[int]]:
     return [[entry.token_id for entry in step] for step in result.top_log_probs]
 
 
@@ -89,7 +96,7 @@ def request(length: int, num_tokens: int, variety: int = 0, top: int | None = No
     return Request(prompt, num_tokens, sampling_config=SamplingConfig(**fields), output_config=output, **more)
 
 
-def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked(directory):
+def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked(directory: Path) -> None:
     requests = [request(9 + 8 * n, 5, n, **asked) for n, asked in enumerate(ASKED)]
     requests.append(request(6, 6, 9, top=3, temperature=0.8, min_tokens=3, seed=1, **SPECIAL))
     capture = Replays()
@@ -107,7 +114,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
 
 
 @pytest.mark.parametrize("kv", ["auto", "int4"])
-def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory, kv):
+def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
     requests = [request(16, 18, n) for n in (1, 2)]
     roomy = finish(make_core(directory, "triton", Replays(), kv, look_ahead=True), requests)
     core = make_core(directory, "triton", Replays(), kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
@@ -116,7 +123,9 @@ def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(director
     assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
 
 
-def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(directory, caplog):
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(step: Step) -> Captured:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -128,7 +137,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(direct
     assert line.startswith("CUDA graphs: off, because capturing a step of ") and line.endswith("is capturing")
 
 
-def test_the_ladder_has_a_size_for_every_batch_and_pads_little():
+def test_the_ladder_has_a_size_for_every_batch_and_pads_little() -> None:
     sizes = [ladder_size(rows) for rows in range(1, 1100)]
     assert all(rows <= size < max(rows + 8, 1.5 * rows + 1) for rows, size in enumerate(sizes, start=1))
     assert len(set(sizes)) < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import kv_append as kernel
 from kernels.common.kv_format import QuantizedPool, dequantize_rows, pack, plain_pool, quantize_rows, unpack
@@ -18,7 +19,9 @@ STEP = 1.9736328125  # a float16 whose float32 reciprocal is a little low
 class Batch:
     """A batch of random tokens at random positions and cells. Every third pads."""
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, block_size, dtype=torch.float32):
+    def __init__(
+        self, tokens: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens)
         self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
         self.qkv = random_tensor(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -28,34 +31,34 @@ class Batch:
         self.cells = torch.randperm(BLOCKS * block_size, generator=generator)[:tokens]
         self.real = torch.arange(tokens) % 3 != 2
         self.cells[~self.real] = -1
-        self.positions[~self.real] = 2**50  # to be read from nowhere
+        self.positions[~self.real] = 2**50  # must not be used as an index
 
-    def plain_pool(self, dtype=torch.float32):
+    def plain_pool(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return random_tensor(BLOCKS, self.block_size, 2, self.kv_heads, self.head_dim, dtype=dtype, seed=1)
 
-    def quantized_pool(self, bits):
-        """-> its layout, and a pool of random bytes."""
+    def quantized_pool(self, bits: int) -> tuple[QuantizedPool, Tensor]:
+        """Returns its layout, and a pool of random bytes."""
         layout = QuantizedPool(self.block_size, self.kv_heads, self.head_dim, bits)
         generator = torch.Generator().manual_seed(bits)
         return layout, torch.randint(256, (BLOCKS, layout.block_bytes), generator=generator, dtype=torch.uint8)
 
-    def append(self, pool, layout=None, **norms):
+    def append(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
         return kernel.kv_append(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
 
-    def reference(self, pool, layout=None, **norms):
+    def reference(self, pool: Tensor, layout: QuantizedPool | None = None, **norms: Tensor | float) -> Tensor:
         view = layout.view(pool) if layout else plain_pool(pool)
         return kernel.reference(self.qkv, self.positions, self.cos, self.sin, self.cells, view, **norms)
 
-    def place(self):
+    def place(self) -> tuple[Tensor, Tensor]:
         cells = self.cells[self.real]
         return cells // self.block_size, cells % self.block_size
 
-    def values(self):
+    def values(self) -> Tensor:
         return self.qkv.unflatten(1, (-1, self.head_dim))[:, -self.kv_heads :]
 
-    def written_as(self, pool, layout, plain):
-        """`pool` with quantize_rows of what `plain` holds in the batch's cells."""
+    def written_as(self, pool: Tensor, layout: QuantizedPool, plain: Tensor) -> Tensor:
+        """Returns `pool` with quantize_rows of what `plain` holds in the batch's cells."""
         block, offset = self.place()
         pool = pool.clone()
         q, scale, least = quantize_rows(plain[block, offset].flatten(0, 2), layout.bits)
@@ -66,7 +69,7 @@ class Batch:
         return pool
 
 
-def assert_like_the_reference(batch, pool, **norms):
+def assert_like_the_reference(batch: Batch, pool: Tensor, **norms: Tensor | float) -> None:
     expected = pool.clone()
     q, expected_q = batch.append(pool, **norms), batch.reference(expected, **norms)
     assert q.dtype == batch.qkv.dtype and q.shape == expected_q.shape
@@ -79,20 +82,20 @@ def assert_like_the_reference(batch, pool, **norms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_heads_are_rotated_and_cells_written_and_no_others(case, dtype):
+def test_heads_are_rotated_and_cells_written_and_no_others(case: tuple[int, ...], dtype: torch.dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     assert_like_the_reference(batch, batch.plain_pool(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES[:3])
-def test_heads_are_normalised_before_they_are_rotated(case, dtype):
+def test_heads_are_normalised_before_they_are_rotated(case: tuple[int, ...], dtype: torch.dtype) -> None:
     batch = Batch(*case, dtype=dtype)
     q_norm, k_norm = (random_tensor(batch.head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
     assert_like_the_reference(batch, batch.plain_pool(dtype), q_norm=q_norm, k_norm=k_norm, eps=0.1)
 
 
-def test_one_of_the_norms_may_be_absent():
+def test_one_of_the_norms_may_be_absent() -> None:
     batch = Batch(*kernel.CASES[1])
     assert_like_the_reference(batch, batch.plain_pool(), q_norm=random_tensor(64))
     assert_like_the_reference(batch, batch.plain_pool(), k_norm=random_tensor(64))
@@ -100,7 +103,9 @@ def test_one_of_the_norms_may_be_absent():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(case, bits):
+def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_and_of_values(
+    case: tuple[int, ...], bits: int
+) -> None:
     batch = Batch(*case)
     plain = batch.plain_pool()
     q_of_plain = batch.append(plain)
@@ -114,7 +119,7 @@ def test_a_quantised_pool_has_exactly_what_quantize_rows_makes_of_rotated_keys_a
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quantised_pool_is_like_the_references(dtype, bits):
+def test_a_quantised_pool_is_like_the_references(dtype: torch.dtype, bits: int) -> None:
     batch = Batch(*kernel.CASES[4], dtype=dtype)
     norms = {"q_norm": random_tensor(128, seed=5), "k_norm": random_tensor(128, seed=6)}
     layout, pool = batch.quantized_pool(bits)
@@ -129,7 +134,7 @@ def test_a_quantised_pool_is_like_the_references(dtype, bits):
     assert (codes != expected_codes).float().mean() < 0.01
 
 
-def extreme_values(head_dim, bits):
+def extreme_values(head_dim: int, bits: int) -> Tensor:
     rows = random_tensor(10, head_dim)
     rows[0] = 0
     rows[1] = 0.1  # float16 is below it
@@ -147,7 +152,7 @@ def extreme_values(head_dim, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_extreme_values_are_quantised_as_quantize_rows_does(bits):
+def test_extreme_values_are_quantised_as_quantize_rows_does(bits: int) -> None:
     batch = Batch(15, 1, 1, 96, 16)  # 96: a program's columns beyond the head are no values of it
     assert batch.real.sum() == 10
     batch.qkv[batch.real, -96:] = extreme_values(96, bits)
@@ -169,7 +174,7 @@ def test_extreme_values_are_quantised_as_quantize_rows_does(bits):
 
 
 @pytest.mark.parametrize("bits", [None, *BITS])
-def test_a_batch_that_only_pads_writes_nothing(bits):
+def test_a_batch_that_only_pads_writes_nothing(bits: int | None) -> None:
     batch = Batch(*kernel.CASES[1])
     batch.cells.fill_(-1)
     batch.positions.fill_(-(2**50))
@@ -179,7 +184,7 @@ def test_a_batch_that_only_pads_writes_nothing(bits):
     assert torch.equal(pool, before)
 
 
-def views():
+def views() -> dict[str, Tensor]:
     """name -> a pool of the shape of CASES[1], whose strides are not those of a contiguous one."""
     return {
         "one of several layers": random_tensor(BLOCKS, 3, 16, 2, 2, 64)[:, 1],
@@ -190,7 +195,7 @@ def views():
 
 
 @pytest.mark.parametrize("name", views())
-def test_a_pool_may_have_any_strides(name):
+def test_a_pool_may_have_any_strides(name: str) -> None:
     batch, pool = Batch(*kernel.CASES[1]), views()[name]
     contiguous = pool.clone(memory_format=torch.contiguous_format)
     batch.append(pool)
@@ -199,7 +204,7 @@ def test_a_pool_may_have_any_strides(name):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_quantised_pool_may_be_one_of_several_layers(bits):
+def test_a_quantised_pool_may_be_one_of_several_layers(bits: int) -> None:
     batch = Batch(*kernel.CASES[1])
     layout, pool = batch.quantized_pool(bits)
     layers = torch.stack((pool, pool, pool), dim=1)
@@ -210,7 +215,7 @@ def test_a_quantised_pool_may_be_one_of_several_layers(bits):
     assert torch.equal(layers, expected)
 
 
-def test_qkv_may_be_a_part_of_a_wider_matrix():
+def test_qkv_may_be_a_part_of_a_wider_matrix() -> None:
     batch = Batch(*kernel.CASES[1])
     pool, expected = batch.plain_pool(), batch.plain_pool()
     expected_q = batch.append(expected)
@@ -219,7 +224,7 @@ def test_qkv_may_be_a_part_of_a_wider_matrix():
     assert torch.equal(pool, expected)
 
 
-def test_cells_beyond_32_bits():
+def test_cells_beyond_32_bits() -> None:
     batch = Batch(2, 4, 2, 64, 16)
     small, expected = batch.plain_pool()[:1], batch.plain_pool()[:1]
     batch.cells = torch.tensor([3, 9])
@@ -230,7 +235,7 @@ def test_cells_beyond_32_bits():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_blocks_beyond_the_first_2_gib(bits):
+def test_blocks_beyond_the_first_2_gib(bits: int) -> None:
     batch = Batch(2, 4, 2, 64, 16)
     layout, expected = batch.quantized_pool(bits)
     stride = 2**30 + 64  # fits 32 bits; twice as much does not
@@ -244,7 +249,7 @@ def test_blocks_beyond_the_first_2_gib(bits):
 
 
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case):
+def test_the_reference_writes_each_token_to_its_cell_and_nothing_else(case: tuple[int, ...]) -> None:
     batch = Batch(*case)
     pool = batch.plain_pool()
     expected = pool.clone()

@@ -45,7 +45,7 @@ TAKING_INT8 = [form for form, kind in FORMS.items() if kind in (W8A8Linear, W4A8
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_layer_is_that_of_torch_in_every_form(form, dtype):
+def test_a_layer_is_that_of_torch_in_every_form(form: str, dtype: torch.dtype) -> None:
     weight = weight_of(form, dtype)
     x = random_tensor(5, K, dtype=dtype)
     for bias in (None, random_tensor(N, dtype=dtype)):
@@ -59,13 +59,13 @@ def test_a_layer_is_that_of_torch_in_every_form(form, dtype):
         seen = x.float()
         if form in TAKING_INT8:
             rows = int8_rows.reference(x)
-            seen = rows.q * rows.scale[:, None]  # which the layer of torch quantises to the same integers
+            seen = rows.q * rows.scale[:, None]  # torch's layer quantises these to the same integers
         held = weight.float() if form == "floats" else weight
         assert_near(y, make_torch_linear(held, None if bias is None else bias.float())(seen))
 
 
 @pytest.mark.parametrize("form", TAKING_INT8)
-def test_rows_in_int8_give_what_the_floats_they_were_made_of_give(form):
+def test_rows_in_int8_give_what_the_floats_they_were_made_of_give(form: str) -> None:
     layer = make_triton_linear(torch.float16)(weight_of(form, torch.float16), None)
     x = random_tensor(5, K, dtype=torch.float16)
     rows = w8a8.quantize(x)
@@ -75,14 +75,14 @@ def test_rows_in_int8_give_what_the_floats_they_were_made_of_give(form):
 
 
 @pytest.mark.parametrize("form", [form for form, kind in FORMS.items() if kind is not QuantizedLinear])
-def test_bytes_are_those_of_the_tensors_held(form):
+def test_bytes_are_those_of_the_tensors_held(form: str) -> None:
     weight, bias = weight_of(form, torch.float16), random_tensor(N, dtype=torch.float16)
     held = [weight] if isinstance(weight, Tensor) else [part for part in weight if isinstance(part, Tensor)]
     layer = make_triton_linear(torch.float16)(weight, bias)
     assert layer.num_bytes == sum(part.nbytes for part in (*held, bias))
 
 
-def test_what_has_no_kernel_and_what_is_rounded_is_said_once_a_model(caplog):
+def test_what_has_no_kernel_and_what_is_rounded_is_said_once_a_model(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "everbatch.layers"):
         make = make_triton_linear(torch.bfloat16)
         for form in ("int8", "w8a8-groups", "int8"):
@@ -100,7 +100,7 @@ def test_what_has_no_kernel_and_what_is_rounded_is_said_once_a_model(caplog):
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_a_4_bit_layer_takes_scales_of_another_type(dtype):
+def test_a_4_bit_layer_takes_scales_of_another_type(dtype: torch.dtype) -> None:
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     weight, x = weight_of("w4a16-zeros", other), random_tensor(3, K, dtype=dtype)
     exact = x.double() @ w4a16.dequantize(weight).double().T

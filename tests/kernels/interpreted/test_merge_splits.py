@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import merge_splits as kernel
 from tests.kernels.numbers import assert_near, random_tensor
 
 
-def made(heads, head_dim, split, lengths, window, room=0):
-    """-> parts, stats, lengths, out; what belongs to no split of a row is NaN. room: splits beyond the longest row's."""
+def made(
+    heads: int, head_dim: int, split: int, lengths: tuple[int, ...], window: int | None, room: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns parts, stats, lengths, out; what belongs to no split of a row is NaN. room: splits beyond the longest row's."""
     splits = -(-max(lengths) // split) + room
     parts = random_tensor(len(lengths), heads, splits, head_dim)
     stats = torch.stack(
@@ -26,7 +29,9 @@ def made(heads, head_dim, split, lengths, window, room=0):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_sinks):
+def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(
+    case: tuple[int, int, int, tuple[int, ...], int], with_sinks: bool
+) -> None:
     heads, head_dim, split, lengths, window = case
     *given, out = made(*case)
     expected = out.clone()
@@ -37,7 +42,7 @@ def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(case, with_si
     assert not out[given[2] == 0].any()
 
 
-def test_room_for_more_splits_changes_no_bit():
+def test_room_for_more_splits_changes_no_bit() -> None:
     parts, stats, lengths, wide = made(2, 32, 4, (70, 133), 0, room=50)
     narrow = torch.empty_like(wide)
     kernel.merge_splits(parts, stats, lengths, wide, 4)

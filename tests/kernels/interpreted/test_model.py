@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("family, head_dim, window", [("llama3", 32, None), ("mistral", 32, 24), ("qwen3", 16, None)])
-def test_chunks_and_decoding_of_two_sequences_have_transformers_logits(tmp_path, family, head_dim, window):
+def test_chunks_and_decoding_of_two_sequences_have_transformers_logits(
+    tmp_path: Path, family: str, head_dim: int, window: int | None
+) -> None:
     directory = make_random_model(tmp_path, family, head_dim=head_dim, num_hidden_layers=2)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     driver = torch_driver(directory, Format(), BLOCK_SIZE, num_blocks=40, window=window)

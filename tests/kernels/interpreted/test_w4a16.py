@@ -29,7 +29,7 @@ def random_weight(n: int, k: int, group: int, zero_points: bool, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_the_layer(case, dtype):
+def test_the_layer(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
     m, n, k, group, zero_points = case
     x, weight = random_tensor(m, k, dtype=dtype), random_weight(n, k, group, zero_points, dtype)
     for bias in (None, random_tensor(n, dtype=dtype)):
@@ -41,7 +41,7 @@ def test_the_layer(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_repeat_within_a_bucket_of_rows(dtype):
+def test_results_repeat_within_a_bucket_of_rows(dtype: torch.dtype) -> None:
     x, weight = random_tensor(16, 2048, dtype=dtype), random_weight(72, 2048, 128, True, dtype)
     assert kernel._splits(kernel._tiles(90, 16, 128), 16, 72, 16) == 4
     several = kernel.w4a16(x, weight)
@@ -49,14 +49,14 @@ def test_results_repeat_within_a_bucket_of_rows(dtype):
         assert torch.equal(kernel.w4a16(x[:m], weight), several[:m])
 
 
-def test_scales_of_another_type_are_refused():
+def test_scales_of_another_type_are_refused() -> None:
     weight = random_weight(8, 128, 128, True, torch.float16)
     with pytest.raises(ValueError, match="float16"):
         kernel.w4a16(random_tensor(1, 128, dtype=torch.bfloat16), weight)
     kernel.w4a16(random_tensor(1, 128, dtype=torch.bfloat16), weight.to(torch.bfloat16))
 
 
-def test_another_number_of_columns_is_refused():
+def test_another_number_of_columns_is_refused() -> None:
     with pytest.raises(ValueError, match="columns"):
         kernel.w4a16(random_tensor(1, 160, dtype=torch.float16), random_weight(8, 128, 128, True, torch.float16))
 
@@ -99,7 +99,7 @@ def floats_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_bytes_become_the_weights_of_the_formula(dtype):
+def test_two_bytes_become_the_weights_of_the_formula(dtype: torch.dtype) -> None:
     """The sm_90 kernel's PTX on every pair of bytes; then, in x's type, every q, every zero and random scales."""
     constants = kernel._unpacking(90, dtype, True)
     assert constants["IN_PAIRS"]
@@ -124,7 +124,7 @@ def check_weights(floats: torch.Tensor, q: torch.Tensor, bias: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", kernel.TILES)
-def test_other_architectures_read_four_bytes_at_once(architecture):
+def test_other_architectures_read_four_bytes_at_once(architecture: int) -> None:
     for dtype in DTYPES:
         made = kernel._unpacking(architecture, dtype, True)
         assert made["IN_PAIRS"] == (architecture == 90) and made["BIAS"] == unpacking(dtype, 4, True).bias
@@ -133,7 +133,7 @@ def test_other_architectures_read_four_bytes_at_once(architecture):
 
 
 @pytest.mark.parametrize("group", kernel.GROUPS)
-def test_bytes_hold_the_halves_of_a_group(group):
+def test_bytes_hold_the_halves_of_a_group(group: int) -> None:
     q = random_q(5, 3 * group)
     packed = kernel.pack(q, group)
     assert packed.shape == (5, 3 * group // 2)
@@ -143,7 +143,7 @@ def test_bytes_hold_the_halves_of_a_group(group):
 
 @pytest.mark.parametrize("zero_points", [True, False])
 @pytest.mark.parametrize("group", kernel.GROUPS)
-def test_rounding_is_to_nearest(group, zero_points):
+def test_rounding_is_to_nearest(group: int, zero_points: bool) -> None:
     w = random_tensor(6, 2 * group)
     w[3, :group] = 0
     weight = kernel.quantize(w, group, zero_points)

@@ -39,13 +39,13 @@ def random_weight(n: int, k: int, per_group: bool) -> kernel.Weight4A8:
 
 
 def bounds(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of q, for which (q - zero) * scale lies within int8."""
+    """The bounds of q between which (q - zero) * scale lies within int8."""
     return (zero - 128 // scale).clamp(min=0), (zero + 127 // scale).clamp(max=15)
 
 
 @pytest.mark.feature("003-67", "003-68")
 @pytest.mark.parametrize("case", kernel.CASES)
-def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case):
+def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case: tuple[int, int, int, bool]) -> None:
     m, n, k, per_group = case
     x, weight = random_rows(m, k), random_weight(n, k, per_group)
     for bias in (None, random_tensor(n)):
@@ -54,7 +54,7 @@ def test_float32_results_are_those_of_the_same_int8_weight_to_the_bit(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_output_type(dtype):
+def test_each_output_type(dtype: torch.dtype) -> None:
     x, weight = random_rows(5, 256), random_weight(72, 256, True)
     y = kernel.w4a8(x, weight, None, dtype)
     assert y.dtype == dtype
@@ -62,8 +62,8 @@ def test_each_output_type(dtype):
 
 
 @pytest.mark.parametrize("per_group", [True, False])
-def test_the_number_of_rows_does_not_change_a_bit(per_group):
-    """Of a row's result: other tiles, and k split or not."""
+def test_the_number_of_rows_does_not_change_a_bit(per_group: bool) -> None:
+    """A row's result stays the same: with other tiles, and with k split or not."""
     n, k = 72, 2048
     x, weight = random_rows(100, k), random_weight(n, k, per_group)
     several = kernel.w4a8(x, weight)
@@ -79,16 +79,16 @@ def test_the_number_of_rows_does_not_change_a_bit(per_group):
     "m, n, k, splits",
     [(16, 6144, 4096, 4), (16, 28672, 4096, 1), (64, 4096, 14336, 8), (1, 64, 44 * GROUP, 4), (65, 64, 4096, 1)],
 )
-def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m, n, k, splits):
+def test_k_is_split_where_the_tiles_would_not_fill_the_gpu(m: int, n: int, k: int, splits: int) -> None:
     assert kernel._splits(kernel._tiles(90, m), m, n, k // GROUP) == splits
 
 
-def test_other_columns_than_the_weights_are_refused():
+def test_other_columns_than_the_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="x has 256 columns, the weight 128"):
         kernel.w4a8(random_rows(1, 256), random_weight(8, 128, True))
 
 
-def test_k_beyond_what_int32_holds_is_refused():
+def test_k_beyond_what_int32_holds_is_refused() -> None:
     k = w8a8.MAX_K + 1
     weight = kernel.Weight4A8(torch.zeros(1, k // 2, dtype=torch.uint8), torch.ones(1), None, torch.zeros(1, 1))
     with pytest.raises(ValueError, match="exact"):
@@ -119,7 +119,7 @@ def bytes_of(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([words >> 8 * at & 255 for at in range(4)], 1).to(torch.uint8).view(torch.int8)
 
 
-def test_a_words_arithmetic_is_that_of_its_bytes():
+def test_a_words_arithmetic_is_that_of_its_bytes() -> None:
     """Every scale, zero and pair of q that stays within int8, among other such pairs in the other bytes of the word."""
     generator = torch.Generator().manual_seed(0)
     proven = 0
@@ -136,7 +136,7 @@ def test_a_words_arithmetic_is_that_of_its_bytes():
     assert proven > 30_000
 
 
-def test_a_words_halves_are_those_of_its_bytes():
+def test_a_words_halves_are_those_of_its_bytes() -> None:
     words = torch.randint(0, 1 << 32, (1000,), generator=torch.Generator().manual_seed(0))
     q = bytes_of(words).view(torch.uint8)
     low, high = (bytes_of(made) for made in run_ptx(kernel.CHANNEL_ASM, words))
@@ -144,7 +144,7 @@ def test_a_words_halves_are_those_of_its_bytes():
 
 
 @pytest.mark.parametrize("per_group, limit", [(True, 0.101), (False, 0.13)])
-def test_rounding_is_to_nearest(per_group, limit):
+def test_rounding_is_to_nearest(per_group: bool, limit: float) -> None:
     w = random_tensor(24, 3 * GROUP)
     w[3, :GROUP], w[4] = 0, 0
     w[5], w[6] = w[5].abs() + 1, -w[6].abs()  # all of one sign
@@ -159,7 +159,7 @@ def test_rounding_is_to_nearest(per_group, limit):
     assert ((dequantized - w).norm(dim=1)[8:] / w.norm(dim=1)[8:]).mean() < limit
 
 
-def test_a_groups_scale_is_the_better_of_the_two_around_the_one_that_fits():
+def test_a_groups_scale_is_the_better_of_the_two_around_the_one_that_fits() -> None:
     widest = torch.zeros(1, GROUP)
     widest[0, 0] = 119  # a step of the int8 weight is 1
     columns = torch.arange(GROUP)[None]
@@ -169,7 +169,7 @@ def test_a_groups_scale_is_the_better_of_the_two_around_the_one_that_fits():
     assert kernel.quantize(torch.cat((widest, uneven), 1), True).group_scales[1] == 1
 
 
-def test_groups_are_quantized_within_their_scales_and_int8():
+def test_groups_are_quantized_within_their_scales_and_int8() -> None:
     w = random_tensor(64, 8 * GROUP) * (1 + 20 * torch.rand(64, 1, generator=torch.Generator().manual_seed(1)))
     w[:, :GROUP] *= 30  # the other groups have small scales
     w[0, GROUP], w[0, GROUP + 1] = w[0].abs().max(), -w[0].abs().max()  # the widest group there is
@@ -181,12 +181,12 @@ def test_groups_are_quantized_within_their_scales_and_int8():
     assert wide.abs().max() > 119
 
 
-def test_columns_that_are_no_whole_groups_are_refused():
+def test_columns_that_are_no_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 128, this one has 200"):
         kernel.quantize(random_tensor(4, 200), True)
 
 
-def test_the_layer_is_near_the_float_one():
+def test_the_layer_is_near_the_float_one() -> None:
     x, w = random_tensor(6, 512), random_tensor(64, 512, seed=1)
     y, expected = kernel.w4a8(w8a8.quantize(x), kernel.quantize(w, True), None, torch.float32), x @ w.T
     assert (y - expected).norm() / expected.norm() < 0.12

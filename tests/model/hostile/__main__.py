@@ -19,7 +19,7 @@ from tests.model.hostile import CASES
 from tests.model.hostile.base import Case, write
 from tests.model.hostile.readers import outcome
 
-MAX_ADDRESS_SPACE = 8 << 30  # what a defect may take of the machine
+MAX_ADDRESS_SPACE = 8 << 30  # a defect may take no more of the machine than this
 MAX_S = 10.0
 
 

@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     name: str
     spoil: Callable[[Path], object]
-    tells: tuple[str, ...]  # what the sentence must name, in this order
+    tells: tuple[str, ...]  # the sentence must name these, in this order
     reader: Reader = "engine"
 
 
@@ -80,7 +80,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def config(**changes: object) -> Callable[[Path], None]:
-    """config.json with other values."""
+    """Writes other values into config.json."""
     return merged("config.json", **changes)
 
 
@@ -96,7 +96,7 @@ def merged(name: str, **changes: object) -> Callable[[Path], None]:
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """A file with this content."""
+    """Writes a file with this content."""
     return lambda directory: (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
@@ -125,7 +125,7 @@ def sparse(name: str, num_bytes: int) -> Callable[[Path], None]:
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    """model.safetensors with other tensors."""
+    """Writes other tensors into model.safetensors."""
 
     def spoil(directory: Path) -> None:
         held = load_file(directory / WEIGHTS)
@@ -136,7 +136,7 @@ def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], N
 
 
 def read_header(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """(header, data) of model.safetensors."""
+    """Returns (header, data) of model.safetensors."""
     content = (directory / WEIGHTS).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]

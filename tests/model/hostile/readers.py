@@ -23,7 +23,7 @@ TOO_LONG_S = 20  # a reader that waits for ever is interrupted; a slow machine i
 
 class Outcome(NamedTuple):
     error: BaseException | None  # None: the checkpoint was taken
-    peak_bytes: int  # of memory in use, beyond what was before
+    peak_bytes: int  # the highest memory in use, less what was in use before
 
     @property
     def fault(self) -> str | None:

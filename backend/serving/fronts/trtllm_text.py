@@ -1,7 +1,7 @@
-"""ensemble and tensorrt_llm_bls: text or chat messages in, text out.
+"""Parses requests of the models ensemble and tensorrt_llm_bls, which take text or chat messages and answer with text.
 
-The front tokenises, the engine works on tokens, the row's sender detokenises. Stop strings are matched on the text
-here, so a row that has any is streamed by the engine even when its client wants one response.
+The text is tokenised here, the engine works on tokens, and the row's sender detokenises. Stop strings are matched with the
+text in the stub. Therefore the engine streams a row that has stop strings, even if its client wants one response only.
 """
 
 from __future__ import annotations
@@ -10,40 +10,24 @@ import json
 from typing import Any, NamedTuple
 
 from backend.api import InvalidRequest, Request, SessionConfig
-from backend.serving.outputs import RowSettings, TextOutput
-from backend.serving.reading import Batch
-from backend.serving.requests import (
-    Parameters,
-    ServingContext,
-    Work,
-    check_mode,
+from backend.serving.fronts.front import TextFront, TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
-    prompt_too_long,
     read_output_config,
     read_sampling,
     read_session,
     read_settings,
     read_stop_session,
 )
-from backend.text.chat import ChatTemplate
+from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
+from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, check_mode
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
-
-MAX_TOKEN_BYTES = 64  # a prompt of more bytes than this for each token of max_seq_len is refused before it is tokenised
-
-
-class TextTools(NamedTuple):
-    """The model's tokenizer and chat template."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-    @classmethod
-    def from_directory(cls, path: str) -> TextTools:
-        """Raises ConfigError when the directory has no tokenizer that can be read."""
-        tokenizer = Tokenizer.from_directory(path)
-        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer))
 
 
 class _Prompt(NamedTuple):
@@ -53,18 +37,17 @@ class _Prompt(NamedTuple):
 
 
 def parse_text_requests(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
-    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs.
+    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError; no row runs then.
 
-    Tokenises and renders, for up to triton.text_timeout_s: on a text thread, after `check_text_requests`.
+    It tokenises text and renders chats, which may take up to triton.text_timeout_s. So it runs on a text thread, after
+    `check_text_requests` has passed on the main thread.
     """
     check_text_requests(batch, context)
     return [_parse_row(batch, row, context, parameters, tools) for row in range(batch.num_rows)]
 
 
 def check_text_requests(batch: Batch, context: ServingContext) -> None:
-    """Raise InvalidRequest or Unsupported for what can be told at once: above all for text over its limits, of which
-    nothing is decoded.
-    """
+    """Raise InvalidRequest or Unsupported for all that can be found without decoding text, above all text over its limits."""
     batch.refuse_what_is_not_built()
     check_mode(batch, "stream", context.decoupled)
     limits = context.config.limits
@@ -83,7 +66,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
-        return Work(stop_session, TextOutput(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
+        return Work(stop_session, text_output(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
     triton = context.config.triton
     session = read_session(batch, row)
     max_tokens = _read_max_tokens(batch, row, session)
@@ -102,20 +85,24 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
     )
-    # the prompt of a chat is the template's work: it is echoed only to who asks for it
+    # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
-    output = TextOutput(
+    output = text_output(
         read_settings(batch, row, streaming, len(prompt.ids)),
         TextStream(tools.tokenizer, prompt.ids, stops, include_stop=True),
         prefix=prompt.text if echo else "",
         accumulate=triton.accumulate_tokens,
+        every_token=triton.one_response_per_token,
     )
     return Work(request, output)
 
 
 def _read_max_tokens(batch: Batch, row: int, session: SessionConfig | None) -> int:
-    """At least 1; a session's turn may ask for 0 (its history is computed, or it only ends)."""
-    max_tokens = batch.scalar("max_tokens", row)
+    """The row's max_tokens, which is at least 1. Raises InvalidRequest.
+
+    A session's turn may ask for 0 tokens, to have its history computed or only to end the session.
+    """
+    max_tokens: int | None = batch.scalar("max_tokens", row)
     if max_tokens is None:
         raise InvalidRequest("A value is required for max_tokens")
     if max_tokens < (1 if session is None else 0):
@@ -126,17 +113,18 @@ def _read_max_tokens(batch: Batch, row: int, session: SessionConfig | None) -> i
 def _read_prompt(
     batch: Batch, row: int, context: ServingContext, tools: TextTools, session: SessionConfig | None
 ) -> _Prompt:
-    if batch.has("text_input") == batch.has("messages"):
-        problem = "both are given" if batch.has("messages") else "neither is given: text_input is required"
-        raise InvalidRequest(f"exactly one of text_input and messages is expected, {problem}")
+    text = batch.scalar("text_input", row)
     if batch.has("messages"):
+        if text:
+            raise InvalidRequest(
+                "text_input and messages are both given; send messages with an empty text_input, or text_input alone"
+            )
         text = tools.template.render(_read_messages(batch, row))
-        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
         prompt = _Prompt(text, ids, is_chat=True)
     else:
-        text = batch.scalar("text_input", row)
         if not text:
-            raise InvalidRequest("text_input is empty; give at least one character")
+            raise InvalidRequest("text_input is empty; give at least one character, or messages")
         starts = session is None or session.start or session.full_history  # a later turn goes on inside the text
         prompt = _Prompt(text, tools.tokenizer.encode(text, add_special_tokens=starts), is_chat=False)
     if not prompt.ids:
@@ -161,11 +149,11 @@ def _read_messages(batch: Batch, row: int) -> list[dict[str, Any]]:
 
 
 def _read_words(batch: Batch, name: str, row: int) -> list[str]:
-    return [word for word in batch.texts(name, row) if word]  # "" pads rows of a batch
+    return [word for word in batch.texts(name, row) if word]  # "" is the padding of a batch
 
 
 def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The request's end_id (-1: none), else all end ids that the model names."""
+    """The request's end_id, or no end id if that is -1. Without it, all end ids of the model."""
     end_id = batch.scalar("end_id", row)
     if end_id is not None:
         return () if end_id == -1 else (end_id,)
@@ -173,8 +161,8 @@ def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: To
 
 
 def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]:
-    """Each word's weight is added to every id of the word, special tokens included, as TensorRT-LLM's preprocessing
-    does.
+    """The bias of each token id. A word's weight is added to all ids that the word is encoded to, special tokens included,
+    as TensorRT-LLM's preprocessing does. Raises InvalidRequest when there are not as many weights as words.
     """
     words = batch.texts("embedding_bias_words", row)
     weights = batch.vector("embedding_bias_weights", row)
@@ -188,3 +176,7 @@ def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]
         for token_id in tokenizer.encode(word) if word else ():
             bias[token_id] = bias.get(token_id, 0.0) + weight
     return bias
+
+
+ENSEMBLE = TextFront(ENSEMBLE_TENSORS, check_text_requests, parse_text_requests)
+BLS = TextFront(BLS_TENSORS, check_text_requests, parse_text_requests)

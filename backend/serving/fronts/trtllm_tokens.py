@@ -1,31 +1,29 @@
-"""tensorrt_llm: token ids in, token ids out."""
+"""Parses requests of the model tensorrt_llm, which takes token ids and answers with token ids."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from backend.api import InvalidRequest, Request
-from backend.serving.outputs import RowSettings, TokenOutput
-from backend.serving.reading import Batch
-from backend.serving.requests import (
-    Parameters,
-    ServingContext,
-    Work,
-    check_mode,
+from backend.serving.fronts.front import Front
+from backend.serving.fronts.limits import prompt_too_long
+from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
-    prompt_too_long,
     read_output_config,
     read_sampling,
     read_session,
     read_settings,
     read_stop_session,
-    required,
 )
+from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
+from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.word_lists import decode_word_list
 
 
 def parse_token_requests(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
-    """One Work per row. Raises InvalidRequest, Unsupported or SessionError; then no row runs."""
+    """Make one Work for each row. Raises InvalidRequest, Unsupported or SessionError; no row runs then."""
     batch.refuse_what_is_not_built()
     check_mode(batch, "streaming", context.decoupled)
     return [_parse_row(batch, row, context, parameters) for row in range(batch.num_rows)]
@@ -35,7 +33,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
-        return Work(stop_session, TokenOutput(RowSettings(batch_index=batch_index), []))
+        return Work(stop_session, token_output(RowSettings(batch_index=batch_index), []))
     limits = context.config.limits
     prompt = _read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
     streaming = bool(batch.scalar("streaming", row))
@@ -56,11 +54,11 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         cache_salt=parameters.namespace,
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
-    return Work(request, TokenOutput(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
+    return Work(request, token_output(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
 
 
 def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
-    """The row's ids without their padding. Checked as an array: no list is built of a prompt that cannot be served."""
+    """The row's token ids without padding. They are checked as an array, so no list is built of a prompt that is refused."""
     ids = batch.vector("input_ids", row)
     if ids is None:
         raise InvalidRequest("A value is required for input_ids")
@@ -77,11 +75,12 @@ def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> l
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
-    return ids.tolist()
+    prompt: list[int] = ids.tolist()
+    return prompt
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:
-    """A dense bias per vocabulary entry as its non-zero entries."""
+    """The entries of the row's dense bias that are not zero, by token id. Raises InvalidRequest for more than allowed."""
     bias = batch.vector("embedding_bias", row)
     if bias is None or bias.size == 0:
         return {}
@@ -95,3 +94,6 @@ def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dic
             f"embedding_bias has {where.size} entries that are not zero, the limit is {max_entries}; send fewer"
         )
     return dict(zip(where.tolist(), bias[where].tolist()))
+
+
+TENSORRT_LLM = Front(TOKEN_MODEL, parse_token_requests)

@@ -1,0 +1,185 @@
+"""Model `everbatch`, this project's own wire: one JSON object in, JSON objects out. What the OpenAI gateway speaks.
+
+    request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]}, and the fields of Generate
+    response  STRING [1]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a request has
+                           `finish_reason`, `stop_reason` and `usage` besides
+
+One tensor each way is also the cheapest way through Triton. A stop request (`stop`: true) ends the request of its id.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from backend.api import InvalidRequest, OutputConfig, Request
+from backend.serving.fronts.front import TextFront, TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
+from backend.serving.fronts.named_sampling import NamedSampling, read_json
+from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, required
+from backend.serving.tensors import ONE, Input, ModelTensors, Output
+from backend.text.stream import TextStream
+from backend.text.token_texts import TokenText, TokenTexts
+from backend.text.words import words_token_ids
+
+TENSORS = ModelTensors(
+    "everbatch",
+    inputs=(
+        Input("request", "STRING", ONE, "request", optional=False),
+        Input("stop", "BOOL", ONE, "request"),
+    ),
+    outputs=(Output("response", "STRING", ONE, "always"),),
+    max_batch_size=0,
+    always="decoupled",
+)
+MAX_ESCAPED = 6  # bytes of JSON for one character of text, at the most: \u0000
+
+
+class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request. Exactly one of `messages`, `prompt` and `prompt_token_ids` is given."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    stream: bool = False
+    include_stop_in_output: bool = False
+    echo: bool = False
+    timeout_s: float | None = None
+
+
+class Choice(Struct, frozen=True):
+    """A token with its log-probability. `bytes`: its own, which may be a part of a character only."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[Choice] | UnsetType = UNSET
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generated(Struct, frozen=True):
+    """One response; what is unset is left out."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[Choice] | UnsetType = UNSET
+    finish_reason: str | UnsetType = UNSET
+    stop_reason: str | int | None | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class _Prompt(NamedTuple):
+    text: str
+    ids: list[int]
+
+
+def check(batch: Batch, context: ServingContext) -> None:
+    """Raise InvalidRequest for a request of more bytes than any prompt of this model has."""
+    most = MAX_TOKEN_BYTES * MAX_ESCAPED * context.model.max_seq_len
+    batch.check_texts("request", 0, 1, most, "384 for each token of model.max_seq_len")
+
+
+def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
+    asked: Generate = read_json("request", required(batch, "request", 0), Generate)
+    check_stops("stop", asked.stops, context.config.limits)
+    check_stops("bad_words", asked.bad_words or [], context.config.limits)
+    prompt = _read_prompt(asked, context, tools)
+    request = Request(
+        input_token_ids=prompt.ids,
+        max_tokens=fitting_tokens(context, len(prompt.ids))
+        if asked.max_tokens is None
+        else _at_least_one(asked.max_tokens),
+        streaming=asked.stream or bool(asked.stops),
+        sampling_config=asked.sampling_config(),
+        output_config=OutputConfig(
+            return_log_probs=asked.logprobs is not None,
+            top_log_probs=asked.logprobs or 0,
+            exclude_input_from_output=True,
+            return_perf_metrics=True,
+        ),
+        end_ids=asked.end_ids(context, tools.tokenizer),
+        bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
+        timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
+        cache_salt=parameters.namespace,
+    )
+    texts = None if asked.logprobs is None else TokenTexts(tools.tokenizer, prompt.ids)
+    output = TextOutput(
+        renderer(len(prompt.ids), texts),
+        TextStream(tools.tokenizer, prompt.ids, asked.stops, include_stop=asked.include_stop_in_output),
+        streaming=asked.stream,
+        prefix=prompt.text if asked.echo else "",
+        every_token=context.config.triton.one_response_per_token,
+        hidden_ends=() if asked.include_stop_in_output else tuple(asked.stop_token_ids or ()),
+    )
+    return [Work(request, output)]
+
+
+def _at_least_one(max_tokens: int) -> int:
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}, at least 1 is needed; leave it out for as many as fit")
+    return max_tokens
+
+
+def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> _Prompt:
+    given = [name for name in ("messages", "prompt", "prompt_token_ids") if getattr(asked, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none of them"
+        raise InvalidRequest(f"exactly one of messages, prompt and prompt_token_ids is expected, {found} is given")
+    if asked.prompt_token_ids is not None:
+        ids = asked.prompt_token_ids
+        text = tools.tokenizer.decode(ids) if asked.echo else ""
+    elif asked.prompt is not None:
+        text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
+    else:
+        text = tools.template.render(asked.messages or [])
+        ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+    if not ids:
+        raise InvalidRequest("the prompt holds no token; give more text")
+    if len(ids) >= context.model.max_seq_len:
+        raise prompt_too_long(len(ids), context.model.max_seq_len)
+    return _Prompt(text, ids)
+
+
+def renderer(num_prompt_tokens: int, texts: TokenTexts | None) -> Render:
+    """`texts`: to show log-probabilities with."""
+
+    def render(news: News) -> Arrays:
+        end: dict[str, Any] = {}
+        if news.finish is not None:
+            cached = 0 if news.perf is None else news.perf.num_cached_tokens
+            end = {
+                "finish_reason": news.finish.openai_name,
+                "stop_reason": news.stop,
+                "usage": Usage(num_prompt_tokens, news.num_tokens, cached),
+            }
+        choices = UNSET if texts is None else _choices(news, texts)
+        body = msgspec.json.encode(Generated(news.text, news.ids, choices, **end))
+        return [("response", text_array([body]))]
+
+    return render
+
+
+def _choices(news: News, texts: TokenTexts) -> list[Choice]:
+    choices = []
+    tops = news.top_log_probs or [[] for _ in news.ids]
+    for token_id, log_prob, top in zip(news.ids, news.log_probs or [], tops):
+        others = [_choice(one.token_id, texts.alternative(one.token_id), one.log_prob) for one in top]
+        choices.append(_choice(token_id, texts.push(token_id), log_prob, others))
+    return choices
+
+
+def _choice(token_id: int, token: TokenText, log_prob: float, top: list[Choice] | UnsetType = UNSET) -> Choice:
+    return Choice(token_id, token.text, list(token.raw), log_prob, top)
+
+
+EVERBATCH = TextFront(TENSORS, check, parse)

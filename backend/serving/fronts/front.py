@@ -1,0 +1,48 @@
+"""What a front is: how one Triton model of one wire reads requests and answers them.
+
+A new wire is a new file here: its table of tensors, `check` and `parse`, the renderer of its outputs. Everything else (threads,
+cancellation, streams, metrics, draining) is the ModelServer's, and the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.tensors import ModelTensors
+from backend.text.chat import ChatTemplate
+from backend.text.tokenizer import Tokenizer
+
+
+class TextTools(NamedTuple):
+    """The model's tokenizer and chat template."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @classmethod
+    def from_directory(cls, path: str) -> TextTools:
+        """Raises ConfigError when the directory has no tokenizer that can be read."""
+        tokenizer = Tokenizer.from_directory(path)
+        return cls(tokenizer, ChatTemplate.from_directory(path, tokenizer))
+
+
+class Front(NamedTuple):
+    """A model of token ids. `parse` runs on the stub's main thread: one Work per row, or EverbatchError; then no row runs."""
+
+    tensors: ModelTensors
+    parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
+    error_prefix: str = ""  # the protocol's own words in front of an error
+
+
+class TextFront(NamedTuple):
+    """A model of text. `check` runs on the main thread and raises for what can be told at once; `parse` tokenises and renders,
+    on a text thread, for up to triton.text_timeout_s.
+    """
+
+    tensors: ModelTensors
+    check: Callable[[Batch, ServingContext], None]
+    parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
+    error_prefix: str = ""

@@ -1,0 +1,35 @@
+"""Limits on text and prompts that several fronts share."""
+
+from __future__ import annotations
+
+from backend.api import InvalidRequest
+from backend.api.config import LimitsConfig
+from backend.serving.requests import ServingContext
+
+MAX_TOKEN_BYTES = 64  # a prompt of more bytes than this for each token of max_seq_len is refused before it is tokenised
+
+
+def check_stops(name: str, texts: list[str], limits: LimitsConfig) -> None:
+    """Raise InvalidRequest for more stop strings or bad words than allowed, or longer ones."""
+    if len(texts) > limits.max_words:
+        raise InvalidRequest(f"{name} holds {len(texts)} entries, the limit is {limits.max_words}; send fewer")
+    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    if num_bytes > limits.max_word_bytes:
+        raise InvalidRequest(
+            f"{name} has {num_bytes} bytes, the limit is {limits.max_word_bytes} (limits.max_word_bytes); shorten it"
+        )
+
+
+def fitting_tokens(context: ServingContext, num_prompt_tokens: int) -> int:
+    """As many output tokens as the model and the KV pool hold behind a prompt; at least 1, so that a prompt which fits nowhere
+    is refused with its own words.
+    """
+    most = min(context.model.max_seq_len, context.max_kv_tokens or context.model.max_seq_len)
+    return max(1, most - num_prompt_tokens)
+
+
+def prompt_too_long(num_tokens: int, max_seq_len: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {num_tokens} tokens, the limit is {max_seq_len - 1}: shorten it, or serve with a larger "
+        "model.max_seq_len"
+    )

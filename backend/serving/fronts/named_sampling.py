@@ -1,0 +1,97 @@
+"""Sampling parameters given by name in a JSON object, as vLLM, OpenAI and this project's own model take them."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from backend.api import InvalidRequest, SamplingConfig, Unsupported
+from backend.serving.requests import ServingContext
+from backend.text.tokenizer import Tokenizer
+
+
+class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names, defaults and meaning follow vLLM's SamplingParams, as far as the engine knows them.
+
+    Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one.
+    """
+
+    max_tokens: int | None = None  # None: as many as fit
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 and -1: off
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    bad_words: list[str] | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
+    logprobs: int | None = None  # most likely tokens of each position; 0: only the chosen one
+
+    @property
+    def stops(self) -> list[str]:
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+
+    def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
+        """Raises InvalidRequest for a token id in logit_bias that is no number."""
+        temperature = default_temperature if self.temperature is None else self.temperature
+        seed = secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed
+        return SamplingConfig(
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            seed=seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens or None,
+            logit_bias=_by_id(self.logit_bias) if self.logit_bias else None,
+        )
+
+    def end_ids(self, context: ServingContext, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """What ends the output: the model's own end ids unless they are to be ignored, then those of the request."""
+        own = () if self.ignore_eos else (*context.model.eos_ids, *tokenizer.eos_ids)
+        return tuple(dict.fromkeys([*own, *(self.stop_token_ids or [])]))
+
+
+def _by_id(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): weight for token_id, weight in bias.items()}
+    except ValueError:
+        wrong = next(token_id for token_id in bias if not token_id.removeprefix("-").isdigit())
+        raise InvalidRequest(f"logit_bias holds the key {wrong[:40]!r}, token ids are expected") from None
+
+
+def read_json(name: str, text: str, kind: type[Any], strict: bool = True) -> Any:
+    """`text` as a `kind` of Struct. Raises InvalidRequest naming what is wrong; not strict: numbers may be strings."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest(f"{name} is not valid JSON; send one JSON object") from None
+    return from_json(name, value, kind, strict)
+
+
+def from_json(name: str, value: Any, kind: type[Any], strict: bool = True) -> Any:
+    """A JSON value as a `kind` of Struct; see read_json."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except (msgspec.ValidationError, RecursionError) as error:
+        if isinstance(value, dict) and (unknown := sorted(set(value) - set(kind.__struct_fields__))):
+            names = ", ".join(repr(str(key)[:64]) for key in unknown[:4])
+            raise Unsupported(f"{name} holds {names}, which this version does not know; leave it out") from None
+        raise InvalidRequest(_sentence(name, error)) from None
+
+
+def _sentence(name: str, error: Exception) -> str:
+    """msgspec's sentence, with the place in front: the types that are expected and found, never a value."""
+    problem, _, place = str(error).partition(" - at `$")
+    return f"{name}{place.rstrip('`')}: {problem[:1].lower()}{problem[1:]}"

@@ -1,0 +1,67 @@
+"""Reads the inputs that the models of the TensorRT-LLM wire share: sessions, sampling and flags."""
+
+from __future__ import annotations
+
+from backend.api import OutputConfig, SamplingConfig, SessionConfig, SessionError, SessionId, SessionStatus
+from backend.serving.fronts.trtllm_outputs import RowSettings
+from backend.serving.reading import Batch
+from backend.serving.requests import StopSession
+
+
+def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
+    """The row's STOP request, or None if it is none. Raises SessionError for STOP with START or without CORRID."""
+    if not batch.scalar("STOP", row):
+        return None
+    session_id = batch.scalar("CORRID", row)
+    if session_id is None:
+        raise SessionError(SessionStatus.INVALID, "STOP needs the session's CORRID")
+    if batch.scalar("START", row):
+        raise SessionError(SessionStatus.INVALID, "START and STOP exclude each other; send one of them")
+    return StopSession(SessionId(session_id), end=bool(batch.scalar("END", row)), namespace=namespace)
+
+
+def read_session(batch: Batch, row: int) -> SessionConfig | None:
+    """The row's session, or None without CORRID. START and END are 1 when absent, as in TurboMind.
+
+    Raises SessionError when other inputs of a session come without CORRID.
+    """
+    fields = batch.fields("session", row)
+    if "id" not in fields:
+        if fields:
+            raise SessionError(SessionStatus.INVALID, f"{', '.join(sorted(fields))} of a session needs its CORRID")
+        return None
+    fields["start"] = bool(fields.get("start", 1))
+    fields["end"] = bool(fields.get("end", 1))
+    if fields.get("session_len") == 0:  # TurboMind's clients send 0 when they want no limit.
+        del fields["session_len"]
+    return SessionConfig(**fields)
+
+
+def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
+    """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
+    fields = batch.fields("sampling", row)
+    if fields.get("top_p", 1.0) <= 0.0:  # Clients send 0.0 when they leave it unset.
+        del fields["top_p"]
+    return SamplingConfig(**fields, logit_bias=logit_bias or None)
+
+
+def read_output_config(batch: Batch, row: int) -> OutputConfig:
+    """The row's output configuration. The engine never echoes the prompt, because the row's output does that."""
+    return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
+
+
+def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int) -> RowSettings:
+    """How the row is to be answered."""
+    return RowSettings(
+        streaming=streaming,
+        num_input_tokens=num_input_tokens,
+        batch_index=row if batch.num_rows > 1 else None,
+        return_num_input_tokens=bool(batch.scalar("return_num_input_tokens", row)),
+        return_num_output_tokens=bool(batch.scalar("return_num_output_tokens", row)),
+    )
+
+
+def echoes_prompt(batch: Batch, row: int, default_exclude: bool) -> bool:
+    """Whether the prompt comes first in the answer. `default_exclude` holds where the request does not say."""
+    exclude = batch.scalar("exclude_input_in_output", row)
+    return not (default_exclude if exclude is None else exclude)

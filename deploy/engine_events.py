@@ -1,0 +1,53 @@
+"""What the owner of the engine process writes to the server's log about its ends, while the server runs.
+
+The stub that started the engine knows with which status or by which signal it ended; the launcher only sees that a model is
+not ready. So the monitor reads the new lines of the log.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deploy.processes import describe_end
+
+MAX_BYTES = 1 << 20  # the most that one look reads: of a log that grows faster, the end
+_EVENT = re.compile(rb"everbatch\.supervisor: (the engine (?:process|died) .+)")
+_ENDED = re.compile(r"^the engine process ended with code (-?\d+)")
+
+
+class EngineEvents:
+    """Follows one log from where it ends now. One thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = self._size()
+        self._rest = b""
+
+    def fresh(self) -> list[str]:
+        """The events in the lines that were completed since the last call, oldest first."""
+        try:
+            return self._events(self._size())
+        except FileNotFoundError:  # Somebody removed the log just now, and with it what it would have told.
+            return []
+
+    def _events(self, size: int) -> list[str]:
+        if size < self._position:  # The log was put aside and emptied.
+            self._position, self._rest = 0, b""
+        if size == self._position:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(max(self._position, size - MAX_BYTES))
+            content = self._rest + file.read(MAX_BYTES)
+            self._position = file.tell()
+        *lines, self._rest = content.split(b"\n")
+        self._rest = self._rest[-MAX_BYTES:]
+        return [_in_words(match.group(1).decode(errors="replace")) for line in lines if (match := _EVENT.search(line))]
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.is_file() else 0
+
+
+def _in_words(event: str) -> str:
+    """The event with the engine's exit status explained."""
+    return _ENDED.sub(lambda match: f"the engine process {describe_end(int(match.group(1)))}", event.strip())
