@@ -21,7 +21,7 @@ _JSON_HEADER = (b"content-type", b"application/json")
 class Running:
     """The replies that are being generated: how many at most, and how they are ended at a shutdown."""
 
-    def __init__(self, max_choices: int):
+    def __init__(self, max_choices: int) -> None:
         self._max_choices = max_choices
         self._workers: set[asyncio.Task[None]] = set()
         self.choices = 0
@@ -54,7 +54,7 @@ class Running:
 class Outlet:
     """The way to the client. A write waits until the client has read enough of what was written before."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
 
@@ -95,7 +95,7 @@ class Answer(Response):
 
     def __init__(
         self, work: Work, running: Running, choices: int, timeout_s: float, on_error: ErrorEvent = error_event
-    ):
+    ) -> None:
         super().__init__()
         self._work, self._running, self._choices, self._timeout_s = work, running, choices, timeout_s
         self._on_error = on_error

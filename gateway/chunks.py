@@ -105,7 +105,7 @@ def usages_of(replies: list[Piece]) -> list[Usage]:
 class Chunks:
     """The events of one streamed request. A subclass knows the shape of its choices."""
 
-    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool):
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
         self._head, self._per_prompt, self._include_usage = head, choices_per_prompt, include_usage
         self._usages = [Usage() for _ in range(choices)]
         opening = b"data: " + encode(head.values())[:-1] + b',"choices":[{"index":'
@@ -135,7 +135,7 @@ class Chunks:
 
 
 class ChatChunks(Chunks):
-    def __init__(self, head: Head, choices: int, include_usage: bool):
+    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
         super().__init__(head, choices, choices, include_usage)
         self._greeted = [False] * choices
 
@@ -155,7 +155,7 @@ class ChatChunks(Chunks):
 
 
 class CompletionChunks(Chunks):
-    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool):
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
         super().__init__(head, choices, choices_per_prompt, include_usage)
         self._logprobs = [TextLogProbs() for _ in range(choices)]
 

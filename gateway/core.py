@@ -33,7 +33,7 @@ _Message = TypeVar("_Message", bound=Sampling)
 class Gateway:
     """`link` is there within `linked`."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.keys = None if settings.api_keys is None else Keys(settings.api_keys)
         self.counters = Counters()

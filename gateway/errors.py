@@ -60,7 +60,7 @@ class GatewayError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
-    ):
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

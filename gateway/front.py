@@ -27,7 +27,7 @@ _log = logging.getLogger("everbatch.gateway")
 class Front:
     """The ASGI application in front of the routes."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys | None, counters: Counters):
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys | None, counters: Counters) -> None:
         self._app, self._settings, self._keys, self._counters = app, settings, keys, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -76,7 +76,7 @@ class Keys:
     A changed file that cannot be used is told once in the log, and the keys before the change stay.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._seen = _signature(path)
         self._keys = read_keys(path)

@@ -17,7 +17,7 @@ from gateway.triton_client import Piece, TokenLogProb, Usage
 class ResponseWriter:
     """One response. `events` of each piece, in order, between `opening` and `closing`."""
 
-    def __init__(self, message: ResponseRequest):
+    def __init__(self, message: ResponseRequest) -> None:
         self.id = f"resp_{secrets.token_hex(16)}"
         self._item_id = f"msg_{secrets.token_hex(16)}"
         self._message = message

@@ -19,7 +19,7 @@ LAST_EVENTS_S = 3  # for the last events to go out, after the replies were ended
 class GatewayServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT; replies then have `shutdown_grace_s` to end by themselves."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings) -> None:
         self.gateway = Gateway(settings)
         super().__init__(
             uvicorn.Config(

@@ -56,7 +56,7 @@ class _Shelf:
 class ResponseStore:
     """Of each namespace at most `count` responses and `size` bytes, none unused for `ttl_s` seconds."""
 
-    def __init__(self, count: int, size: int, ttl_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, count: int, size: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._size, self._ttl_s, self._clock = count, size, ttl_s, clock
         self._shelves: dict[str, _Shelf] = {}
 

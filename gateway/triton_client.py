@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import msgspec
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from gateway.errors import GatewayError, from_triton, unavailable
 
@@ -78,7 +78,7 @@ _decoder = msgspec.json.Decoder(Piece)
 class TritonLink:
     """Belongs to the event loop it is made in."""
 
-    def __init__(self, url: str, model: str, timeout_s: float):
+    def __init__(self, url: str, model: str, timeout_s: float) -> None:
         self._model, self._timeout_s = model, timeout_s
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)

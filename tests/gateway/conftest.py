@@ -21,7 +21,7 @@ from tests.gateway.fake_triton import FakeTriton
 class Served:
     """A gateway that runs in a thread."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings) -> None:
         self.server = GatewayServer(settings)
         self.gateway = self.server.gateway
         self._thread = threading.Thread(target=self.server.run)
