@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,26 +103,33 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
     )
 
 
-def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(client: openai.OpenAI) -> None:
-    asked = "Write the function read_lines. " * 30  # more than one block of KV, whatever the reply is
-    first = client.responses.create(**GREEDY, input=asked, max_output_tokens=60)
-    second = client.responses.create(
-        **GREEDY, input="Now one that writes.", previous_response_id=first.id, max_output_tokens=5
-    )
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(server: Any, keys: Path) -> None:
+    """Of a tenant: who has no key shares whole blocks with strangers, and is told nothing of what was found."""
+    asked = "Write the function read_lines. " * 30
+    with serving(server.grpc_url, api_keys=keys) as served, served.client(ALICE) as client:
+        first = client.responses.create(**GREEDY, input=asked, max_output_tokens=60)
+        second = client.responses.create(
+            **GREEDY, input="Now one that writes.", previous_response_id=first.id, max_output_tokens=5
+        )
+        chat: Any = [{"role": "user", "content": asked}, {"role": "assistant", "content": first.output_text}]
+        again = client.chat.completions.create(
+            **GREEDY, messages=[*chat, {"role": "user", "content": "Now one that writes."}], max_tokens=5
+        )
     assert first.usage is not None and second.usage is not None
     before = first.usage.input_tokens
-    assert second.usage.input_tokens > before and second.usage.input_tokens_details.cached_tokens >= before // 2
-    chat: Any = [{"role": "user", "content": asked}, {"role": "assistant", "content": first.output_text}]
-    again = client.chat.completions.create(
-        **GREEDY, messages=[*chat, {"role": "user", "content": "Now one that writes."}], max_tokens=5
-    )
+    assert second.usage.input_tokens > before and second.usage.input_tokens_details.cached_tokens >= before - 32
     assert again.choices[0].message.content == second.output_text
 
 
-def test_tenants_find_nothing_of_each_other_in_the_cache(server: Any, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
-    os.chmod(keys, 0o600)
+def test_tenants_find_nothing_of_each_other_in_the_cache(server: Any, keys: Path) -> None:
     prompt = "def tenants(" + "argument, " * 40
     cached = []
     with serving(server.grpc_url, api_keys=keys) as served:
