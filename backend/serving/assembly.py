@@ -38,7 +38,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
-    text = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    arguments = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -49,7 +49,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
         report_health=_report_to(run_directory, args["model_name"]),
-        **text,
+        **arguments,
     )
 
 
@@ -104,12 +104,24 @@ def _text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
         return front.parse(batch, context, parameters, tools.loaded())
 
-    return {"parse": parse, "check_text": check, "prepare": tools.prepare}
+    return {
+        "parse": parse,
+        "check_text": check,
+        "prepare": tools.prepare,
+        "error_text": front.error_text,
+        "log_name": front.log_name,
+        "every_step": front.every_step,
+    }
 
 
 def _role(model_name: str, model_config: dict[str, Any]) -> str:
-    """Raises ConfigError for a model that no front serves."""
-    role = model_config.get("parameters", {}).get("role", {}).get("string_value") or model_name
+    """The parameter `role`, else the backend where that is not `python`, else the name. Raises ConfigError for a model that no
+    front serves.
+    """
+    backend = model_config.get("backend", "python")
+    role = model_config.get("parameters", {}).get("role", {}).get("string_value") or (
+        model_name if backend == "python" else backend
+    )
     if role not in FRONTS:
         raise ConfigError(
             f"model {model_name}: the role {role!r} is not known, known are {', '.join(FRONTS)}; "

@@ -119,6 +119,9 @@ class ModelServer:
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
         error_prefix: str = "",
+        error_text: Callable[[str], str] | None = None,
+        log_name: str = "",
+        every_step: bool = False,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
@@ -127,7 +130,9 @@ class ModelServer:
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
         then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
         what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
-        stands in front of each error's text. `report_health` gets the state of this model now, and then four times a second.
+        stands in front of each error's text, or `error_text` writes all of it. Cancellations by clients that are gone are
+        logged under `log_name`, if there is one. `every_step`: the responses of two steps of the engine are never joined.
+        `report_health` gets the state of this model now, and then four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -139,6 +144,7 @@ class ModelServer:
         self._check_text = check_text
         self._prepare = prepare
         self._report_health = report_health
+        self._log_name = log_name
         self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
@@ -149,8 +155,9 @@ class ModelServer:
             self._stop_rows,
             self._stop_at,
             self._on_row_end,
-            coalesce=not config.triton.one_response_per_token,
+            coalesce=not (every_step or config.triton.one_response_per_token),
             error_prefix=error_prefix,
+            error_text=error_text,
         )
         self._load = EngineLoad(config)
         triton = config.triton
@@ -284,6 +291,8 @@ class ModelServer:
         def on_response(response: Response) -> None:
             if response.is_final and not isinstance(work.request, StopSession):
                 self._load.leave()
+            if response.is_final and stream.abandoned:
+                self._log_cancellation("Successfully cancelled")
             self._pump.deliver(stream, row, response)
 
         if work.request is None:
@@ -332,8 +341,15 @@ class ModelServer:
             self._pump.fail(stream, ErrorCode.CANCELLED, STOPPED_EARLY)
 
     def _abandon(self, stream: Stream) -> None:
+        self._log_cancellation("Cancelling")
         stream.abandoned = True
         self._cancel(stream)
+        if not stream.rows:  # No row runs whose end would be the end of the cancellation.
+            self._log_cancellation("Successfully cancelled")
+
+    def _log_cancellation(self, how: str) -> None:
+        if self._log_name:
+            log.info("[%s] %s the request", self._log_name, how)
 
     def _stop_rows(self, stream: Stream) -> None:
         for row in stream.rows:
