@@ -144,7 +144,6 @@ class ModelServer:
         self._check_text = check_text
         self._prepare = prepare
         self._report_health = report_health
-        self._log_name = log_name
         self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
@@ -158,13 +157,14 @@ class ModelServer:
             coalesce=not (every_step or config.triton.one_response_per_token),
             error_prefix=error_prefix,
             error_text=error_text,
+            log_name=log_name,
         )
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         self._metrics = MetricsPublisher(pb.new_metric_family, labels or {}, engine=owner)
         period_s = config.triton.cancellation_check_period_ms / 1000
-        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s)
+        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, log_name)
         self._housekeeper = Housekeeper(
             self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )
@@ -291,8 +291,6 @@ class ModelServer:
         def on_response(response: Response) -> None:
             if response.is_final and not isinstance(work.request, StopSession):
                 self._load.leave()
-            if response.is_final and stream.abandoned:
-                self._log_cancellation("Successfully cancelled")
             self._pump.deliver(stream, row, response)
 
         if work.request is None:
@@ -341,15 +339,8 @@ class ModelServer:
             self._pump.fail(stream, ErrorCode.CANCELLED, STOPPED_EARLY)
 
     def _abandon(self, stream: Stream) -> None:
-        self._log_cancellation("Cancelling")
         stream.abandoned = True
         self._cancel(stream)
-        if not stream.rows:  # No row runs whose end would be the end of the cancellation.
-            self._log_cancellation("Successfully cancelled")
-
-    def _log_cancellation(self, how: str) -> None:
-        if self._log_name:
-            log.info("[%s] %s the request", self._log_name, how)
 
     def _stop_rows(self, stream: Stream) -> None:
         for row in stream.rows:

@@ -110,11 +110,13 @@ class ResponsePump:
         coalesce: bool = True,
         error_prefix: str = "",
         error_text: Callable[[str], str] | None = None,
+        log_name: str = "",
     ) -> None:
         self._stop_rows = stop_rows
         self._coalesce = coalesce
         self._error_prefix = error_prefix
         self._error_text = error_text
+        self._log_name = log_name
         self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
@@ -311,7 +313,9 @@ class ResponsePump:
         24.10).
         """
         with stream.gate, stream.lock:
-            stream.closed = True
+            was_closed, stream.closed = stream.closed, True
+        if self._log_name and stream.abandoned and not was_closed:
+            log.info("[%s] Successfully cancelled the request", self._log_name)
         with self._live_lock:
             self._live.pop(id(stream), None)
 

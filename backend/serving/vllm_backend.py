@@ -13,7 +13,7 @@ from backend.serving.environment import engine_config
 from backend.serving.fronts.vllm import TENSORS
 from backend.serving.fronts.vllm_engine_args import read_engine_args, remarks
 from backend.serving.model_server import ModelServer
-from backend.serving.tensors import Input
+from backend.serving.tensors import Input, Output
 
 log = logging.getLogger("everbatch.serving")
 
@@ -45,13 +45,16 @@ def complete_config(config: CompletedConfig) -> CompletedConfig:
     """Add the tensors that a config.pbtxt does not name, and what the wire prescribes besides. What it names stays."""
     given = config.as_dict()
     names = {tensor["name"] for kind in ("input", "output") for tensor in given.get(kind, [])}
-    for spec in (*TENSORS.inputs, *TENSORS.outputs):
-        if spec.name not in names:
-            tensor = {"name": spec.name, "data_type": f"TYPE_{spec.dtype}", "dims": list(spec.dims)}
-            if isinstance(spec, Input):
-                config.add_input(tensor | {"optional": spec.optional})
-            else:
-                config.add_output(tensor)
+    for declared in TENSORS.inputs:
+        if declared.name not in names:
+            config.add_input(_described(declared) | {"optional": declared.optional})
+    for output in TENSORS.outputs:
+        if output.name not in names:
+            config.add_output(_described(output))
     config.set_model_transaction_policy({"decoupled": True})
     config.set_max_batch_size(TENSORS.max_batch_size)
     return config
+
+
+def _described(spec: Input | Output) -> dict[str, Any]:
+    return {"name": spec.name, "data_type": f"TYPE_{spec.dtype}", "dims": list(spec.dims)}

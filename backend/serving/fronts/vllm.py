@@ -75,8 +75,8 @@ class Told(NamedTuple):
 
     @classmethod
     def read(cls, batch: Batch, asked: VllmSampling) -> Told:
-        flags = [bool(batch.scalar(name, 0)) for name in FLAGS]
-        return cls(*flags, bool(batch.scalar("return_logprobs", 0)) and asked.logprobs is not None)
+        flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
+        return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
 
 
 def check(batch: Batch, context: ServingContext) -> None:
