@@ -153,9 +153,7 @@ def environment(
     # The engine process needs it. Stubs ignore it.
     variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))
     if installation.wheel is not None:
-        libraries = (
-            installation.wheel.parents[1] / "nvidia_pytriton.libs"
-        )  # a copied libtriton_python.so looks elsewhere
+        libraries = installation.wheel.parent.parent / "nvidia_pytriton.libs"  # for the copied libtriton_python.so
         for directory in [*([str(libraries)] if libraries.is_dir() else []), *libpython.search_path()]:
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
     variables[RUN_ID_VARIABLE] = run_id
