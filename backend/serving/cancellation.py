@@ -24,7 +24,7 @@ class CancellationPoller:
         period_s: float,
         log_name: str = "",
     ) -> None:
-        """The poller's thread calls `abandon(stream)` once for each stream whose client is gone, and logs it under `log_name`, if any."""
+        """The poller's thread calls `abandon(stream)` once for each stream whose client is gone, and logs it under `log_name`."""
         self._live_streams = live_streams
         self._abandon = abandon
         self._period_s = period_s
