@@ -38,7 +38,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
-    arguments = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -94,7 +94,7 @@ class ToolsLoader:
         return self._tools
 
 
-def _text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
+def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread."""
 
     def check(batch: Batch, context: ServingContext) -> None:
