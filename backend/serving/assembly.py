@@ -33,7 +33,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     """
     _prepare_process(args)
     model_config = json.loads(args["model_config"])
-    role = _role(args["model_name"], model_config)
+    role = role_of(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
@@ -114,7 +114,7 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     }
 
 
-def _role(model_name: str, model_config: dict[str, Any]) -> str:
+def role_of(model_name: str, model_config: dict[str, Any]) -> str:
     """The parameter `role`, else the backend where that is not `python`, else the name. Raises ConfigError for a model that no
     front serves.
     """
