@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from deploy.processes import RUN_ID_VARIABLE
 
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
+OWN_BACKENDS = ROOT / "deploy" / "backends"  # python-based backends: NAME/model.py
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
 SECRET_FLAGS = {  # name of the variable that holds the flag -> the flag without the key; see deploy/secret_flags.py
     "EVERBATCH_HTTP_RESTRICTION": f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}=",
@@ -58,8 +60,8 @@ def find_installation() -> Installation:
 
 
 def prepare_backend_directory(installation: Installation, directory: Path) -> Path | None:
-    """Lay out `directory`/python with three links into the wheel. Returns None where the server brings its own
-    backends.
+    """Lay out `directory`: `python` from the wheel, and this project's own backends beside it. Returns None where the server
+    brings its own backends.
 
     Raises UserError when the wheel has no stub for this Python, or the stub's libpython is missing.
     """
@@ -74,11 +76,26 @@ def prepare_backend_directory(installation: Installation, directory: Path) -> Pa
     backend = directory / "python"
     backend.mkdir(parents=True, exist_ok=True)
     wheel_backend = installation.wheel / "backends" / "python"
-    for target in (wheel_backend / "libtriton_python.so", wheel_backend / "triton_python_backend_utils.py", stub):
-        link = backend / target.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
+    _replace_link(backend / "triton_python_backend_utils.py", wheel_backend / "triton_python_backend_utils.py")
+    _replace_link(backend / stub.name, stub)
+    # A backend that is written in Python is refused where this file is a link (`escapes backend directory`).
+    (backend / "libtriton_python.so").unlink(missing_ok=True)
+    shutil.copyfile(wheel_backend / "libtriton_python.so", backend / "libtriton_python.so")
+    for own in sorted(path.parent for path in OWN_BACKENDS.glob("*/model.py")):
+        _replace_link(directory / own.name, own)
     return directory
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def needs_completion(repository: Path) -> bool:
+    """Whether a model's config.pbtxt leaves its tensors to a backend of ours, as those written for vLLM's do."""
+    own = "|".join(re.escape(path.parent.name) for path in OWN_BACKENDS.glob("*/model.py"))
+    texts = (path.read_text(errors="replace") for path in repository.glob("*/config.pbtxt"))
+    return any(re.search(rf'^\s*backend\s*:\s*"(?:{own})"', text, re.MULTILINE) for text in texts)
 
 
 def command_line(
@@ -100,7 +117,8 @@ def command_line(
         command.append(f"--backend-directory={backend_directory}")
     return command + [
         f"--model-repository={repository}",
-        "--disable-auto-complete-config",  # otherwise every model.py is imported twice
+        # Without it every model.py is imported twice.
+        *([] if needs_completion(repository) else ["--disable-auto-complete-config"]),
         f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={host}",
         f"--grpc-address={host}",
@@ -135,7 +153,8 @@ def environment(
     # The engine process needs it. Stubs ignore it.
     variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))
     if installation.wheel is not None:
-        for directory in libpython.search_path():
+        libraries = installation.wheel.parent.parent / "nvidia_pytriton.libs"  # for the copied libtriton_python.so
+        for directory in [*([str(libraries)] if libraries.is_dir() else []), *libpython.search_path()]:
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
     variables[RUN_ID_VARIABLE] = run_id
     variables |= {name: flag + admin_key for name, flag in SECRET_FLAGS.items()}

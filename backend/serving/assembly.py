@@ -33,12 +33,12 @@ def load_model(args: dict[str, str]) -> ModelServer:
     """
     _prepare_process(args)
     model_config = json.loads(args["model_config"])
-    role = _role(args["model_name"], model_config)
+    role = role_of(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
-    text = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -49,7 +49,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
         report_health=_report_to(run_directory, args["model_name"]),
-        **text,
+        **arguments,
     )
 
 
@@ -94,7 +94,7 @@ class ToolsLoader:
         return self._tools
 
 
-def _text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
+def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread."""
 
     def check(batch: Batch, context: ServingContext) -> None:
@@ -104,12 +104,24 @@ def _text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
     def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
         return front.parse(batch, context, parameters, tools.loaded())
 
-    return {"parse": parse, "check_text": check, "prepare": tools.prepare}
+    return {
+        "parse": parse,
+        "check_text": check,
+        "prepare": tools.prepare,
+        "error_text": front.error_text,
+        "log_name": front.log_name,
+        "every_step": front.every_step,
+    }
 
 
-def _role(model_name: str, model_config: dict[str, Any]) -> str:
-    """Raises ConfigError for a model that no front serves."""
-    role = model_config.get("parameters", {}).get("role", {}).get("string_value") or model_name
+def role_of(model_name: str, model_config: dict[str, Any]) -> str:
+    """The parameter `role`, else the backend where that is not `python`, else the name. Raises ConfigError for a model that no
+    front serves.
+    """
+    backend = model_config.get("backend", "python")
+    role = model_config.get("parameters", {}).get("role", {}).get("string_value") or (
+        model_name if backend == "python" else backend
+    )
     if role not in FRONTS:
         raise ConfigError(
             f"model {model_name}: the role {role!r} is not known, known are {', '.join(FRONTS)}; "

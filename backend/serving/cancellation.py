@@ -18,12 +18,17 @@ log = logging.getLogger("everbatch.serving")
 
 class CancellationPoller:
     def __init__(
-        self, live_streams: Callable[[], list[Stream]], abandon: Callable[[Stream], None], period_s: float
+        self,
+        live_streams: Callable[[], list[Stream]],
+        abandon: Callable[[Stream], None],
+        period_s: float,
+        log_name: str = "",
     ) -> None:
-        """The poller's thread calls `abandon(stream)` once for each stream whose client is gone."""
+        """The poller's thread calls `abandon(stream)` once for each stream whose client is gone, and logs it under `log_name`."""
         self._live_streams = live_streams
         self._abandon = abandon
         self._period_s = period_s
+        self._log_name = log_name
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everbatch-cancellation", daemon=True)
 
@@ -38,6 +43,8 @@ class CancellationPoller:
         """Ask about every live stream once."""
         for stream in self._live_streams():
             if not stream.closed and not stream.abandoned and self._is_cancelled(stream):
+                if self._log_name:
+                    log.info("[%s] Cancelling the request", self._log_name)
                 self._abandon(stream)
 
     def _is_cancelled(self, stream: Stream) -> bool:

@@ -119,6 +119,9 @@ class ModelServer:
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
         error_prefix: str = "",
+        error_text: Callable[[str], str] | None = None,
+        log_name: str = "",
+        every_step: bool = False,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
@@ -127,7 +130,9 @@ class ModelServer:
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
         then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
         what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
-        stands in front of each error's text. `report_health` gets the state of this model now, and then four times a second.
+        stands in front of each error's text, or `error_text` writes all of it. Cancellations by clients that are gone are
+        logged under `log_name`, if there is one. `every_step`: the responses of two steps of the engine are never joined.
+        `report_health` gets the state of this model now, and then four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -149,15 +154,17 @@ class ModelServer:
             self._stop_rows,
             self._stop_at,
             self._on_row_end,
-            coalesce=not config.triton.one_response_per_token,
+            coalesce=not (every_step or config.triton.one_response_per_token),
             error_prefix=error_prefix,
+            error_text=error_text,
+            log_name=log_name,
         )
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         self._metrics = MetricsPublisher(pb.new_metric_family, labels or {}, engine=owner)
         period_s = config.triton.cancellation_check_period_ms / 1000
-        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s)
+        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, log_name)
         self._housekeeper = Housekeeper(
             self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )

@@ -189,8 +189,10 @@ class TextOutput:
             delta = self._stream.flush()
             self._append(delta.text)
             ended = delta.finished_by is not None
-        # a stop string may end before tokens that an earlier response has already counted; they stay counted
-        progress.add(result, num_kept=max(0, delta.num_tokens_kept - before) if ended else None)
+        # A stop string may end before tokens that an earlier response has already counted; they stay counted. Where each
+        # token is told, so is the one that has shown the stop string.
+        least = 1 if self._every_token else 0
+        progress.add(result, num_kept=max(least, delta.num_tokens_kept - before) if ended else None)
         if ended:
             progress.finish, progress.stop = FinishReason.STOP_WORDS, delta.finished_by
             return None if result.is_final else delta.num_tokens_kept

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from backend.api import ErrorCode, RequestId, Response
+from backend.api import ErrorCode, EverbatchError, RequestId, Response
 from backend.serving import pb
 from backend.serving.outputs import Arrays, RowOutput
 
@@ -109,10 +109,14 @@ class ResponsePump:
         *,
         coalesce: bool = True,
         error_prefix: str = "",
+        error_text: Callable[[str], str] | None = None,
+        log_name: str = "",
     ) -> None:
         self._stop_rows = stop_rows
         self._coalesce = coalesce
         self._error_prefix = error_prefix
+        self._error_text = error_text
+        self._log_name = log_name
         self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
@@ -205,6 +209,8 @@ class ResponsePump:
         while (stream := lane.get()) is not None:
             try:
                 self._serve(stream)
+            except EverbatchError as error:  # A renderer says so that an error is the end of its row.
+                self._end_badly(stream, Failure(error.code, error.message))
             except Exception:
                 # Whatever went wrong, the stream must be ended, because otherwise its client and the shutdown would hang.
                 log.exception("answering request %r failed", stream.client_request_id)
@@ -296,6 +302,8 @@ class ResponsePump:
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
     def _error(self, failure: Failure) -> Any:
+        if self._error_text is not None:
+            return pb.error_response(failure.code, self._error_text(failure.message), named=False)
         return pb.error_response(failure.code, self._error_prefix + failure.message)
 
     def _close(self, stream: Stream) -> None:
@@ -305,7 +313,9 @@ class ResponsePump:
         24.10).
         """
         with stream.gate, stream.lock:
-            stream.closed = True
+            was_closed, stream.closed = stream.closed, True
+        if self._log_name and stream.abandoned and not was_closed:
+            log.info("[%s] Successfully cancelled the request", self._log_name)
         with self._live_lock:
             self._live.pop(id(stream), None)
 

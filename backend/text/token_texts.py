@@ -37,6 +37,10 @@ class TokenTexts:
         """The next token of the output."""
         return self._token(token_id, self._detokenizer.push((token_id,)))
 
+    def flush(self) -> str:
+        """The output is over: the text of its last tokens that was still held back. Nothing may be pushed afterwards."""
+        return self._detokenizer.flush()
+
     def _token(self, token_id: int, text: str) -> TokenText:
         token = self._tokenizer.visible_token(token_id, skip_special_tokens=False) or ""
         byte = fallback_byte(token)

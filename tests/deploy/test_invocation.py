@@ -60,6 +60,15 @@ def test_the_model_file_is_imported_once_and_the_shared_memory_is_ours() -> None
     assert "--backend-config=python,shm-region-prefix-name=p_" in flags()
 
 
+def test_a_config_without_tensors_for_our_backend_is_completed_and_no_other(tmp_path: Path) -> None:
+    for name, text in (("a", 'backend: "python"\n# backend: "vllm"'), ("b", 'platform: "ensemble"')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(text)
+    assert "--disable-auto-complete-config" in flags(repository=tmp_path)
+    (tmp_path / "b" / "config.pbtxt").write_text('  backend : "vllm"\n')
+    assert "--disable-auto-complete-config" not in flags(repository=tmp_path)
+
+
 def test_only_a_server_from_the_wheel_gets_a_backend_directory() -> None:
     assert not any(item.startswith("--backend-directory") for item in flags())
     assert "--backend-directory=/b" in flags(backend_directory=Path("/b"))
@@ -103,16 +112,20 @@ def wheel(tmp_path: Path) -> Installation:
     return Installation(tmp_path / "wheel" / "bin" / "tritonserver", tmp_path / "wheel")
 
 
-def test_the_backend_directory_is_three_links_and_the_wheel_stays_untouched(
+def test_the_backend_directory_holds_the_wheels_python_and_our_own_backends_and_the_wheel_stays_untouched(
     wheel: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libpython, "find", lambda version=None: "/lib/libpython.so")
     before = sorted(tmp_path.joinpath("wheel").rglob("*"))
     for _ in range(2):  # a second start replaces the links
         directory = invocation.prepare_backend_directory(wheel, tmp_path / "backends")
-    names = {path.name for path in (tmp_path / "backends" / "python").iterdir() if path.is_symlink()}
+    python = tmp_path / "backends" / "python"
     assert directory == tmp_path / "backends"
-    assert names == {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
+    links = {path.name for path in python.iterdir() if path.is_symlink()}
+    assert links == {"triton_python_backend_utils.py", "triton_python_backend_stub"}
+    library = python / "libtriton_python.so"  # a file of its own, or Triton refuses the backend vllm
+    assert library.is_file() and not library.is_symlink()
+    assert (tmp_path / "backends" / "vllm").resolve() == ROOT / "deploy" / "backends" / "vllm"
     assert sorted(tmp_path.joinpath("wheel").rglob("*")) == before
 
 

@@ -113,6 +113,7 @@ def test_only_what_upstream_requires_is_required() -> None:
         "ensemble": {"text_input", "max_tokens"},
         "tensorrt_llm_bls": {"text_input", "max_tokens"},
         "everbatch": {"request"},
+        "vllm": {"text_input"},
     }
 
 

@@ -38,7 +38,8 @@ def test_the_wheel_holds_every_file_that_serving_reads(wheel: zipfile.ZipFile) -
     held = set(wheel.namelist())
     wanted = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".h", ".cpp")]
     wanted += [path for name in DATA for path in (ROOT / name).rglob("*")]
-    wanted += [ROOT / "deploy" / "nginx.conf", *(ROOT / name / "py.typed" for name in PACKAGES)]
+    wanted += [*(ROOT / "deploy" / "profiles").rglob("config.pbtxt"), ROOT / "deploy" / "nginx.conf"]
+    wanted += [*(ROOT / name / "py.typed" for name in PACKAGES)]
     names = {str(path.relative_to(ROOT)) for path in wanted if path.is_file() and "__pycache__" not in path.parts}
     assert names - held == set()
     assert {name.split("/")[0] for name in held} == {*PACKAGES, *DATA, f"everbatch-{__version__}.dist-info"}

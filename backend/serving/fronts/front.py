@@ -46,3 +46,8 @@ class TextFront(NamedTuple):
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
     error_prefix: str = ""
+    error_text: Callable[[str], str] | None = (
+        None  # message -> the whole text of an error, where the protocol prescribes it
+    )
+    log_name: str = ""  # cancellations are logged under it, for whoever looks for them there
+    every_step: bool = False  # a response for each step of the engine, whatever triton.one_response_per_token says

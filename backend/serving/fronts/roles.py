@@ -6,13 +6,15 @@ from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import Front, TextFront
 from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE
 from backend.serving.fronts.trtllm_tokens import TENSORRT_LLM
+from backend.serving.fronts.vllm import VLLM
 
 FRONTS: dict[str, Front | TextFront] = {
-    front.tensors.model: front for front in (TENSORRT_LLM, ENSEMBLE, BLS, EVERBATCH)
+    front.tensors.model: front for front in (TENSORRT_LLM, ENSEMBLE, BLS, EVERBATCH, VLLM)
 }
 # Profile -> Triton model -> role. A server serves one or several; the model that owns the engine is added where it is missing.
 PROFILES: dict[str, dict[str, str]] = {
     "trtllm": {name: name for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "everbatch")},
+    "vllm": {"vllm_model": "vllm"},
 }
 MODELS = {role: front.tensors for role, front in FRONTS.items()}
 OWNER = TENSORRT_LLM.tensors.model  # the model that starts the engine process; all others attach to it

@@ -1,0 +1,182 @@
+"""Model `vllm`: the wire of Triton's vLLM backend. Tensors have no batch dimension; one element stands for one sequence.
+
+A stream has one response for each step of the engine, of at least one token. The flags `return_*` hold for every response,
+and what they tell is about the tokens of that response, except for `cumulative_logprob`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request
+from backend.api.config import LimitsConfig
+from backend.serving.fronts.front import TextFront, TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
+from backend.serving.fronts.vllm_log_probs import log_probs_json
+from backend.serving.fronts.vllm_sampling import NO_LORA, TENSOR, VllmSampling, read_sampling
+from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.reading import Batch
+from backend.serving.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.text.stream import TextStream
+from backend.text.token_texts import TokenTexts
+from backend.text.words import words_token_ids
+
+FLAGS = (
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+TENSORS = ModelTensors(
+    "vllm",
+    inputs=(
+        Input("text_input", "STRING", ONE, "request", optional=False),
+        *refused("an image in the prompt", ("image", "STRING", ANY), neutral=("",)),
+        Input("stream", "BOOL", ONE, "request"),
+        Input(TENSOR, "STRING", ONE, "request"),
+        Input("exclude_input_in_output", "BOOL", ONE, "request"),
+        *(Input(name, "BOOL", ONE, "request") for name in FLAGS),
+        *refused("an embedding", ("embedding_request", "STRING", ONE), neutral=("",)),
+    ),
+    outputs=(
+        Output("text_output", "STRING", ANY, "always"),
+        Output("finish_reason", "STRING", ANY, "return_finish_reason"),
+        Output("cumulative_logprob", "FP32", ANY, "return_cumulative_logprob"),
+        Output("logprobs", "STRING", ANY, "return_logprobs"),
+        Output("num_input_tokens", "UINT32", ONE, "return_num_input_tokens"),
+        Output("num_output_tokens", "UINT32", ANY, "return_num_output_tokens"),
+    ),
+    max_batch_size=0,
+    always="decoupled",
+)
+CANCELLED = "Request was cancelled"
+NO_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."
+
+
+class Cancelled(EverbatchError):
+    """A stream was cancelled by its client."""
+
+    code = ErrorCode.CANCELLED
+
+
+class Told(NamedTuple):
+    """What each response tells besides its text, by the names of the flags."""
+
+    finish_reason: bool
+    cumulative_logprob: bool
+    logprobs: bool
+    num_input_tokens: bool
+    num_output_tokens: bool
+    log_probs: bool  # whether `logprobs` has any to tell
+
+    @classmethod
+    def read(cls, batch: Batch, asked: VllmSampling) -> Told:
+        flags = {name.removeprefix("return_"): bool(batch.scalar(name, 0)) for name in FLAGS}
+        return cls(**flags, log_probs=flags["logprobs"] and asked.logprobs is not None)
+
+
+def check(batch: Batch, context: ServingContext) -> None:
+    """Raise InvalidRequest or Unsupported for all that can be found without decoding text."""
+    batch.refuse_what_is_not_built()
+    prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
+    batch.check_texts("text_input", 0, 1, prompt_bytes, "64 for each token of model.max_seq_len")
+    batch.check_texts(TENSOR, 0, 1, MAX_PARAMETERS)
+    if batch.scalar("stream", 0) and batch.scalar("exclude_input_in_output", 0) is False:
+        raise InvalidRequest(NO_ECHO)
+
+
+def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
+    limits = context.config.limits
+    asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits)
+    text: str = required(batch, "text_input", 0)
+    ids = _encode(text, context, tools)
+    told = Told.read(batch, asked)
+    streaming = bool(batch.scalar("stream", 0))
+    most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
+    request = Request(
+        input_token_ids=ids,
+        max_tokens=most if asked.max_tokens is None else min(asked.max_tokens, most),
+        streaming=streaming or bool(asked.stops),
+        sampling_config=asked.sampling_config(),
+        output_config=_output_config(asked, told, limits),
+        end_ids=asked.end_ids(context, tools.tokenizer),
+        bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
+        timeout_s=parameters.timeout_s,
+        cache_salt=parameters.namespace,
+    )
+    texts = TokenTexts(tools.tokenizer, ids) if told.log_probs else None
+    output = TextOutput(
+        renderer(told, len(ids), texts, num_top=asked.logprobs or 0, streaming=streaming),
+        TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
+        streaming=streaming,
+        prefix="" if streaming or batch.scalar("exclude_input_in_output", 0) else text,
+        every_token=True,
+        hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
+    )
+    return [Work(request, output)]
+
+
+def _encode(text: str, context: ServingContext, tools: TextTools) -> list[int]:
+    ids = tools.tokenizer.encode(text)
+    if not ids:
+        raise InvalidRequest("text_input is empty; give at least one character")
+    if len(ids) >= context.model.max_seq_len:
+        raise prompt_too_long(len(ids), context.model.max_seq_len)
+    return ids
+
+
+def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> OutputConfig:
+    """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
+    one, else as many as may be asked for.
+    """
+    num_top = 0
+    if told.log_probs:
+        num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
+    return OutputConfig(
+        return_log_probs=told.cumulative_logprob or told.log_probs,
+        top_log_probs=min(num_top, limits.max_top_log_probs),
+        exclude_input_from_output=True,
+    )
+
+
+def renderer(told: Told, num_prompt_tokens: int, texts: TokenTexts | None, *, num_top: int, streaming: bool) -> Render:
+    """`texts`: to show log-probabilities with, each with the `num_top` most likely tokens; None: they are not told."""
+
+    def render(news: News) -> Arrays:
+        if streaming and news.finish is FinishReason.CANCELLED:
+            raise Cancelled(CANCELLED)
+        arrays: Arrays = [("text_output", text_array([news.text]))]
+        if told.finish_reason:
+            arrays.append(("finish_reason", text_array([finish_name(news.finish)])))
+        if told.cumulative_logprob:
+            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob or 0.0], np.float32)))
+        if told.logprobs:
+            body = b"null" if texts is None else log_probs_json(news, texts, num_top)
+            arrays.append(("logprobs", text_array([body])))
+        if told.num_input_tokens:
+            arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
+        if told.num_output_tokens:
+            arrays.append(("num_output_tokens", np.array([len(news.ids)], np.uint32)))
+        return arrays
+
+    return render
+
+
+def finish_name(finish: FinishReason | None) -> str:
+    """vLLM's name of it; the text `None` while the sequence runs."""
+    if finish is None:
+        return "None"
+    name = finish.openai_name
+    return name if name in ("stop", "length") else "abort"
+
+
+def error_text(message: str) -> str:
+    """An error as vLLM's backend words it."""
+    return message if message in (NO_LORA, CANCELLED) else f"Error generating stream: {message}"
+
+
+VLLM = TextFront(TENSORS, check, parse, error_text=error_text, log_name="vllm", every_step=True)

@@ -1,0 +1,50 @@
+"""The output `logprobs` of model `vllm`: JSON, for each token of a response an object with the sampled token and the most likely.
+
+    [{"262": {"logprob": -0.31, "rank": 1, "decoded_token": " the"}, "257": {"logprob": -1.7, "rank": 2, ...}}, ...]
+
+The tokens' texts, one after the other, are the text of the response. Its last one carries what the end of the output adds. The
+rank of a sampled token is exact up to limits.max_top_log_probs (greedy: always), and one more for all beyond.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from backend.api.response import TopLogProb
+from backend.serving.outputs import News
+from backend.text.token_texts import TokenTexts
+
+LEAST = -9999.0  # stands for the logarithm of 0, which JSON cannot hold
+
+
+class LogProb(Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def log_probs_json(news: News, texts: TokenTexts, num_top: int) -> bytes:
+    """The log-probabilities of the response's tokens, each with the `num_top` most likely of its position."""
+    positions: list[dict[str, LogProb]] = []
+    tops = news.top_log_probs or [[] for _ in news.ids]
+    last: LogProb | None = None
+    for token_id, log_prob, top in zip(news.ids, news.log_probs or [], tops):
+        position = _most_likely(top[:num_top], texts)
+        last = LogProb(max(log_prob, LEAST), _rank(token_id, top), texts.push(token_id).text)
+        positions.append(position | {str(token_id): last})
+    if last is not None and news.finish is not None:
+        last.decoded_token += texts.flush()
+    return msgspec.json.encode(positions)
+
+
+def _most_likely(top: list[TopLogProb], texts: TokenTexts) -> dict[str, LogProb]:
+    return {
+        str(one.token_id): LogProb(max(one.log_prob, LEAST), rank, texts.alternative(one.token_id).text)
+        for rank, one in enumerate(top, start=1)
+    }
+
+
+def _rank(token_id: int, top: list[TopLogProb]) -> int:
+    places = (rank for rank, one in enumerate(top, start=1) if one.token_id == token_id)
+    return next(places, len(top) + 1)

@@ -1,0 +1,95 @@
+"""The sampling parameters of model `vllm`: vLLM's SamplingParams, as a JSON object whose values may be strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from backend.api import InvalidRequest, Unsupported
+from backend.api.config import LimitsConfig
+from backend.serving.fronts.limits import check_stops
+from backend.serving.fronts.named_sampling import NamedSampling, from_json, read_json
+from backend.serving.requests import Parameters
+
+TENSOR = "sampling_parameters"
+NO_LORA = "LoRA feature is not enabled."
+RANDOM_SEED = -1
+MAX_CHARS = 256  # of a name or value that an error repeats
+
+# What asks for a feature that this version lacks: the values that do not ask for it, and what the feature is.
+_MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "several sequences of one prompt (send several requests)"),
+    "best_of": ((None, 1), "a choice among several sequences"),
+    "use_beam_search": ((False,), "beam search"),
+    "length_penalty": ((1.0,), "beam search"),
+    "early_stopping": ((False,), "beam search"),
+    "prompt_logprobs": ((None,), "log-probabilities of the prompt"),
+    "detokenize": ((True,), "output without text (use the model tensorrt_llm)"),
+    "truncate_prompt_tokens": ((None,), "prompts cut short"),
+    "allowed_token_ids": ((None, []), "a list of allowed tokens"),
+    "guided_decoding": ((None, "", {}), "guided decoding"),
+    "structured_outputs": ((None, "", {}), "guided decoding"),
+}
+
+
+class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's names and defaults. The tokenizers served here put no spaces between special tokens in any case."""
+
+    max_tokens: int | None = 16
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    guided_decoding: Any = None
+    structured_outputs: Any = None
+    lora_name: str | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConfig) -> VllmSampling:
+    """The parameters of a request: those of the tensor `sampling_parameters`, without one the request's own parameters.
+
+    Numbers and bools may be strings. Raises InvalidRequest for a wrong value, Unsupported for what this version lacks.
+    """
+    if tensor:
+        asked: VllmSampling = read_json(TENSOR, tensor, VllmSampling, strict=False)
+    else:
+        asked = from_json("the request's parameters", parameters.others, VllmSampling, strict=False)
+    _refuse_what_is_missing(asked)
+    _check(asked, limits)
+    return msgspec.structs.replace(asked, seed=None) if asked.seed == RANDOM_SEED else asked
+
+
+def _refuse_what_is_missing(asked: VllmSampling) -> None:
+    if asked.lora_name is not None:
+        raise Unsupported(NO_LORA)
+    for name, (neutral, feature) in _MISSING.items():
+        value = getattr(asked, name)
+        if value not in neutral:
+            shown = str(value)[:MAX_CHARS]
+            raise Unsupported(
+                f"{name} is {shown}, which asks for {feature}; this version does not have it, leave it out"
+            )
+
+
+def _check(asked: VllmSampling, limits: LimitsConfig) -> None:
+    """Raise InvalidRequest for what backend.api.limits does not check, or would name differently."""
+    check_stops("stop", asked.stops, limits)
+    check_stops("bad_words", asked.bad_words or [], limits)
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {asked.max_tokens}, at least 1 is needed; send null for as many as fit")
+    if asked.max_tokens is not None and asked.min_tokens > asked.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {asked.min_tokens}, the limit is max_tokens, which is {asked.max_tokens}; raise max_tokens"
+        )
+    most = limits.max_top_log_probs
+    if asked.logprobs is not None and not 0 <= asked.logprobs <= most:
+        raise InvalidRequest(f"logprobs is {asked.logprobs}, allowed is 0 to {most} (limits.max_top_log_probs)")

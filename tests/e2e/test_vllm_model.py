@@ -1,0 +1,339 @@
+"""Clients of Triton's vLLM backend: a server whose repository holds our model and one as upstream writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import queue
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as aio
+from tritonclient.utils import InferenceServerException
+
+from backend.api import load_config
+from deploy import ROOT, probe
+from deploy.invocation import ADMIN_HEADER
+from deploy.triton_server import TritonServer
+from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.wire import events, eventually, post, scrape, to_input
+
+pytestmark = pytest.mark.feature("W-07")
+MODELS = ("vllm_model", "vllm_opt")
+PROMPT = "In this example,"
+GREEDY = {"temperature": "0", "top_p": "1", "max_tokens": "16"}
+# As in upstream's samples: no name, no tensors, no transaction policy.
+CONFIG = """
+backend: "vllm"
+
+# The usage of device is deferred to the vLLM engine
+instance_group [
+  {
+    count: 1
+    kind: KIND_MODEL
+  }
+]
+"""
+ENGINE_ARGS = {"model": "facebook/opt-125m", "gpu_memory_utilization": 0.5, "enforce_eager": True}
+
+
+def add_model(repository: Path, name: str, **engine_args: Any) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(CONFIG)
+    (repository / name / "1" / "model.json").write_text(json.dumps(ENGINE_ARGS | engine_args))
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("repository")
+    (directory / "tensorrt_llm").symlink_to(ROOT / "model_repository" / "tensorrt_llm")
+    (directory / "vllm_model").symlink_to(ROOT / "deploy" / "profiles" / "vllm" / "vllm_model")
+    add_model(directory, "vllm_opt")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    run_dir = tmp_path_factory.mktemp("vllm")
+    config = load_config(overrides=list(EXACT))
+    with TritonServer(
+        config, run_dir=run_dir, model_repository=repository, probe_model="vllm_model", exit_timeout_s=5
+    ) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+def inputs_of(prompt: str = PROMPT, **inputs: Any) -> list[grpcclient.InferInput]:
+    """Rank-1 tensors, without those that are None."""
+    given = {name: value for name, value in {"text_input": prompt, **inputs}.items() if value is not None}
+    return [
+        to_input(name, np.array([value]) if isinstance(value, bool) else np.array([value.encode()], dtype=np.object_))
+        for name, value in given.items()
+    ]
+
+
+def request(
+    model: str, sampling: dict[str, Any] | None = None, *, as_tensor: bool = True, **inputs: Any
+) -> dict[str, Any]:
+    """As samples/client.py makes it: the sampling parameters always go as parameters too."""
+    if as_tensor and sampling is not None:
+        inputs["sampling_parameters"] = json.dumps(sampling)
+    return {"model_name": model, "inputs": inputs_of(**inputs), "parameters": sampling}
+
+
+def ask(server: TritonServer, *requests: dict[str, Any]) -> list[list[grpcclient.InferResult | Exception]]:
+    """All requests at once on one stream; the responses (or the error) of each, up to its final one."""
+    return asyncio.run(_ask(server.grpc_url, list(requests)))
+
+
+async def _ask(url: str, requests: list[dict[str, Any]]) -> list[list[grpcclient.InferResult | Exception]]:
+    """One stream for each request: an error says nothing of the request it belongs to."""
+    async with aio.InferenceServerClient(url) as client:
+        return list(await asyncio.gather(*(_responses(client, one) for one in requests)))
+
+
+async def _responses(
+    client: aio.InferenceServerClient, one: dict[str, Any]
+) -> list[grpcclient.InferResult | Exception]:
+    async def send() -> AsyncIterator[dict[str, Any]]:
+        yield {**one, "request_id": "1"}
+
+    return [result if error is None else error async for result, error in client.stream_infer(send())]
+
+
+def text_of(responses: list[Any]) -> str:
+    return "".join(value_of(response, "text_output") for response in responses)
+
+
+def value_of(response: grpcclient.InferResult, name: str) -> Any:
+    """The only element of an output; None when it was not sent."""
+    array = response.as_numpy(name)
+    if array is None:
+        return None
+    assert array.shape == (1,)
+    return array[0].decode() if array.dtype == np.object_ else array[0].item()
+
+
+def error_of(server: TritonServer, **fields: Any) -> str:
+    ((error,),) = ask(server, request("vllm_model", **fields))
+    assert isinstance(error, InferenceServerException)
+    return str(error.message())
+
+
+def is_final(response: grpcclient.InferResult) -> bool:
+    return bool(response.get_response().parameters["triton_final_response"].bool_param)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sample_client_gets_the_same_text_in_every_form_of_asking(server: TritonServer, model: str) -> None:
+    prompts = [f"def f{n}(" for n in range(4)]
+    forms = list(itertools.product((True, False), (True, False)))
+    answers = ask(
+        server,
+        *(
+            request(model, GREEDY, as_tensor=as_tensor, prompt=prompt, stream=stream, exclude_input_in_output=True)
+            for prompt in prompts
+            for as_tensor, stream in forms
+        ),
+    )
+    for n in range(len(prompts)):
+        of_prompt = answers[n * len(forms) : (n + 1) * len(forms)]
+        assert len({text_of(responses) for responses in of_prompt}) == 1 and text_of(of_prompt[0])
+        for (_, stream), responses in zip(forms, of_prompt):
+            assert len(responses) == (16 if stream else 1)
+            assert [is_final(response) for response in responses] == [False] * (len(responses) - 1) + [True]
+
+
+def test_a_final_that_is_asked_for_is_no_response_of_its_own(server: TritonServer) -> None:
+    one = {**request("vllm_opt", GREEDY, stream=True), "enable_empty_final_response": True}
+    (responses,) = ask(server, one)
+    assert len(responses) == 16 and is_final(responses[-1]) and value_of(responses[-1], "text_output") is not None
+
+
+# ---- additional outputs ----------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "stream": (True, False),
+    "logprobs": (None, 0, 2),
+    "return_finish_reason": (None, True, False),
+    "return_cumulative_logprob": (None, True, False),
+    "return_logprobs": (None, True, False),
+    "return_num_input_tokens": (None, True, False),
+    "return_num_output_tokens": (None, True, False),
+}
+ALL_CASES = [dict(zip(CHOICES, values)) for values in itertools.product(*CHOICES.values())]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_additional_outputs_are_what_upstreams_1458_cases_look_for(server: TritonServer, model: str) -> None:
+    assert len(ALL_CASES) == 1458
+    cases = [dict.fromkeys(CHOICES, True) | {"logprobs": 2, "stream": stream} for stream in (True, False)]
+    cases += random.Random(7).sample(ALL_CASES, 80)
+    answers = ask(server, *(_case_request(model, case) for case in cases))
+    for case, responses in zip(cases, answers):
+        assert len(responses) == (16 if case["stream"] else 1)
+        _check_finish_and_counts(case, responses)
+        _check_cumulative_log_prob(case, responses)
+        for response in responses:
+            _check_log_probs(case, response)
+
+
+def _case_request(model: str, case: dict[str, Any]) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+    if case["logprobs"] is not None:
+        sampling["logprobs"] = case["logprobs"]
+    flags = {name: value for name, value in case.items() if name != "logprobs"}
+    return {**request(model, sampling, **flags), "parameters": None}
+
+
+def _check_finish_and_counts(case: dict[str, Any], responses: list[Any]) -> None:
+    reasons = [value_of(response, "finish_reason") for response in responses]
+    inputs = [value_of(response, "num_input_tokens") for response in responses]
+    outputs = [value_of(response, "num_output_tokens") for response in responses]
+    nothing = [None] * len(responses)
+    assert reasons == (["None"] * (len(responses) - 1) + ["length"] if case["return_finish_reason"] else nothing)
+    if case["return_num_input_tokens"]:
+        assert all(0 < count <= len(PROMPT) for count in inputs)
+    else:
+        assert inputs == nothing
+    if case["return_num_output_tokens"]:
+        assert all(count > 0 for count in outputs) and sum(outputs) == 16
+    else:
+        assert outputs == nothing
+
+
+def _check_cumulative_log_prob(case: dict[str, Any], responses: list[Any]) -> None:
+    values = [value_of(response, "cumulative_logprob") for response in responses]
+    if case["return_cumulative_logprob"]:
+        assert all(later < sooner for sooner, later in itertools.pairwise([0.0, *values]))
+    else:
+        assert values == [None] * len(responses)
+
+
+def _check_log_probs(case: dict[str, Any], response: Any) -> None:
+    if not case["return_logprobs"]:
+        assert response.as_numpy("logprobs") is None
+        return
+    positions = json.loads(value_of(response, "logprobs"))
+    if case["logprobs"] is None:
+        assert positions is None
+        return
+    best = ""
+    for position in positions:
+        assert 1 <= len(position) <= case["logprobs"] + 1
+        (first,) = [entry for entry in position.values() if entry["rank"] == 1]
+        assert set(first) == {"logprob", "rank", "decoded_token"} and isinstance(first["logprob"], float)
+        best += first["decoded_token"]
+    assert len(positions) == (1 if case["stream"] else 16)
+    assert ("" if case["stream"] else PROMPT) + best == value_of(response, "text_output")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_is_excluded_as_asked_and_never_told_to_a_stream(server: TritonServer) -> None:
+    forms = [None, False, True]
+    plain = ask(server, *(request("vllm_model", GREEDY, exclude_input_in_output=exclude) for exclude in forms))
+    texts = [text_of(responses) for responses in plain]
+    assert texts[0] == texts[1] == PROMPT + texts[2]
+    streams = ask(
+        server, *(request("vllm_model", GREEDY, stream=True, exclude_input_in_output=x) for x in (None, True))
+    )
+    assert [text_of(responses) for responses in streams] == [texts[2]] * 2
+    assert error_of(server, sampling=GREEDY, stream=True, exclude_input_in_output=False) == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
+
+
+def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: TritonServer) -> None:
+    assert error_of(server, sampling={"lora_name": "doll"}) == "LoRA feature is not enabled."
+    assert error_of(server, sampling={"n": "2"}).startswith("Error generating stream: n is 2, which asks for several")
+    assert "'tempersture'" in error_of(server, sampling={"tempersture": 0}, as_tensor=False)
+    assert "image asks for an image" in error_of(server, image="aGk=")
+    one = request("vllm_model", GREEDY)
+    ((error,),) = ask(server, {**one, "inputs": [tensor for tensor in one["inputs"] if tensor.name() != "text_input"]})
+    assert "text_input" in str(error)
+    assert text_of(ask(server, one)[0]).startswith(PROMPT)
+
+
+def test_unary_calls_are_told_that_the_model_is_decoupled(server: TritonServer) -> None:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        with pytest.raises(InferenceServerException, match="doesn't support models with decoupled transaction policy"):
+            client.infer("vllm_opt", inputs_of())
+
+
+# ---- cancellation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_request_ends_in_the_engine_and_the_log_says_so(server: TritonServer, stream: bool) -> None:
+    def count(line: str) -> int:
+        return server.log_path.read_text(errors="replace").count(line)
+
+    lines = ("[vllm] Cancelling the request", "[vllm] Successfully cancelled the request")
+    before = [count(line) for line in lines]
+    responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sampling = {"temperature": "0", "max_tokens": "1500", "ignore_eos": "true"}
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    client.start_stream(lambda result, error: responses.put(error or result))
+    client.async_stream_infer("vllm_opt", inputs_of(stream=stream, sampling_parameters=json.dumps(sampling)))
+    if stream:
+        assert not isinstance(responses.get(timeout=30), Exception)
+    else:
+        assert eventually(lambda: scrape(server.metrics_url)["everbatch_requests{state=active}"] == 1, 10)
+        assert responses.empty()
+    client.stop_stream(cancel_requests=True)
+    while not isinstance(last := responses.get(timeout=30), Exception):
+        assert stream
+    assert isinstance(last, InferenceServerException) and last.status() == "StatusCode.CANCELLED"
+    client.close()
+    assert eventually(lambda: [count(line) for line in lines] == [number + 1 for number in before], 10)
+
+
+# ---- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_takes_sampling_parameters_in_three_places(server: TritonServer, model: str) -> None:
+    url = f"{server.http_url}/v2/models/{model}/generate"
+    flat = {"temperature": 0, "max_tokens": 12}
+    bodies = [flat, {"parameters": flat}, {"sampling_parameters": json.dumps(flat)}]
+    answers = [post(url, {"text_input": PROMPT, **body, "return_num_output_tokens": True}) for body in bodies]
+    assert [status for status, _ in answers] == [200] * 3
+    said = [json.loads(text) for _, text in answers]
+    assert {answer["text_output"] for answer in said} == {said[0]["text_output"]}
+    assert said[0]["text_output"].startswith(PROMPT) and said[0]["num_output_tokens"] == 12
+    status, text = post(url + "_stream", {"text_input": PROMPT, **flat, "stream": True, "return_finish_reason": True})
+    pieces = events(text)
+    assert status == 200 and len(pieces) == 12
+    assert PROMPT + "".join(piece["text_output"] for piece in pieces) == said[0]["text_output"]
+    assert [piece["finish_reason"] for piece in pieces] == ["None"] * 11 + ["length"]
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(server: TritonServer, model: str, action: str = "load") -> tuple[int, str]:
+    path, headers = f"/v2/repository/models/{model}/{action}", {ADMIN_HEADER: server.admin_key}
+    return probe.request(server.http_url, "POST", path, {}, 60, headers)
+
+
+def test_an_unknown_engine_argument_fails_the_load_by_name_and_a_copy_under_any_name_serves(
+    server: TritonServer, repository: Path
+) -> None:
+    add_model(repository, "vllm_mistyped", gpu_memory_utilisation=0.5)
+    add_model(repository, "any_other_name")
+    status, text = load(server, "vllm_mistyped")
+    assert status == 400 and "'gpu_memory_utilisation', which is no engine argument of vLLM" in text
+    assert load(server, "any_other_name")[0] == 200
+    assert text_of(ask(server, request("any_other_name", GREEDY))[0]).startswith(PROMPT)
+    assert load(server, "any_other_name", "unload")[0] == 200
+    assert load(server, "vllm_mistyped", "unload")[0] == 200
+    log = server.log_path.read_text(errors="replace")
+    assert "model.json of vllm_opt: model is facebook/opt-125m, but the default model is served" in log
