@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import ROOT, log_files, probe
-from deploy.errors import Failure, ServerFailed, UserError
+from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
 from deploy.ports import check_port, reachable, url_host
 from deploy.processes import RUN_ID_VARIABLE, describe_end
 from deploy.supervisor import BackOff
-from deploy.triton_server import StartCancelled, TritonServer
+from deploy.triton_server import TritonServer
 
 START_S = 60.0  # it imports a web server and opens a port
 _POLL_S = 0.1

@@ -51,7 +51,9 @@ def _check_flag(name: str, value: str, following: str) -> None:
             raise UserError(f"tritonserver's flag --{name} is the launcher's own; {remedy}")
     value = value or following
     if name == "backend-config" and "shm-region-prefix-name" in value:
-        raise UserError("tritonserver's shm-region-prefix-name is the launcher's own; it removes shared memory by it")
+        raise UserError(
+            "shm-region-prefix-name in --backend-config is the launcher's own; it removes shared memory by it"
+        )
     if any(restriction.startswith(name) for restriction in _RESTRICTIONS):
         taken = [api for api in value.partition(":")[0].split(",") if api in RESTRICTED_APIS.split(",")]
         if taken:

@@ -29,7 +29,7 @@ from typing import BinaryIO, Self
 
 from backend.api.config import EngineConfig
 from deploy import ROOT, health, invocation, log_files, memory, probe, rundir, secret_flags, server_log
-from deploy.errors import Failure, ServerFailed
+from deploy.errors import Failure, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
@@ -55,10 +55,6 @@ UNLOAD_S = 4.0
 _POLL_S = 0.1
 
 log = logging.getLogger("everbatch.server")
-
-
-class StartCancelled(Exception):
-    """wait_ready() was told to give up."""
 
 
 class TritonServer:
@@ -139,9 +135,7 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be
-        executed.
-        """
+        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be executed."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.ports.http} is already started; stop() it first")
         self.ports.check_free(self.host)
