@@ -22,6 +22,7 @@ _OWNED = {  # flag -> what to do instead
     "allow-grpc": "the launcher's clients reach the server over gRPC",
     "model-control-mode": "the launcher tells readiness by it",
     "load-model": "every model of the repositories is loaded; give those that are wanted with --model-repository DIR",
+    "model-load-thread-count": "all models load at once, because those that wait for the engine must not keep its owner waiting",
     "disable-auto-complete-config": "the launcher gives it where no model needs the completion",
     "strict-model-config": "the launcher decides it by the models",
     "help": "tritonserver would print its flags and end",
