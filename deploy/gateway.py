@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint beside a TritonServer: `python -m gateway` as a child of the launcher.
 
-It is started once the server generates, started again by itself when it ends, and told to end when the server is. It carries
+It is started with the server, started again by itself when it ends, and told to end when the server is. It carries
 the server's run id, so whatever ends the processes of that run (the sweep of stop(), the janitor) ends it too. Its end is no
 failure of the server: models and their clients go on.
 """
@@ -76,6 +76,7 @@ class ServerWithGateway:
     def start(self) -> None:
         check_port(self.options.host, self.options.port, "--openai-port")
         self.server.start()
+        self._spawn()  # It says that it is not ready until the models are, which take longer than it does.
 
     def wait_ready(
         self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool] = lambda: False
@@ -83,7 +84,6 @@ class ServerWithGateway:
         """Block until the server generates and the endpoint answers. Raises ServerFailed, StartCancelled."""
         self.server.wait_ready(timeout_s, on_phase=on_phase, cancelled=cancelled)
         on_phase("starting the OpenAI endpoint")
-        self._spawn()
         deadline = time.monotonic() + START_S
         while not self._answers():
             if cancelled():

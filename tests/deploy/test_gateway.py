@@ -124,7 +124,6 @@ def test_an_endpoint_that_dies_again_and_again_is_started_ever_later_and_never_g
     both = make("raise SystemExit(3)")
     clock = itertools.count()
     both.start()
-    both._spawn()
     monkeypatch.setattr(
         gateway, "time", SimpleNamespace(monotonic=lambda: float(next(clock)))
     )  # a second for each look
@@ -146,7 +145,6 @@ def test_stop_asks_the_endpoint_to_leave_and_leaves_no_process(make: Make, serve
 def test_kill_ends_an_endpoint_that_does_not_listen(make: Make, server: TritonServer) -> None:
     both = make("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     both.start()
-    both._spawn()
     process = both._process
     both.kill()
     assert process is not None and process.returncode is not None and not server.processes()
