@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,11 @@ QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
+class LogFormat(Enum):
+    text = "text"
+    json = "json"
+
+
 def _show_version(value: bool) -> None:
     if value:
         typer.echo(f"everbatch {__version__}")
@@ -45,8 +51,9 @@ def root(
         raise typer.Exit(2)
 
 
-@app.command("serve")
+@app.command("serve", context_settings={"allow_extra_args": True})
 def serve_command(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; the default model when left out.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
@@ -56,29 +63,56 @@ def serve_command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting.")
     ] = None,
-    model_repository: Annotated[Path | None, typer.Option(help="Another directory of Triton models.")] = None,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="Which clients are served: trtllm, vllm, turbomind, lmdeploy, llmapi; several with commas, or all."
+        ),
+    ] = "",
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory of Triton models, beside those of --profile where that is given."),
+    ] = None,
     exit_timeout: Annotated[int, typer.Option(min=1, help="Seconds that running requests get after Ctrl-C.")] = 30,
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds the models may take to load.")] = 600.0,
+    openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible endpoint; 0: none.")] = 9000,
+    openai_host: Annotated[str, typer.Option(help="Address of that endpoint; --host when left out.")] = "",
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File with lines of NAME KEY: that endpoint asks for one of these keys.")
+    ] = None,
+    tritonserver_flag: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FLAG", help="Flag for tritonserver itself, such as --log-verbose=1; or all of them after --."
+        ),
+    ] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the lines of models and engine.")] = LogFormat.text,
     verbose: Annotated[bool, typer.Option(help="Show the server's log.")] = False,
 ) -> None:
     """Start a real tritonserver with a model, and keep it running until Ctrl-C."""
     from deploy.ports import Ports
-    from deploy.serve import DEFAULT_REPOSITORY, ServeOptions, serve
+    from deploy.repository import chosen_profiles
+    from deploy.serve import ServeOptions, serve
 
-    options = ServeOptions(
-        model=model,
-        host=host,
-        ports=Ports(http_port, grpc_port, metrics_port),
-        engine_config=engine_config,
-        overrides=tuple(set_ or ()),
-        model_repository=model_repository or DEFAULT_REPOSITORY,
-        exit_timeout_s=exit_timeout,
-        ready_timeout_s=ready_timeout,
-        verbose=verbose,
-    )
-    console = Console()
     try:
-        status = serve(options, console)
+        options = ServeOptions(
+            model=model,
+            host=host,
+            ports=Ports(http_port, grpc_port, metrics_port),
+            engine_config=engine_config,
+            overrides=tuple(set_ or ()),
+            profiles=chosen_profiles(profile),
+            model_repositories=tuple(model_repository or ()),
+            exit_timeout_s=exit_timeout,
+            ready_timeout_s=ready_timeout,
+            log_format=log_format.value,
+            flags=(*(tritonserver_flag or ()), *context.args),
+            openai_port=openai_port,
+            openai_host=openai_host,
+            api_keys=api_keys,
+            verbose=verbose,
+        )
+        status = serve(options, Console())
     except (UserError, ServerFailed) as error:
         raise fail(error) from None
     raise typer.Exit(status)

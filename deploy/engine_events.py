@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 
 from deploy.processes import describe_end
+from deploy.server_log import plain
 
 MAX_BYTES = 1 << 20  # the most that one look reads: of a log that grows faster, the end
-_EVENT = re.compile(rb"everbatch\.supervisor: (the engine (?:process|died) .+)")
+_EVENT = re.compile(r"everbatch\.supervisor: (the engine (?:process|died) .+)")
 _ENDED = re.compile(r"^the engine process ended with code (-?\d+)")
 
 
@@ -42,7 +43,8 @@ class EngineEvents:
             self._position = file.tell()
         *lines, self._rest = content.split(b"\n")
         self._rest = self._rest[-MAX_BYTES:]
-        return [_in_words(match.group(1).decode(errors="replace")) for line in lines if (match := _EVENT.search(line))]
+        texts = (plain(line.decode(errors="replace")) for line in lines)
+        return [_in_words(match.group(1)) for text in texts if (match := _EVENT.search(text))]
 
     def _size(self) -> int:
         return self._path.stat().st_size if self._path.is_file() else 0

@@ -25,6 +25,10 @@ class ServerFailed(Exception):
         self.by_chance = by_chance
 
 
+class StartCancelled(Exception):
+    """wait_ready() was told to give up."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a server that was ready has to end. `final`: it is not worth starting again from here."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from deploy import IS_CHECKOUT, ROOT, libpython, secret_flags
 from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
+from deploy.repository import BACKENDS, own_backends
 
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
-OWN_BACKENDS = ROOT / "deploy" / "backends"  # python-based backends: NAME/model.py
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
 SECRET_FLAGS = {  # name of the variable that holds the flag -> the flag without the key; see deploy/secret_flags.py
     "EVERBATCH_HTTP_RESTRICTION": f"--http-restricted-api={RESTRICTED_APIS}:{ADMIN_HEADER}=",
@@ -60,8 +59,11 @@ def find_installation() -> Installation:
 
 
 def prepare_backend_directory(installation: Installation, directory: Path) -> Path | None:
-    """Lay out `directory`: `python` from the wheel, and this project's own backends beside it. Returns None where the server
-    brings its own backends.
+    """Lay out `directory`: python/ from the wheel, and a link to each python-based backend of this project. Returns None where
+    the server brings its own backends (deploy/Dockerfile adds those of this project to them).
+
+    The library is a copy: Triton refuses python-based backends when the path of python/libtriton_python.so, its links
+    followed, leads out of this directory.
 
     Raises UserError when the wheel has no stub for this Python, or the stub's libpython is missing.
     """
@@ -73,29 +75,16 @@ def prepare_backend_directory(installation: Installation, directory: Path) -> Pa
         raise UserError(f"this tritonserver has no stub for Python {version}; use Python 3.11 or 3.12")
     if libpython.find() is None:
         raise UserError(f"{libpython.library_name()} is missing; run: apt-get install -y libpython{version}")
-    backend = directory / "python"
-    backend.mkdir(parents=True, exist_ok=True)
+    if directory.exists():
+        shutil.rmtree(directory)
+    (directory / "python").mkdir(parents=True)
     wheel_backend = installation.wheel / "backends" / "python"
-    _replace_link(backend / "triton_python_backend_utils.py", wheel_backend / "triton_python_backend_utils.py")
-    _replace_link(backend / stub.name, stub)
-    # A backend that is written in Python is refused where this file is a link (`escapes backend directory`).
-    (backend / "libtriton_python.so").unlink(missing_ok=True)
-    shutil.copyfile(wheel_backend / "libtriton_python.so", backend / "libtriton_python.so")
-    for own in sorted(path.parent for path in OWN_BACKENDS.glob("*/model.py")):
-        _replace_link(directory / own.name, own)
+    shutil.copyfile(wheel_backend / "libtriton_python.so", directory / "python" / "libtriton_python.so")
+    for target in (wheel_backend / "triton_python_backend_utils.py", stub):
+        (directory / "python" / target.name).symlink_to(target)
+    for name in own_backends():
+        (directory / name).symlink_to(BACKENDS / name)
     return directory
-
-
-def _replace_link(link: Path, target: Path) -> None:
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
-
-
-def needs_completion(repository: Path) -> bool:
-    """Whether a model's config.pbtxt leaves its tensors to a backend of ours, as those written for vLLM's do."""
-    own = "|".join(re.escape(path.parent.name) for path in OWN_BACKENDS.glob("*/model.py"))
-    texts = (path.read_text(errors="replace") for path in repository.glob("*/config.pbtxt"))
-    return any(re.search(rf'^\s*backend\s*:\s*"(?:{own})"', text, re.MULTILINE) for text in texts)
 
 
 def command_line(
@@ -107,18 +96,19 @@ def command_line(
     ports: Ports,
     shm_prefix: str,
     exit_timeout_s: int,
+    complete: bool = True,
     extra: tuple[str, ...] = (),
 ) -> list[str]:
     """The server's command, with marks where the flags with the admin key go (environment() has their text). The key
-    guards loading code, shared memory, logging and tracing.
+    guards loading code, shared memory, logging and tracing. `complete`: no model's configuration is left for its backend
+    to complete; then no model.py is imported twice.
     """
     command = [str(installation.binary)]
     if backend_directory is not None:
         command.append(f"--backend-directory={backend_directory}")
     return command + [
         f"--model-repository={repository}",
-        # Without it every model.py is imported twice.
-        *([] if needs_completion(repository) else ["--disable-auto-complete-config"]),
+        *(["--disable-auto-complete-config"] if complete else []),
         f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={host}",
         f"--grpc-address={host}",
@@ -142,6 +132,7 @@ def environment(
     run_id: str,
     admin_key: str,
     exit_timeout_s: int,
+    log_format: str = "text",
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The server's environment, inherited by its stubs and by the engine process. `base` is this process's when
@@ -153,8 +144,9 @@ def environment(
     # The engine process needs it. Stubs ignore it.
     variables["PYTHONPATH"] = _prepend(str(ROOT), variables.get("PYTHONPATH", ""))
     if installation.wheel is not None:
-        libraries = installation.wheel.parent.parent / "nvidia_pytriton.libs"  # for the copied libtriton_python.so
-        for directory in [*([str(libraries)] if libraries.is_dir() else []), *libpython.search_path()]:
+        # The copy of the backend's library does not find the wheel's other ones by its own path. Their names are unique.
+        libraries = installation.wheel.parents[1] / "nvidia_pytriton.libs"
+        for directory in (str(libraries), *libpython.search_path()):
             variables["LD_LIBRARY_PATH"] = _prepend(directory, variables.get("LD_LIBRARY_PATH", ""))
     variables[RUN_ID_VARIABLE] = run_id
     variables |= {name: flag + admin_key for name, flag in SECRET_FLAGS.items()}
@@ -163,6 +155,7 @@ def environment(
     variables["EVERBATCH_BACKEND_PATH"] = str(ROOT)
     variables["EVERBATCH_PYTHON"] = str(python)
     variables["EVERBATCH_EXIT_TIMEOUT_S"] = str(exit_timeout_s)
+    variables["EVERBATCH_LOG_FORMAT"] = log_format
     return variables
 
 

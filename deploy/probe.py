@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deploy import health
+from deploy.questions import Asked
 
 
 class ProbeFailed(Exception):
@@ -62,18 +63,20 @@ def is_live(url: str, timeout_s: float) -> bool:
         return False
 
 
-def generate_one_token(url: str, model: str = "ensemble", timeout_s: float = 60.0) -> str:
-    """Generate one token through `model`; works for both transaction policies. Returns the text, raises ProbeFailed."""
-    body: dict[str, object] = {"text_input": "a", "max_tokens": 1, "stream": False}
-    status, text = request(url, "POST", f"/v2/models/{model}/generate", body, timeout_s)
+def generate_one_token(url: str, asked: Asked, timeout_s: float = 60.0) -> str:
+    """Generate one token through a text model; works for both transaction policies. Returns what it answered, raises
+    ProbeFailed.
+    """
+    body = asked.form.body("a", 1, False)
+    status, text = request(url, "POST", f"/v2/models/{asked.name}/generate", body, timeout_s)
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:
         answer = {"error": text[:200]}
-    if status != 200 or not isinstance(answer, dict) or "text_output" not in answer:
+    if status != 200 or not isinstance(answer, dict) or asked.form.answer not in answer:
         reason = answer.get("error", text[:200]) if isinstance(answer, dict) else text[:200]
-        raise ProbeFailed(f"model {model} answered {status}: {reason}")
-    return str(answer["text_output"])
+        raise ProbeFailed(f"model {asked.name} answered {status}: {reason}")
+    return str(answer[asked.form.answer])
 
 
 def main(arguments: list[str]) -> int:

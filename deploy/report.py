@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from deploy import COMMAND, ROOT
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
 from deploy.triton_server import TritonServer
 
+COMMAND_LINE_MODEL = "ensemble"  # what `generate` and `chat` ask without --model
 DEFAULT_MODEL = ROOT / "models" / "default"
 
 
@@ -57,12 +59,30 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
     return found
 
 
+def examples(server: TritonServer, openai_url: str | None) -> list[str]:
+    """Commands that ask this server for text, by models that it has."""
+    found = []
+    if asked := server.text_model:
+        body = json.dumps(asked.form.body("def main(", 64, True))
+        found.append(f"curl -N {server.http_url}/v2/models/{asked.name}/generate_stream -d '{body}'")
+    if openai_url is not None:
+        body = json.dumps({"model": "everbatch", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+        kind = "-H 'Content-Type: application/json'"
+        found.append(f"curl {openai_url}/v1/chat/completions {kind} -d '{body}'")
+    if any(model.name == COMMAND_LINE_MODEL for model in server.models):
+        url = f" --url {server.grpc_url}" if server.ports.grpc != 8001 else ""
+        found += [f'{COMMAND} generate "import os" --max-tokens 64{url}', f"{COMMAND} chat{url}"]
+    return found
+
+
 class ConsoleReporter:
     """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
 
-    def __init__(self, console: Console, server: TritonServer) -> None:
+    def __init__(self, console: Console, server: TritonServer, openai_url: str | None = None) -> None:
+        """`openai_url`: of the OpenAI endpoint, if there is one."""
         self._console = console
         self._server = server
+        self._openai_url = openai_url
         self._phase: str | None = None
         self._phase_began = self._began = time.monotonic()
 
@@ -78,15 +98,16 @@ class ConsoleReporter:
     def ready(self) -> None:
         now = time.monotonic()
         self._finish_phase(now)
-        server, curl = self._server, '{"text_input": "def main(", "max_tokens": 64, "stream": true}'
-        port = f" --url {server.grpc_url}" if server.ports.grpc != 8001 else ""
-        self._line(f"[green]ready[/green] after {now - self._began:.1f} s, with one token generated\n")
+        server = self._server
+        with_token = ", with one token generated" if server.text_model else ""
+        self._line(f"[green]ready[/green] after {now - self._began:.1f} s{with_token}\n")
         for name, value in addresses(server.host, server.ports):
             self._console.print(f"  {name:<8} {value}", highlight=False)
+        if self._openai_url is not None:
+            self._console.print(f"  {'OpenAI':<8} {self._openai_url}/v1", highlight=False)
         self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
-        self._example(f"curl -N {server.http_url}/v2/models/ensemble/generate_stream -d '{curl}'")
-        self._example(f'{COMMAND} generate "import os" --max-tokens 64{port}')
-        self._example(f"{COMMAND} chat{port}")
+        for command in examples(server, self._openai_url):
+            self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)
         self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
 
     def problem(self, text: str) -> None:
@@ -111,6 +132,3 @@ class ConsoleReporter:
     def _line(self, markup: str) -> None:
         """One event, with the time of day in front."""
         self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {markup}", highlight=False, soft_wrap=True)
-
-    def _example(self, command: str) -> None:
-        self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)

@@ -13,15 +13,15 @@ from rich.markup import escape
 
 from backend.api.config import EngineConfig, load_config
 from backend.api.errors import ConfigError
-from deploy import ROOT, rundir
+from deploy import passed_flags, rundir
 from deploy.errors import UserError
+from deploy.gateway import GatewayOptions, ServerWithGateway
 from deploy.model_source import resolve_model
 from deploy.ports import Ports, is_loopback
 from deploy.report import ConsoleReporter, differences, effective
+from deploy.repository import compose
 from deploy.supervisor import StopSignals, supervise
 from deploy.triton_server import TritonServer
-
-DEFAULT_REPOSITORY = ROOT / "model_repository"
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,28 @@ class ServeOptions:
     ports: Ports = field(default_factory=Ports)
     engine_config: Path | None = None
     overrides: tuple[str, ...] = ()
-    model_repository: Path = DEFAULT_REPOSITORY
+    profiles: tuple[str, ...] = ()
+    model_repositories: tuple[Path, ...] = ()
     exit_timeout_s: int = 30
     ready_timeout_s: float = 600.0
+    log_format: str = "text"
+    flags: tuple[str, ...] = ()  # of tritonserver
+    openai_port: int = 0  # 0: no OpenAI endpoint
+    openai_host: str = ""  # "": the same as `host`
+    api_keys: Path | None = None
     verbose: bool = False
+
+    @property
+    def gateway(self) -> GatewayOptions | None:
+        if self.openai_port == 0:
+            return None
+        return GatewayOptions(self.openai_port, self.openai_host or self.host, self.api_keys, self.served_names)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model: this project's name, and the hub id or the directory's name, never a path."""
+        own = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+        return ("everbatch", own) if own and self.model else ("everbatch",)
 
 
 def effective_config(options: ServeOptions) -> EngineConfig:
@@ -46,7 +64,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     except ConfigError as error:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
-    if not name and options.model_repository.resolve() != DEFAULT_REPOSITORY.resolve():
+    if not name and not any(model.is_ours for model in compose(options.profiles, options.model_repositories)):
         return config  # A repository of the user's own may need no checkpoint of ours.
     path = str(resolve_model(name))
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
@@ -56,28 +74,54 @@ def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
     options.ports.check_free(options.host)
     config = effective_config(options)
-    server = TritonServer(
+    server = _server(options, config)
+    gateway = options.gateway
+    if gateway is not None:
+        gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
+    served = server if gateway is None else ServerWithGateway(server, gateway)
+    reporter = ConsoleReporter(console, server, served.url if isinstance(served, ServerWithGateway) else None)
+    server.on_event = reporter.event
+    _introduce(options, config, console)
+    with StopSignals() as signals:
+        if options.verbose:
+            threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
+        status = supervise(served, reporter, signals, options.ready_timeout_s)
+    reporter.stopped()
+    return status
+
+
+def _server(options: ServeOptions, config: EngineConfig) -> TritonServer:
+    return TritonServer(
         config,
         options.ports,
         rundir.default_run_directory(f"serve-{options.ports.http}"),
-        model_repository=options.model_repository,
+        profiles=options.profiles,
+        model_repository=options.model_repositories,
         host=options.host,
         exit_timeout_s=options.exit_timeout_s,
+        log_format=options.log_format,
+        extra_flags=passed_flags.check(options.flags),
     )
-    reporter = ConsoleReporter(console, server)
-    server.on_event = reporter.event
+
+
+def _introduce(options: ServeOptions, config: EngineConfig, console: Console) -> None:
+    """Print the settings in force, and what to know before others can reach the server."""
     for line in effective(config):
         console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
     changed = " ".join(f"--set {setting}" for setting in differences(config))
     console.print(f"changed: {escape(changed) or 'nothing'}", highlight=False, soft_wrap=True)
     if not is_loopback(options.host):
         console.print(f"[yellow]{escape(exposed(options))}[/yellow]", highlight=False, soft_wrap=True)
-    with StopSignals() as signals:
-        if options.verbose:
-            threading.Thread(target=_follow, args=(server.log_path, console), daemon=True).start()
-        status = supervise(server, reporter, signals, options.ready_timeout_s)
-    reporter.stopped()
-    return status
+    gateway = options.gateway
+    if gateway is not None and gateway.api_keys is None and not is_loopback(gateway.host):
+        console.print(f"[yellow]{escape(open_endpoint(gateway))}[/yellow]", highlight=False, soft_wrap=True)
+
+
+def open_endpoint(gateway: GatewayOptions) -> str:
+    return (
+        f"warning: others reach the OpenAI endpoint on {gateway.host}:{gateway.port}, and nobody is asked for a key; give "
+        "--api-keys FILE, or --openai-host 127.0.0.1"
+    )
 
 
 def exposed(options: ServeOptions) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -30,7 +31,18 @@ def tail(path: Path) -> list[str]:
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()
+        return [plain(line) for line in file.read().decode(errors="replace").splitlines()]
+
+
+def plain(line: str) -> str:
+    """A line as it is with --log-format text."""
+    if not line.startswith('{"time"'):
+        return line
+    try:
+        fields = json.loads(line)
+        return f"{fields['time']} {fields['process']} {fields['level']} {fields['logger']}: {fields['message']}"
+    except (ValueError, KeyError, TypeError):  # It is none of ours, or was cut.
+        return line
 
 
 def telling_lines(lines: list[str], limit: int = 30) -> list[str]:

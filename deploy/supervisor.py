@@ -19,8 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, Self
 
-from deploy.errors import Failure, ServerFailed
-from deploy.triton_server import StartCancelled
+from deploy.errors import Failure, ServerFailed, StartCancelled
 
 MAX_FAILURES = 5  # failures in a row, without being ready in between
 MAX_FIRST_STARTS = 3

@@ -22,14 +22,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from backend.api.config import EngineConfig
 from deploy import ROOT, health, invocation, log_files, memory, probe, rundir, secret_flags, server_log
-from deploy.errors import Failure, ServerFailed
+from deploy.errors import Failure, ServerFailed, StartCancelled
 from deploy.monitor import Monitor
 from deploy.ports import Ports, reachable, url_host
 from deploy.processes import (
@@ -42,7 +42,9 @@ from deploy.processes import (
     send_signal,
     stubs_of,
 )
+from deploy.questions import Asked, text_model
 from deploy.readiness import Readiness
+from deploy.repository import compile_models, compose, render
 
 SHM_PREFIX = "triton_python_backend_shm_region_"  # Triton's own prefix, to which each server appends its run id
 KILL_MARGIN_S = 2.0  # time past the exit timeout, for a server that an open gRPC stream still holds
@@ -55,10 +57,6 @@ _POLL_S = 0.1
 log = logging.getLogger("everbatch.server")
 
 
-class StartCancelled(Exception):
-    """wait_ready() was told to give up."""
-
-
 class TritonServer:
     """A supervised server process. Not thread-safe: one thread starts, waits and stops."""
 
@@ -68,19 +66,22 @@ class TritonServer:
         ports: Ports | None = None,
         run_dir: Path | None = None,
         *,
-        model_repository: Path = ROOT / "model_repository",
+        profiles: Sequence[str] = (),
+        model_repository: Path | Sequence[Path] = (),
         host: str = "127.0.0.1",
         log_path: Path | None = None,
         exit_timeout_s: int = 30,
-        probe_model: str | None = "ensemble",
-        extra_flags: tuple[str, ...] = (),
+        probe_model: str | None = "",
+        log_format: str = "text",
+        extra_flags: Sequence[str] = (),
         extra_environment: dict[str, str] | None = None,
         on_event: Callable[[str], None] = log.warning,
     ) -> None:
-        """Describe a server; nothing happens yet.
+        """Describe a server; nothing happens yet. Raises UserError when its models cannot be served together.
 
-        `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `probe_model`: the text
-        model that must generate one token before the server counts as ready; None asks the readiness endpoint only.
+        `ports`: free ones are chosen when unset. `run_dir`: .run/server-<http port> when unset. `profiles` and
+        `model_repository`: what is served (deploy/repository.py). `probe_model`: the text model that must generate one token
+        before the server counts as ready, one of those served when it is ""; None asks the readiness endpoint only.
         `on_event`: called with a sentence when something happens that the server lives through (an engine that ended, not
         ready, ready again), in a thread of its own.
         """
@@ -93,9 +94,11 @@ class TritonServer:
         self.on_event = on_event
         self.admin_key = secrets.token_hex(16)
         self.run_id = os.environ.get("EVERBATCH_RUN_PREFIX", "") + secrets.token_hex(8)
-        self._model_repository = model_repository
-        self._probe_model = probe_model
-        self._extra_flags = extra_flags
+        self.log_format = log_format
+        repositories = (model_repository,) if isinstance(model_repository, Path) else model_repository
+        self.models = compose(profiles, repositories)
+        self.text_model = None if probe_model is None else text_model(self.models, probe_model)
+        self._extra_flags = tuple(extra_flags)
         self._extra_environment = extra_environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -132,18 +135,15 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be
-        executed.
-        """
+        """Start the server process. Raises UserError before anything was started, ServerFailed if it cannot be executed."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.ports.http} is already started; stop() it first")
         self.ports.check_free(self.host)
         installation = invocation.find_installation()
-        source = rundir.check_repository(Path(self._model_repository))
-        rundir.compile_models(source)
+        compile_models(self.models)
         rundir.prepare_run_directory(self.run_dir)
         backends = invocation.prepare_backend_directory(installation, self.run_dir / "backends")
-        repository = rundir.render_repository(source, self.run_dir / "models", decoupled=self.config.triton.decoupled)
+        repository = render(self.models, self.run_dir / "models", decoupled=self.config.triton.decoupled)
         config_file = rundir.write_config(self.run_dir, self.config)
         rundir.write_private(self.run_dir / "admin.key", self.admin_key + "\n")
         sockets, temporary = rundir.socket_directory(self.run_dir)
@@ -158,6 +158,7 @@ class TritonServer:
             ports=self.ports,
             shm_prefix=self._shm_prefix,
             exit_timeout_s=self.exit_timeout_s,
+            complete=all(model.tensors for model in self.models),
             extra=self._extra_flags,
         )
         variables = invocation.environment(
@@ -167,6 +168,7 @@ class TritonServer:
             run_id=self.run_id,
             admin_key=self.admin_key,
             exit_timeout_s=self.exit_timeout_s,
+            log_format=self.log_format,
         )
         self._start_janitor()
         self._start_process(command, variables | self._extra_environment)
@@ -193,9 +195,9 @@ class TritonServer:
                 phase = said
                 on_phase(f"engine: {phase}")
         self._stubs = stubs_of(self.pid)
-        if self._probe_model is not None:
+        if self.text_model is not None:
             on_phase("generating a first token")
-            self._generate_first_token(deadline)
+            self._generate_first_token(self.text_model, deadline)
         if dead := self.dead_stubs():
             raise ServerFailed(f"stub process {dead[0].pid} died while the server started", self.log_tail())
         self._watch()
@@ -305,7 +307,7 @@ class TritonServer:
     def _watch(self) -> None:
         """Look after the server from now on, until it is stopped."""
         self._memory_limit = memory.limit_bytes(self.pid)
-        model = self._probe_model or next(path.parent.name for path in self._model_repository.glob("*/config.pbtxt"))
+        model = self.text_model.name if self.text_model else self.models[0].name
         self._monitor = Monitor(
             self.http_url,
             self._health_directory or self.run_dir / "health",
@@ -350,10 +352,10 @@ class TritonServer:
                 f"tritonserver was not ready after {timeout_s:.0f} s; the whole log is {self.log_path}", self.log_tail()
             )
 
-    def _generate_first_token(self, deadline: float) -> None:
+    def _generate_first_token(self, asked: Asked, deadline: float) -> None:
         remaining = max(5.0, deadline - time.monotonic())
         try:
-            probe.generate_one_token(self.http_url, str(self._probe_model), timeout_s=remaining)
+            probe.generate_one_token(self.http_url, asked, timeout_s=remaining)
         except probe.ProbeFailed as failure:
             raise ServerFailed(f"the server is up but does not generate: {failure}", self.log_tail()) from None
 

@@ -18,6 +18,7 @@ import time
 
 from backend.api.config import EngineConfig, load_config
 from backend.api.errors import EverbatchError
+from backend.api.log_lines import set_up_logging
 from backend.core.messages import Hello
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--config", help="JSON file of backend.api.config; defaults without it")
     parser.add_argument("--socket", required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    set_up_logging("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the supervisor acts on it
     threading.Thread(target=_die_with_parent, name="engine-parent-watch", daemon=True).start()
     try:

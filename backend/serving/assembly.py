@@ -1,7 +1,8 @@
 """How each Triton model is put together; the adapters in model_repository/*/1/model.py call `load_model` from initialize().
 
-`tensorrt_llm` owns the engine process. All others are clients of the same engine and bring their own tokenizer, so that no
-response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows cancellation.
+The first model of the role `tensorrt_llm` owns the engine process. All others are clients of the same engine and bring their
+own tokenizer, so that no response crosses Triton twice. They are Python models on purpose: a Triton ensemble swallows
+cancellation.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
+from backend.api.log_lines import set_up_logging
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
@@ -35,7 +36,10 @@ def load_model(args: dict[str, str]) -> ModelServer:
     model_config = json.loads(args["model_config"])
     role = role_of(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
-    executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
+    owner = role == OWNER and run_directory.claim(
+        args["model_name"]
+    )  # another model of that role is a client like all others
+    executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
     arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
@@ -44,7 +48,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         executor=executor,
         config=config,
         decoupled=is_decoupled(model_config),
-        owner=role == OWNER,
+        owner=owner,
         labels={"model": args["model_name"], "version": args["model_version"]},
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
@@ -54,8 +58,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
 
 
 def _launch(model_name: str, config: EngineConfig, run_directory: RunDirectory) -> Executor:
-    """Start the engine process, whose owner this model is."""
-    run_directory.claim()
+    """Start the engine process, which this model has claimed."""
     try:
         return Executor.launch(config, run_directory.socket_path)
     except BaseException:
@@ -135,11 +138,7 @@ def is_decoupled(model_config: dict[str, Any]) -> bool:
 
 
 def _prepare_process(args: dict[str, str]) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {args['model_name']} %(levelname)s %(name)s: %(message)s",
-    )
+    set_up_logging(args["model_name"])
     check_numpy(pb.numpy_round_trip_works)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The text threads already tokenise in parallel.
 

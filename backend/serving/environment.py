@@ -12,6 +12,7 @@ because all stubs are children of one server process.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -67,7 +68,7 @@ def check_numpy(round_trip_works: Callable[[], bool]) -> None:
 class RunDirectory:
     """The directory that all models of one server share.
 
-    It holds the engine's socket `engine.sock`, the process id of the engine's owner in `owner.pid`, and `health/`.
+    It holds the engine's socket `engine.sock`, the process of the engine's owner in `owner.pid`, and `health/`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,9 +96,22 @@ class RunDirectory:
     def socket_path(self) -> str:
         return str(self._path / "engine.sock")
 
-    def claim(self) -> None:
-        """Record that this process is about to start the engine."""
-        self._owner.write_text(str(os.getpid()))
+    def claim(self, model: str) -> bool:
+        """Record that this process is about to start the engine for `model`. False, and nothing is recorded, when a living
+        process has claimed it for another model; a model that is loaded anew takes over from itself.
+        """
+        with (self._path / "owner.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.has_owner() and self._claimed_for_another(model):
+                return False
+            self._owner.write_text(f"{os.getpid()} {_start_of(os.getpid())} {model}")
+            return True
+
+    def _claimed_for_another(self, model: str) -> bool:
+        pid, start, claimed_for = self._owner.read_text().split(maxsplit=2)
+        return (
+            claimed_for != model and _start_of(int(pid)) == start
+        )  # Else a later process has got the claimant's number.
 
     def disclaim(self) -> None:
         """Take the claim back, because this process could not start the engine."""
@@ -116,8 +130,8 @@ class RunDirectory:
     def has_owner(self) -> bool:
         """Whether a living process of this user has claimed the engine."""
         try:
-            os.kill(int(self._owner.read_text()), 0)
-        except (FileNotFoundError, ValueError, ProcessLookupError, PermissionError):
+            os.kill(int(self._owner.read_text().split()[0]), 0)
+        except (FileNotFoundError, ValueError, IndexError, ProcessLookupError, PermissionError):
             # PermissionError means that the claimant has ended and another user's process has got its number.
             return False
         return True
@@ -135,3 +149,11 @@ class RunDirectory:
                 return False
             time.sleep(0.02)  # Polled, because no event tells both that the engine answers and that its owner has died.
         return True
+
+
+def _start_of(pid: int) -> str:
+    """When the process was started, in clock ticks after the machine's start; "" when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):  # It has ended, which "" says.
+        return ""

@@ -14,6 +14,9 @@ from backend.serving.tensors import Input, ModelTensors, Output
 
 # The most rows of one Triton request. It is above 0, so clients of these models always send a batch dimension.
 DEFAULT_PROFILE = "trtllm"
+PRESCRIBED = (
+    "  # prescribed by its protocol"  # by this the launcher knows that triton.decoupled=false does not change it
+)
 ADAPTER = Path(__file__).with_name("adapter.py")
 
 
@@ -28,7 +31,7 @@ def render(model: ModelTensors, decoupled: bool = True, name: str = "") -> str:
         f'name: "{name or model.model}"\n'
         'backend: "python"\n'
         f"max_batch_size: {model.max_batch_size}\n"
-        f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}\n"
+        f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}{'' if model.always is None else PRESCRIBED}\n"
         "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
         f'parameters {{ key: "role" value: {{ string_value: "{model.model}" }} }}\n'
         f"input [\n{inputs}\n]\n"

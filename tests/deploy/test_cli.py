@@ -37,7 +37,16 @@ def refused(*arguments: str) -> str:
 
 def on_free_ports() -> list[str]:
     ports = Ports.free()
-    return ["--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics)]
+    return [
+        "--http-port",
+        str(ports.http),
+        "--grpc-port",
+        str(ports.grpc),
+        "--metrics-port",
+        str(ports.metrics),
+        "--openai-port",
+        "0",
+    ]
 
 
 def test_an_unknown_setting_is_named() -> None:

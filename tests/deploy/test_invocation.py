@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import ROOT, invocation, libpython, secret_flags
+from deploy import ROOT, invocation, libpython, repository, secret_flags
 from deploy.errors import UserError
 from deploy.invocation import Installation
 from deploy.ports import Ports
@@ -56,17 +56,9 @@ def test_readiness_can_be_switched_by_loading_models() -> None:
 
 def test_the_model_file_is_imported_once_and_the_shared_memory_is_ours() -> None:
     assert "--disable-auto-complete-config" in flags()
+    assert "--disable-auto-complete-config" not in flags(complete=False)
     assert "--exit-timeout-secs=7" in flags()
     assert "--backend-config=python,shm-region-prefix-name=p_" in flags()
-
-
-def test_a_config_without_tensors_for_our_backend_is_completed_and_no_other(tmp_path: Path) -> None:
-    for name, text in (("a", 'backend: "python"\n# backend: "vllm"'), ("b", 'platform: "ensemble"')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.pbtxt").write_text(text)
-    assert "--disable-auto-complete-config" in flags(repository=tmp_path)
-    (tmp_path / "b" / "config.pbtxt").write_text('  backend : "vllm"\n')
-    assert "--disable-auto-complete-config" not in flags(repository=tmp_path)
 
 
 def test_only_a_server_from_the_wheel_gets_a_backend_directory() -> None:
@@ -88,12 +80,13 @@ def test_the_environment_names_everything_the_models_look_for() -> None:
     assert found["EVERBATCH_PYTHON"] == sys.executable
     assert found["EVERBATCH_EXIT_TIMEOUT_S"] == "7"
     assert found["EVERBATCH_RUN_ID"] == "id"
+    assert found["EVERBATCH_LOG_FORMAT"] == "text"
 
 
 def test_the_wheels_stub_gets_the_libpython_of_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libpython, "search_path", lambda: ["/own/lib"])
-    wheel = Installation(Path("/w/bin/server"), wheel=Path("/w"))
-    assert variables(wheel, LD_LIBRARY_PATH="/other")["LD_LIBRARY_PATH"] == "/own/lib:/other"
+    wheel = Installation(Path("/site/w/t/bin/server"), wheel=Path("/site/w/t"))
+    assert variables(wheel, LD_LIBRARY_PATH="/other")["LD_LIBRARY_PATH"] == "/own/lib:/site/nvidia_pytriton.libs:/other"
     assert "LD_LIBRARY_PATH" not in variables(Installation(Path("/bin/server")))
 
 
@@ -112,21 +105,32 @@ def wheel(tmp_path: Path) -> Installation:
     return Installation(tmp_path / "wheel" / "bin" / "tritonserver", tmp_path / "wheel")
 
 
-def test_the_backend_directory_holds_the_wheels_python_and_our_own_backends_and_the_wheel_stays_untouched(
+def test_the_backend_directory_is_a_copied_library_and_links_and_the_wheel_stays_untouched(
     wheel: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libpython, "find", lambda version=None: "/lib/libpython.so")
     before = sorted(tmp_path.joinpath("wheel").rglob("*"))
     for _ in range(2):  # a second start replaces the links
         directory = invocation.prepare_backend_directory(wheel, tmp_path / "backends")
-    python = tmp_path / "backends" / "python"
+    links = {path.name for path in (tmp_path / "backends" / "python").iterdir() if path.is_symlink()}
+    library = tmp_path / "backends" / "python" / "libtriton_python.so"
     assert directory == tmp_path / "backends"
-    links = {path.name for path in python.iterdir() if path.is_symlink()}
     assert links == {"triton_python_backend_utils.py", "triton_python_backend_stub"}
-    library = python / "libtriton_python.so"  # a file of its own, or Triton refuses the backend vllm
-    assert library.is_file() and not library.is_symlink()
-    assert (tmp_path / "backends" / "vllm").resolve() == ROOT / "deploy" / "backends" / "vllm"
+    assert library.read_text() == "backends/python/libtriton_python.so" and not library.is_symlink()
     assert sorted(tmp_path.joinpath("wheel").rglob("*")) == before
+
+
+def test_the_backends_of_this_project_are_linked_beside_tritons(
+    wheel: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libpython, "find", lambda version=None: "/lib/libpython.so")
+    own = tmp_path / "own" / "words" / "model.py"
+    own.parent.mkdir(parents=True)
+    own.write_text("# backend\n")
+    for module in (invocation, repository):
+        monkeypatch.setattr(module, "BACKENDS", tmp_path / "own")
+    invocation.prepare_backend_directory(wheel, tmp_path / "backends")
+    assert (tmp_path / "backends" / "words" / "model.py").resolve() == own
 
 
 def test_a_missing_libpython_names_the_one_command(

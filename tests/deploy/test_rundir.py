@@ -1,10 +1,8 @@
-"""The private run directory: configuration, socket path, rendered repository."""
+"""The private run directory: configuration, socket path."""
 
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,32 +10,6 @@ import pytest
 from backend.api.config import EngineConfig, load_config
 from deploy import rundir
 from deploy.errors import UserError
-
-PBTXT = 'backend: "python"\nmodel_transaction_policy {\n  decoupled: True\n}\ninput [ { name: "decoupled_hint" } ]\n'
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    source = tmp_path / "repository"
-    for name, text in (("streams", PBTXT), ("plain", 'backend: "python"\n')):
-        (source / name / "1").mkdir(parents=True)
-        (source / name / "config.pbtxt").write_text(text)
-        (source / name / "1" / "model.py").write_text("# model\n")
-    (source / "README").write_text("no model\n")
-    return source
-
-
-def test_the_bytecode_of_the_models_is_there_before_a_stub_writes_it(tmp_path: Path) -> None:
-    """Triton takes a directory that has changed for a changed model, and unloads it at the next load of any."""
-    model = tmp_path / "some" / "1" / "model.py"
-    model.parent.mkdir(parents=True)
-    model.write_text("VALUE = 1\n")
-    rundir.compile_models(tmp_path)
-    before = model.parent.stat().st_mtime_ns
-    subprocess.run(
-        [sys.executable, "-c", "import model"], cwd=model.parent, check=True, env={"PYTHONPATH": str(model.parent)}
-    )
-    assert model.parent.stat().st_mtime_ns == before and list(model.parent.glob("__pycache__/*.pyc"))
 
 
 def test_the_stored_configuration_reads_back_equal(tmp_path: Path) -> None:
@@ -98,41 +70,3 @@ def test_a_path_is_measured_in_bytes_and_not_in_letters(tmp_path: Path) -> None:
     finally:
         if temporary:
             sockets.rmdir()
-
-
-def test_a_decoupled_repository_is_served_as_it_is(repository: Path, tmp_path: Path) -> None:
-    assert rundir.render_repository(repository, tmp_path / "copy", decoupled=True) == repository
-    assert not (tmp_path / "copy").exists()
-
-
-def test_unary_mode_rewrites_every_policy_in_a_copy_and_links_the_rest(repository: Path, tmp_path: Path) -> None:
-    copy = rundir.render_repository(repository, tmp_path / "copy", decoupled=False)
-    assert sorted(path.name for path in copy.iterdir()) == ["plain", "streams"]
-    text = (copy / "streams" / "config.pbtxt").read_text()
-    assert "decoupled: false" in text and "True" not in text and "decoupled_hint" in text
-    assert (copy / "plain" / "config.pbtxt").read_text() == 'backend: "python"\n'
-    assert (copy / "streams" / "1" / "model.py").resolve() == repository / "streams" / "1" / "model.py"
-    assert "decoupled: True" in (repository / "streams" / "config.pbtxt").read_text()  # the source is untouched
-
-
-def test_rendering_again_replaces_the_former_copy(repository: Path, tmp_path: Path) -> None:
-    rundir.render_repository(repository, tmp_path / "copy", decoupled=False)
-    (repository / "plain" / "config.pbtxt").unlink()
-    copy = rundir.render_repository(repository, tmp_path / "copy", decoupled=False)
-    assert [path.name for path in copy.iterdir()] == ["streams"]
-
-
-def test_a_repository_without_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no model"):
-        rundir.check_repository(tmp_path)
-    with pytest.raises(UserError, match="is no directory"):
-        rundir.check_repository(tmp_path / "missing")
-
-
-def test_every_model_of_this_project_can_be_made_unary() -> None:
-    found = sorted((rundir.ROOT / "model_repository").glob("*/config.pbtxt"))
-    assert found
-    for path in found:
-        text = path.read_text()
-        if "model_transaction_policy" in text:
-            assert "decoupled: false" in rundir.set_decoupled(text, False)

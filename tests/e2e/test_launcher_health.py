@@ -113,6 +113,7 @@ def test_an_engine_that_was_given_up_ends_serve_with_status_one() -> None:
     health_directory = root / f"serve-{ports.http}" / "health"
     command = [sys.executable, "-P", "-m", "deploy.cli", "serve", *(f"--set={setting}" for setting in EXACT)]
     command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
+    command.append("--openai-port=0")
     variables = os.environ | {"PYTHONPATH": str(ROOT), "EVERBATCH_RUN_ROOT": str(root)}
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     try:

@@ -82,7 +82,7 @@ def test_a_text_model_waits_for_a_living_owner_and_not_for_a_dead_one(
     child.wait()
     (tmp_path / "owner.pid").write_text(str(child.pid))
     assert not directory.wait_for_engine(lambda: False, timeout_s=60), "its owner is dead"
-    directory.claim()
+    directory.claim("tensorrt_llm")
     answers = iter([False] * 10 + [True])
     assert directory.wait_for_engine(lambda: next(answers), timeout_s=60)
 

@@ -184,7 +184,7 @@ def test_a_process_of_another_user_is_not_the_owner_of_the_engine(
         raise PermissionError("not yours")
 
     directory = RunDirectory(tmp_path)
-    directory.claim()
+    directory.claim("tensorrt_llm")
     assert directory.has_owner()
     monkeypatch.setattr(os, "kill", refuse)
     assert not directory.has_owner()

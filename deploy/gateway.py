@@ -1,0 +1,186 @@
+"""The OpenAI-compatible endpoint beside a TritonServer: `python -m gateway` as a child of the launcher.
+
+It is started with the server, started again by itself when it ends, and told to end when the server is. It carries
+the server's run id, so whatever ends the processes of that run (the sweep of stop(), the janitor) ends it too. Its end is no
+failure of the server: models and their clients go on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import ROOT, log_files, probe
+from deploy.errors import Failure, ServerFailed, StartCancelled, UserError
+from deploy.ports import check_port, reachable, url_host
+from deploy.processes import RUN_ID_VARIABLE, describe_end
+from deploy.supervisor import BackOff
+from deploy.triton_server import TritonServer
+
+START_S = 60.0  # it imports a web server and opens a port
+_POLL_S = 0.1
+PROGRAM = (sys.executable, "-P", "-m", "gateway")
+
+log = logging.getLogger("everbatch.gateway")
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """`names`: those that clients may give as `model`, the first one first. `api_keys`: None asks nobody for a key."""
+
+    port: int
+    host: str = "127.0.0.1"
+    api_keys: Path | None = None
+    names: tuple[str, ...] = ()
+
+    def check(self, taken: tuple[int, ...]) -> None:
+        """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
+        if not 1 <= self.port <= 65535:
+            raise UserError(f"--openai-port is {self.port}, allowed is 1 to 65535, or 0 for no OpenAI endpoint")
+        if self.port in taken:
+            raise UserError(f"port {self.port} is given twice; choose another one with --openai-port PORT")
+        check_port(self.host, self.port, "--openai-port")
+        if self.api_keys is not None and not self.api_keys.is_file():
+            raise UserError(f"--api-keys {self.api_keys} is no file; it holds lines of NAME KEY")
+        if PROGRAM[-1] == "gateway" and importlib.util.find_spec("gateway") is None:
+            raise UserError(
+                "the package of the OpenAI endpoint is not installed; give --openai-port 0 to serve without"
+            )
+
+
+class ServerWithGateway:
+    """A server and its endpoint as one, for the supervisor. One thread."""
+
+    def __init__(self, server: TritonServer, options: GatewayOptions, program: tuple[str, ...] = PROGRAM) -> None:
+        self.server = server
+        self.options = options
+        self.log_path = server.log_path.with_name("gateway.log")
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+        self._back_off = BackOff()
+        self._start_again_at: float | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{url_host(reachable(self.options.host))}:{self.options.port}"
+
+    # ---- what the supervisor asks for ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        check_port(self.options.host, self.options.port, "--openai-port")
+        self.server.start()
+        self._spawn()  # It says that it is not ready until the models are, which take longer than it does.
+
+    def wait_ready(
+        self, timeout_s: float, *, on_phase: Callable[[str], None], cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Block until the server generates and the endpoint answers. Raises ServerFailed, StartCancelled."""
+        self.server.wait_ready(timeout_s, on_phase=on_phase, cancelled=cancelled)
+        on_phase("starting the OpenAI endpoint")
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if cancelled():
+                raise StartCancelled
+            if (status := self._status()) is not None:
+                raise ServerFailed(f"the OpenAI endpoint {describe_end(status)}; {self._where()}", self._last_words())
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the OpenAI endpoint did not answer within {START_S:.0f} s; {self._where()}")
+            time.sleep(_POLL_S)  # It tells nobody that its port is open, so it is asked again.
+
+    def failure(self) -> Failure | None:
+        """Why the server must be ended; None = all is well. Looks after the endpoint besides."""
+        failure = self.server.failure()
+        if failure is None:
+            self._look_after()
+        return failure
+
+    def stop(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Both drain at the same time: the endpoint's replies come from the server's."""
+        if self._process is not None and self._status() is None:
+            self._process.terminate()
+        self.server.stop(cancelled=cancelled)
+        self._reap()
+
+    def kill(self) -> None:
+        self.server.kill()
+        self._reap()
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------
+
+    def _command(self) -> list[str]:
+        spawn = [sys.executable, "-P", "-m", "deploy.spawn", str(os.getpid()), "0"]
+        options = {
+            "--triton": self.server.grpc_url,
+            "--host": self.options.host,
+            "--port": str(self.options.port),
+            "--metrics-url": self.server.metrics_url,
+            "--shutdown-grace-s": str(self.server.exit_timeout_s),
+        }
+        if self.options.api_keys is not None:
+            options["--api-keys"] = str(self.options.api_keys.resolve())
+        named = [word for name in self.options.names for word in ("--model-name", name)]
+        return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
+
+    def _spawn(self) -> None:
+        with log_files.begin(self.log_path) as file:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone.
+                env=os.environ
+                | {
+                    "PYTHONPATH": str(ROOT),
+                    RUN_ID_VARIABLE: self.server.run_id,
+                    "EVERBATCH_LOG_FORMAT": self.server.log_format,
+                },
+            )
+        self._start_again_at = None
+
+    def _look_after(self) -> None:
+        """Start it again some time after it has ended; the delay grows while it ends again and again."""
+        log_files.cut_if_long(self.log_path)
+        status, now = self._status(), time.monotonic()
+        if status is None:
+            return
+        if self._start_again_at is None:
+            self._back_off.ready()  # It is never given up: the server is of use without it.
+            delay = self._back_off.failed(now) or 0.0
+            self._start_again_at = now + delay
+            self.server.on_event(
+                f"the OpenAI endpoint {describe_end(status)}; starting it again in {delay:g} s; {self._where()}"
+            )
+        elif now >= self._start_again_at:
+            self._spawn()
+
+    def _status(self) -> int | None:
+        """Its exit status; None while it runs or before it was started."""
+        return None if self._process is None else self._process.poll()
+
+    def _answers(self) -> bool:
+        try:
+            return probe.request(self.url, "GET", "/health", timeout_s=5.0)[0] == 200
+        except probe.ProbeFailed:
+            return False
+
+    def _reap(self) -> None:
+        """Wait for the end of the process, which stop() or kill() of the server has ended with the others of its run."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._start_again_at = None
+
+    def _where(self) -> str:
+        return log_files.where(self.log_path)
+
+    def _last_words(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-5:])

@@ -1,0 +1,77 @@
+"""How to ask the models of each protocol for text over Triton's HTTP `generate`: for the launcher's first token and the examples
+that it prints. A model is known by the tensors that its configuration names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.repository import Model
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One protocol's request. `tensors`: those that only its models have, all together; `answer`: the output with the text."""
+
+    tensors: frozenset[str]
+    answer: str
+    body: Callable[[str, int, bool], Body]  # of a prompt, a number of tokens, and whether to stream
+
+
+def _trtllm(prompt: str, tokens: int, stream: bool) -> Body:
+    return {"text_input": prompt, "max_tokens": tokens, "stream": stream}
+
+
+def _vllm(prompt: str, tokens: int, stream: bool) -> Body:
+    return {"text_input": prompt, "stream": stream, "sampling_parameters": json.dumps({"max_tokens": tokens})}
+
+
+def _llmapi(prompt: str, tokens: int, stream: bool) -> Body:
+    return {"text_input": prompt, "sampling_param_max_tokens": tokens, "streaming": stream}
+
+
+def _lmdeploy(prompt: str, tokens: int, stream: bool) -> Body:
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": False, "stream": stream}
+
+
+def _everbatch(prompt: str, tokens: int, stream: bool) -> Body:
+    return {"request": json.dumps({"prompt": prompt, "max_tokens": tokens, "stream": stream})}
+
+
+VLLM = Form(frozenset({"text_input", "sampling_parameters", "text_output"}), "text_output", _vllm)
+FORMS = (  # in the order in which they are preferred
+    Form(frozenset({"text_input", "max_tokens", "text_output"}), "text_output", _trtllm),
+    VLLM,
+    Form(frozenset({"text_input", "sampling_param_max_tokens", "text_output"}), "text_output", _llmapi),
+    Form(frozenset({"prompt", "max_tokens", "ignore_eos", "response"}), "response", _lmdeploy),
+    Form(frozenset({"request", "response"}), "response", _everbatch),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A text model of this server, and how it is asked."""
+
+    name: str
+    form: Form
+
+
+def form_of(model: Model) -> Form | None:
+    """None for a model that makes no text from text."""
+    if model.backend == "vllm":  # Its configuration may be one without tensors, which the backend completes.
+        return VLLM
+    return next((form for form in FORMS if form.tensors <= model.tensors), None)
+
+
+def text_model(models: Sequence[Model], name: str = "") -> Asked | None:
+    """The model `name`, or else the one of this server that is most telling to ask; None where none takes text."""
+    found = [(form, model) for model in models if (form := form_of(model)) is not None and name in ("", model.name)]
+    if not found:
+        return None
+    form, model = min(found, key=lambda pair: FORMS.index(pair[0]))
+    return Asked(model.name, form)

@@ -1,0 +1,222 @@
+"""The OpenAI endpoint beside a server: stand-ins for both, scripts that are started as the real ones are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from backend.api.config import EngineConfig
+from deploy import cli, gateway, invocation, serve
+from deploy.errors import ServerFailed, UserError
+from deploy.gateway import GatewayOptions, ServerWithGateway
+from deploy.invocation import Installation
+from deploy.ports import Ports
+from deploy.report import examples
+from deploy.triton_server import TritonServer
+
+SERVER = f"""#!{sys.executable}
+import threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+time.sleep(600)
+"""
+ENDPOINT = """
+import os, signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+def leave(number, frame):
+    print("asked to leave", flush=True)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+print(*sys.argv[1:], "run", os.environ["EVERBATCH_RUN_ID"], flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TritonServer:
+    script = tmp_path / "tritonserver"
+    script.write_text(SERVER)
+    script.chmod(0o755)
+    monkeypatch.setattr(invocation, "find_installation", lambda: Installation(script))
+    server = TritonServer(EngineConfig(), run_dir=tmp_path / "run", exit_timeout_s=7)
+    monkeypatch.setattr(server, "wait_ready", lambda *_, **__: None)
+    return server
+
+
+Make = Callable[[str], ServerWithGateway]
+
+
+@pytest.fixture
+def make(server: TritonServer, tmp_path: Path) -> Iterator[Make]:
+    made: list[ServerWithGateway] = []
+
+    def build(program: str) -> ServerWithGateway:
+        (tmp_path / "endpoint.py").write_text(program)
+        keys = tmp_path / "keys"
+        options = GatewayOptions(Ports.free().http, api_keys=keys, names=("everbatch", "own"))
+        made.append(ServerWithGateway(server, options, (sys.executable, str(tmp_path / "endpoint.py"))))
+        return made[-1]
+
+    yield build
+    for both in made:
+        both.kill()
+
+
+def start(both: ServerWithGateway) -> None:
+    both.start()
+    both.wait_ready(60, on_phase=lambda phase: None)
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_the_endpoint_is_told_where_the_server_is_and_whom_it_may_serve(make: Make, server: TritonServer) -> None:
+    both = make(ENDPOINT)
+    start(both)
+    said = both.log_path.read_text()
+    assert f"--triton {server.grpc_url} --host 127.0.0.1 --port {both.options.port}" in said
+    assert f"--metrics-url {server.metrics_url}" in said and "--shutdown-grace-s 7" in said
+    assert f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own" in said
+    assert f"run {server.run_id}" in said  # so that whatever ends the server's processes ends it too
+    assert both.failure() is None
+
+
+def test_an_endpoint_that_dies_is_started_again_and_the_server_goes_on(make: Make, server: TritonServer) -> None:
+    told: list[str] = []
+    server.on_event = told.append
+    both = make(ENDPOINT)
+    start(both)
+    first, server_pid = both._process, server.pid
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert wait_until(lambda: both.failure() is None and both._process is not first)
+    assert wait_until(both._answers)
+    assert "the OpenAI endpoint was ended by signal 9 (SIGKILL); starting it again in 0.5 s" in told[0]
+    assert len(told) == 1 and server.pid == server_pid and server.running()
+
+
+def test_an_endpoint_that_dies_again_and_again_is_started_ever_later_and_never_given_up(
+    make: Make, server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    server.on_event = told.append
+    both = make("raise SystemExit(3)")
+    clock = itertools.count()
+    both.start()
+    monkeypatch.setattr(
+        gateway, "time", SimpleNamespace(monotonic=lambda: float(next(clock)))
+    )  # a second for each look
+    monkeypatch.setattr(both, "_status", lambda: 3)
+    for _ in range(200):
+        both.failure()
+    delays = [line.split(" in ")[1].split(" s;")[0] for line in told]
+    assert delays[:8] == ["0.5", "1", "2", "4", "8", "16", "32", "60"] and len(delays) > 8
+
+
+def test_stop_asks_the_endpoint_to_leave_and_leaves_no_process(make: Make, server: TritonServer) -> None:
+    both = make(ENDPOINT)
+    start(both)
+    both.stop()
+    assert "asked to leave" in both.log_path.read_text()
+    assert not server.processes() and both._process is None
+
+
+def test_kill_ends_an_endpoint_that_does_not_listen(make: Make, server: TritonServer) -> None:
+    both = make("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    both.start()
+    process = both._process
+    both.kill()
+    assert process is not None and process.returncode is not None and not server.processes()
+
+
+def test_an_endpoint_that_does_not_come_up_fails_the_start_with_its_last_words(make: Make) -> None:
+    both = make("raise SystemExit('gateway: keys: mode 0644, must be 0600')")
+    with pytest.raises(
+        ServerFailed, match="the OpenAI endpoint ended with exit status 1; the log is .*gateway.log"
+    ) as error:
+        start(both)
+    assert "must be 0600" in error.value.log_tail
+
+
+@pytest.fixture
+def free() -> int:
+    return Ports.free().http
+
+
+def test_a_taken_port_is_named_with_its_option(free: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free))
+        other.listen(1)
+        with pytest.raises(UserError, match=f"port {free} on 127.0.0.1 is already in use; .* with --openai-port PORT"):
+            GatewayOptions(free).check(())
+
+
+def test_a_port_out_of_range_or_given_twice_is_refused(free: int) -> None:
+    with pytest.raises(UserError, match="--openai-port is 70000, allowed is 1 to 65535, or 0"):
+        GatewayOptions(70000).check(())
+    with pytest.raises(UserError, match=f"port {free} is given twice"):
+        GatewayOptions(free).check((1, free))
+
+
+def test_a_key_file_that_is_not_there_is_refused(free: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--api-keys .*none is no file"):
+        GatewayOptions(free, api_keys=tmp_path / "none").check(())
+
+
+def test_without_the_package_the_remedy_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="give --openai-port 0"):
+        GatewayOptions(free).check(())
+
+
+def test_serve_starts_the_endpoint_unless_its_port_is_zero(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    served: list[object] = []
+    monkeypatch.setattr(serve, "supervise", lambda server, *_: served.append(server) or 0)
+    monkeypatch.setattr(GatewayOptions, "check", lambda *_: None)
+    ports = Ports.free()
+    taken = ["--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics)]
+    for port in ("0", str(free)):
+        result = CliRunner().invoke(cli.app, ["serve", *taken, "--openai-port", port, "--openai-host", "::1"])
+        assert result.exit_code == 0, result.output
+    assert isinstance(served[0], TritonServer) and isinstance(served[1], ServerWithGateway)
+    assert (served[1].options.port, served[1].options.host) == (free, "::1")
+
+
+def test_the_model_is_named_as_clients_know_it_and_never_by_a_path(tmp_path: Path) -> None:
+    options = lambda model: serve.ServeOptions(model, openai_port=1)  # noqa: E731
+    assert options("").served_names == ("everbatch",)
+    assert options("owner/name").served_names == ("everbatch", "owner/name")
+    assert options(str(tmp_path)).served_names == ("everbatch", tmp_path.name)
+
+
+def test_others_that_reach_the_endpoint_without_a_key_are_warned_about() -> None:
+    open_to_all = serve.ServeOptions(host="0.0.0.0", openai_port=9000).gateway
+    assert open_to_all is not None and open_to_all.host == "0.0.0.0"
+    text = serve.open_endpoint(open_to_all)
+    assert "--api-keys FILE" in text and "0.0.0.0:9000" in text
+
+
+def test_the_console_shows_how_to_ask_it(server: TritonServer) -> None:
+    assert any("http://here:1/v1/chat/completions" in line for line in examples(server, "http://here:1"))
+    assert not any("/v1/" in line for line in examples(server, None))
