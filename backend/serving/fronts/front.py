@@ -35,6 +35,9 @@ class Front(NamedTuple):
     tensors: ModelTensors
     parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
     error_prefix: str = ""  # the protocol's own words in front of an error
+    reads_parameters: bool = (
+        False  # whether `parse` itself judges Parameters.others; else serving/free_parameters.py does
+    )
 
 
 class TextFront(NamedTuple):
@@ -46,3 +49,4 @@ class TextFront(NamedTuple):
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
     error_prefix: str = ""
+    reads_parameters: bool = False
