@@ -180,9 +180,11 @@ def test_publishing_stops_when_its_time_is_over_and_goes_on_later() -> None:
 
 
 def test_a_reason_is_the_one_that_the_client_was_told() -> None:
-    output = TextOutput(lambda news: [], TextStream(TOKENIZER, stops=["b"]), streaming=True)
+    output = TextOutput(lambda news: [], TextStream(TOKENIZER, stops=[".b"]), streaming=True)
     row, rows = Row(output, num_input_tokens=1), EndedRows()
-    last = Result([TOKENIZER.encode("abc")], is_final=True, finish_reasons=(FinishReason.LENGTH,))
+    last = Result(
+        [TOKENIZER.encode("self.b = 1\n    return other")], is_final=True, finish_reasons=(FinishReason.LENGTH,)
+    )
     output.feed(last)
     rows.add(stream_of("r", row), row, Response(RequestId(1), result_or_none=last))
     (noted,) = rows.take(budget_s=60)
