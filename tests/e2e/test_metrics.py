@@ -121,8 +121,8 @@ def run_everything(server: TritonServer) -> list[Seen]:
         Seen("ensemble", "length", reply["num_output_tokens"], reply["num_input_tokens"]),
         text_row(server, "length", max_tokens=12, end_id=-1, id="plain", namespace=SECRET),
         text_row(server, "length", stream=True, max_tokens=20, end_id=-1, id='forged"\nline'),
-        text_row(server, "stop_words", stream=True, max_tokens=64, stop_words=[in_the_middle]),
-        text_row(server, "stop_words", max_tokens=64, stop_words=["never said", in_the_middle]),
+        text_row(server, "stop_words", stream=True, max_tokens=400, stop_words=[in_the_middle]),
+        text_row(server, "stop_words", max_tokens=400, stop_words=["never said", in_the_middle]),
         text_row(server, "timed_out", stream=True, max_tokens=1500, end_id=-1, timeout=300_000),
     ]
     with TokenClient(server.grpc_url) as client:
