@@ -40,7 +40,7 @@ from rich.table import Table
 from backend.api import EngineConfig, Request
 from backend.api.config import KvCacheConfig, SchedulerConfig
 from backend.core.messages import Command, Hello
-from backend.core.step import ModelInfo, SampledToken, StepInput, StepOutput
+from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 from backend.executor.engine_process import calm_garbage_collector
@@ -104,6 +104,9 @@ class NullDevice:
 
     def free_memory_bytes(self) -> int:
         return 1 << 40
+
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse()
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         pass

@@ -100,6 +100,8 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sender_threads: int = 4  # threads that hand responses to Triton; a stream stays with one
     cancellation_check_period_ms: int = 50  # how often Triton is asked which clients have gone
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
+    log_requests: bool = True  # one line in the log for each request that ended
+    strict_parameters: bool = False  # request parameters that nobody knows are refused, not only warned about
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     one_response_per_token: bool = False  # off: tokens that wait for a busy sender share a response

@@ -47,6 +47,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_pauses: int = 0
     num_new_blocks: int = 0
     num_reused_blocks: int = 0
+    num_output_tokens: int = 0  # sampled so far
 
 
 class Result(Struct, frozen=True, omit_defaults=True):
@@ -73,6 +74,7 @@ class Response(Struct, frozen=True, omit_defaults=True):
     result_or_none: Result | None = None
     error_or_none: str | None = None
     error_code: ErrorCode = ErrorCode.INTERNAL
+    account: PerfMetrics | None = None  # of every final response of a request that was accepted, asked for or not
 
     def has_error(self) -> bool:
         return self.error_or_none is not None

@@ -35,6 +35,8 @@ class IterationStats(Struct, frozen=True):
     num_ctx_tokens: int = 0
     micro_batch_id: int = 0
     num_sessions: int = 0
+    cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
+    gpu_memory_bytes: int = 0  # of torch's allocator on the device; 0 without one
     kv_cache: KvCacheStats = KvCacheStats()
 
 
@@ -46,6 +48,9 @@ class EngineCounters(Struct):
     requests_finished_total: dict[str, int] = {}  # by finish reason name, errors as ERROR
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
+    discarded_tokens_total: int = (
+        0  # of these, behind the end of a text, or of a request that failed before it told them
+    )
     context_tokens_total: int = 0  # tokens run through the context phase
     cached_tokens_total: int = 0  # prompt or history tokens that were not, because their KV was found
     recomputed_tokens_total: int = 0  # tokens run again because their KV had been evicted
@@ -60,3 +65,4 @@ class EngineStats(Struct, frozen=True):
     latest: IterationStats
     counters: EngineCounters
     uptime_s: float = 0.0
+    started_ns: int = 0  # when this engine was made, of its monotonic clock: tells one engine from the next

@@ -97,6 +97,13 @@ class ModelInfo(Struct, frozen=True):
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 
+class MemoryUse(Struct, frozen=True):
+    """What the workers occupy now, in bytes."""
+
+    cpu_bytes: int = 0  # resident memory of the process
+    gpu_bytes: int = 0  # of torch's allocator; 0 without a device
+
+
 class WorkersLost(Exception):
     """No step can ever run again in this process."""
 
@@ -110,6 +117,10 @@ class WorkerGroup(Protocol):
 
     def free_memory_bytes(self) -> int:
         """Memory the KV pool may be cut from, after weights and the peak of one full step."""
+        ...
+
+    def memory_use(self) -> MemoryUse:
+        """What this takes of the machine. Asked about once a second, and cheap."""
         ...
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:

@@ -128,6 +128,8 @@ class EngineCore:
         seq = self._live.get(request_id)
         if seq is not None:
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
+            if keep_output_tokens is not None:
+                self.counters.discarded_tokens_total += max(0, seq.num_output_tokens - keep_output_tokens)
             self._finish(seq, reason, keep_output_tokens)
 
     def stop_session(self, request_id: RequestId, session_id: SessionId, end: bool, namespace: str = "") -> None:
@@ -208,7 +210,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
-        return self.statistics.snapshot(self._gauges(), self.has_work)
+        return self.statistics.snapshot(self._gauges(), self.has_work, self.workers.memory_use)
 
     def latest_iteration(self) -> IterationStats:
         """What the latest step did, with gauges of the present state."""
@@ -311,7 +313,9 @@ class EngineCore:
             error = SessionError(SessionStatus.FAIL, error.message, error.code)
         self._leave(seq)
         self.statistics.count_end("ERROR")
-        self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error))
+        self.counters.discarded_tokens_total += seq.num_tokens - seq.num_published_tokens
+        account = publish.perf_metrics(seq)
+        self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error, account))
         self._settle(seq, undo=True)
 
     def _leave(self, seq: Sequence) -> None:

@@ -33,13 +33,16 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         top_log_probs=_top_log_probs(seq, start),
         decoding_iter=iteration,
         num_prompt_tokens=seq.num_prompt_tokens,
-        perf_metrics=_perf_metrics(seq) if output.return_perf_metrics else None,
+        perf_metrics=perf_metrics(seq) if output.return_perf_metrics else None,
     )
-    return Response(seq.request_id, request.client_id, result)
+    return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_final else None)
 
 
-def error_response(request_id: RequestId, client_id: int | None, error: EverbatchError) -> Response:
-    return Response(request_id, client_id, error_or_none=error.message, error_code=error.code)
+def error_response(
+    request_id: RequestId, client_id: int | None, error: EverbatchError, account: PerfMetrics | None = None
+) -> Response:
+    """`account`: of a request that had been accepted."""
+    return Response(request_id, client_id, error_or_none=error.message, error_code=error.code, account=account)
 
 
 def empty_response(request_id: RequestId) -> Response:
@@ -55,6 +58,7 @@ def _top_log_probs(seq: Sequence, start: int) -> list[list[TopLogProb]] | None:
     return [[TopLogProb(token_id, log_prob) for token_id, log_prob in entries] for entries in seq.top_log_probs[start:]]
 
 
-def _perf_metrics(seq: Sequence) -> PerfMetrics:
+def perf_metrics(seq: Sequence) -> PerfMetrics:
+    """The engine's books of a request."""
     names = PerfMetrics.__struct_fields__
     return PerfMetrics(**{name: getattr(seq, name) for name in names})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
 from backend.core.clock import Clock
+from backend.core.step import MemoryUse
 from backend.engine.flight import Flight, StepRecord
 
 
@@ -28,6 +31,8 @@ class Statistics:
         self._started_ns = clock.monotonic_ns()
         self._latest: StepRecord | None = None
         self._num_completed = 0  # requests that have ended since the latest step was recorded
+        self._memory = MemoryUse()
+        self._memory_at = -1  # the value of `iteration` when it was asked for
 
     def count_end(self, reason: str) -> None:
         """A request has ended, for whatever reason."""
@@ -55,14 +60,22 @@ class Statistics:
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1
 
-    def snapshot(self, gauges: Gauges, has_work: bool) -> EngineStats:
-        """Everything. What the latest step did is told only while there is work."""
+    def snapshot(self, gauges: Gauges, has_work: bool, memory_use: Callable[[], MemoryUse]) -> EngineStats:
+        """Everything. What the latest step did is told only while there is work.
+
+        Memory is asked for only after a new step, so that two snapshots of an idle engine are equal.
+        """
+        if self._memory_at != self.iteration:
+            self._memory, self._memory_at = memory_use(), self.iteration
         latest = self.latest_iteration(gauges)
         if not has_work:
             latest = _with_gauges(IterationStats(iter=latest.iter, timestamp_ns=latest.timestamp_ns), gauges)
+        memory = self._memory
+        latest = msgspec.structs.replace(latest, cpu_memory_bytes=memory.cpu_bytes, gpu_memory_bytes=memory.gpu_bytes)
         totals = dict(self.counters.requests_finished_total)
         counters = msgspec.structs.replace(self.counters, requests_finished_total=totals)
-        return EngineStats(latest, counters, (self._clock.monotonic_ns() - self._started_ns) / 1e9)
+        uptime_s = (self._clock.monotonic_ns() - self._started_ns) / 1e9
+        return EngineStats(latest, counters, uptime_s, self._started_ns)
 
     def latest_iteration(self, gauges: Gauges) -> IterationStats:
         """What the latest step did, with gauges of the present state."""

@@ -52,6 +52,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
         labels={"model": args["model_name"], "version": args["model_version"]},
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
+        reads_parameters=front.reads_parameters,
+        reports_vllm=is_true(model_config, "REPORT_CUSTOM_METRICS"),
         report_health=_report_to(run_directory, args["model_name"]),
         **arguments,
     )
@@ -131,6 +133,12 @@ def role_of(model_name: str, model_config: dict[str, Any]) -> str:
             'set it in config.pbtxt: parameters { key: "role" value: { string_value: "ensemble" } }'
         )
     return role
+
+
+def is_true(model_config: dict[str, Any], parameter: str) -> bool:
+    """Whether a parameter of config.pbtxt says so: true or 1, in any case; anything else and its absence mean no."""
+    value = model_config.get("parameters", {}).get(parameter, {}).get("string_value", "")
+    return str(value).strip().lower() in ("true", "1")
 
 
 def is_decoupled(model_config: dict[str, Any]) -> bool:

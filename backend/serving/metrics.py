@@ -1,9 +1,7 @@
-"""The metric families that appear in Triton's /metrics, as data, and the publisher that sends changed values.
+"""MetricsPublisher: sends changed values of the metric families to Triton, which shows them on /metrics.
 
-Families named `nv_trt_llm_*` and `nv_llm_*` have TensorRT-LLM's names, so that its dashboards work; those named
-`everbatch_*` are this project's own. Each update of a value is a round trip to the server, so the housekeeper sends only the
-values that have changed. TensorRT-LLM's families for runtime memory, disaggregated serving and static batching are not
-published, because nothing here could fill them.
+Each update of a value is a round trip to the server. So the housekeeper sends only the values of the engine that have changed,
+and of ended requests everything at once, some times a second. docs/metrics.md lists all families.
 """
 
 from __future__ import annotations
@@ -12,11 +10,18 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from backend.api import EngineStats
+from backend.serving.ended import EndedRow
+from backend.serving.families import ENGINE_FAMILIES, FINISHED, Family
 
 TOKEN_BUCKETS = [10.0, 50.0, 100.0, 500.0, 1000.0]
-FINISH_REASONS = ("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "ERROR")
-
-Read = Callable[[EngineStats], float]
+# The buckets of vLLM, which everbatch_* share so that both can be compared; queues and totals may be as short as a first token.
+FIRST_TOKEN_BUCKETS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+PER_TOKEN_BUCKETS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+TOTAL_BUCKETS = [1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+N_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0]
+INTER_TOKEN_BUCKETS = [0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS]
+REQUEST_BUCKETS = [0.01, 0.05, 0.1, 0.5, *TOTAL_BUCKETS, 120.0, 300.0, 600.0]
+FAILED = ("error", "refused")  # the reasons of rows that answered with an error
 
 
 class MetricHandle(Protocol):
@@ -35,212 +40,206 @@ class FamilyHandle(Protocol):
     def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> MetricHandle: ...
 
 
-class Family(NamedTuple):
-    """One metric family with its values."""
+NewFamily = Callable[[str, str, str], FamilyHandle]  # (name, description, kind) registers a family with Triton
+
+
+class Histogram(NamedTuple):
+    """A family of which each ended row that did not fail adds to."""
 
     name: str
     description: str
-    kind: str  # GAUGE or COUNTER
-    label: str  # the name of the label that tells the values apart; "" when the family has one value
-    values: dict[str, Read]  # for each value of the label, the function that reads it from the statistics
+    buckets: list[float]
+    read: Callable[[EndedRow], float | None]  # None adds nothing
+    times: Callable[[EndedRow], int] = lambda row: 1  # how often the value is added
+    label: tuple[str, str] | None = None
 
 
-def _scheduled(stats: EngineStats) -> int:
-    """The requests of the last step that still run. An idle engine keeps the record of its last step, hence the minimum."""
-    return min(stats.latest.num_scheduled_requests, stats.latest.num_active_requests)
-
-
-def _finished_with(reason: str) -> Read:
-    return lambda stats: stats.counters.requests_finished_total.get(reason, 0)
-
-
-_TRT_LLM = (
-    Family(
-        "nv_trt_llm_request_metrics",
-        "TRT LLM request metrics",
-        "GAUGE",
-        "request_type",
-        {
-            "active": lambda s: s.latest.num_active_requests,
-            "max": lambda s: s.latest.max_num_active_requests,
-            "scheduled": lambda s: _scheduled(s),
-            "context": lambda s: min(s.latest.num_context_requests, s.latest.num_active_requests),
-            "waiting": lambda s: s.latest.num_active_requests - _scheduled(s),
-        },
+HISTOGRAMS = (
+    Histogram(
+        "nv_llm_input_token_len",
+        "TRT LLM response metrics",
+        TOKEN_BUCKETS,
+        lambda row: row.num_prompt_tokens,
+        label=("response_metric_type", "total_input_tokens"),
     ),
-    Family(
-        "nv_trt_llm_kv_cache_block_metrics",
-        "TRT LLM KV cache block metrics",
-        "GAUGE",
-        "kv_cache_block_type",
-        {
-            "max": lambda s: s.latest.kv_cache.max_num_blocks,
-            # TensorRT-LLM counts a cached block as free, because it can be taken.
-            "free": lambda s: s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks,
-            "used": lambda s: s.latest.kv_cache.used_num_blocks,
-            "tokens_per": lambda s: s.latest.kv_cache.tokens_per_block,
-            "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
-            "fraction": lambda s: s.latest.kv_cache.used_num_blocks / max(1, s.latest.kv_cache.max_num_blocks),
-        },
+    Histogram(
+        "nv_llm_output_token_len",
+        "TRT LLM response metrics",
+        TOKEN_BUCKETS,
+        lambda row: row.num_output_tokens,
+        label=("response_metric_type", "total_output_tokens"),
     ),
-    Family(
-        "nv_trt_llm_inflight_batcher_metrics",
-        "TRT LLM inflight_batcher-specific metrics",
-        "GAUGE",
-        "inflight_batcher_specific_metric",
-        {
-            "total_context_tokens": lambda s: s.latest.num_ctx_tokens,
-            "generation_requests": lambda s: s.latest.num_gen_requests,
-            "micro_batch_id": lambda s: s.latest.micro_batch_id,
-            "paused_requests": lambda s: s.latest.num_paused_requests,
-        },
+    Histogram(
+        "everbatch_time_to_first_token_seconds",
+        "From the arrival of a request at its model to its first token",
+        FIRST_TOKEN_BUCKETS,
+        lambda row: row.first_token_s,
     ),
-    Family(
-        "nv_trt_llm_general_metrics",
-        "General TRT LLM metrics",
-        "GAUGE",
-        "general_type",
-        {"timestamp": lambda s: s.latest.timestamp_ns // 1000, "iteration_counter": lambda s: s.latest.iter},
+    Histogram(
+        "everbatch_inter_token_latency_seconds",
+        "The mean time between two tokens of a request",
+        INTER_TOKEN_BUCKETS,
+        lambda row: row.inter_token_s,
+    ),
+    Histogram(
+        "everbatch_request_seconds",
+        "From the arrival of a request at its model to its end",
+        REQUEST_BUCKETS,
+        lambda row: row.total_s,
+    ),
+    Histogram(
+        "everbatch_queue_seconds",
+        "Waiting in the engine for the first admission to the batch",
+        FIRST_TOKEN_BUCKETS,
+        lambda row: row.queue_s,
     ),
 )
 
-_OURS = (
-    Family(
-        "everbatch_kv_blocks",
-        "KV cache blocks by state; free + cached + used = max",
-        "GAUGE",
-        "state",
-        {
-            "max": lambda s: s.latest.kv_cache.max_num_blocks,
-            "free": lambda s: s.latest.kv_cache.free_num_blocks,
-            "cached": lambda s: s.latest.kv_cache.cached_num_blocks,
-            "used": lambda s: s.latest.kv_cache.used_num_blocks,
-            "allocated": lambda s: s.latest.kv_cache.allocated_num_blocks,
-        },
-    ),
-    Family(
-        "everbatch_kv_blocks_total",
-        "KV cache blocks handled since the engine started, by what happened to them",
-        "COUNTER",
-        "event",
-        {
-            "new": lambda s: s.latest.kv_cache.alloc_new_blocks_total,
-            "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
-            "missed": lambda s: s.latest.kv_cache.missed_blocks_total,
-            "evicted": lambda s: s.latest.kv_cache.evicted_blocks_total,
-        },
-    ),
-    Family(
-        "everbatch_tokens_total",
-        "Tokens since the engine started: prompt = sent by clients, context = run through the context phase, cached = "
-        "not run because their KV was found, recomputed = run again because their KV had been evicted, generated",
-        "COUNTER",
-        "kind",
-        {
-            "prompt": lambda s: s.counters.prompt_tokens_total,
-            "context": lambda s: s.counters.context_tokens_total,
-            "cached": lambda s: s.counters.cached_tokens_total,
-            "recomputed": lambda s: s.counters.recomputed_tokens_total,
-            "generated": lambda s: s.counters.generated_tokens_total,
-        },
-    ),
-    Family(
-        "everbatch_evictions_total",
-        "Returning sequences that found KV of theirs gone and were recomputed",
-        "COUNTER",
-        "",
-        {"": lambda s: s.counters.sequences_evicted_total},
-    ),
-    Family(
-        "everbatch_requests",
-        "Requests by state",
-        "GAUGE",
-        "state",
-        {
-            "active": lambda s: s.latest.num_active_requests,
-            "queued": lambda s: s.latest.num_queued_requests,
-            "scheduled": lambda s: _scheduled(s),
-            "paused": lambda s: s.latest.num_paused_requests,
-        },
-    ),
-    Family(
-        "everbatch_requests_finished_total",
-        "Requests that ended, by reason",
-        "COUNTER",
-        "reason",
-        {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS},
-    ),
-    Family(
-        "everbatch_requests_rejected_total",
-        "Requests that were refused",
-        "COUNTER",
-        "",
-        {"": lambda s: s.counters.requests_rejected_total},
-    ),
-    Family(
-        "everbatch_pauses_total",
-        "Sequences taken off the batch",
-        "COUNTER",
-        "",
-        {"": lambda s: s.counters.pauses_total},
-    ),
-    Family("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
-    Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
-)
 
-ENGINE_FAMILIES = _TRT_LLM + _OURS
+def vllm_histograms(max_seq_len: int) -> tuple[Histogram, ...]:
+    """vLLM's families, for a model whose sequences have at most `max_seq_len` tokens."""
+    lengths = up_to(max_seq_len)
+    return (
+        Histogram(
+            "vllm:time_to_first_token_seconds",
+            "Histogram of time to first token in seconds.",
+            FIRST_TOKEN_BUCKETS,
+            lambda row: row.first_token_s,
+        ),
+        Histogram(  # its count is that of the tokens behind the first ones
+            "vllm:time_per_output_token_seconds",
+            "Histogram of time per output token in seconds.",
+            PER_TOKEN_BUCKETS,
+            lambda row: row.inter_token_s,
+            times=lambda row: max(0, row.num_output_tokens - 1),
+        ),
+        Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "Histogram of end to end request latency in seconds.",
+            TOTAL_BUCKETS,
+            lambda row: row.total_s,
+        ),
+        Histogram(
+            "vllm:request_prompt_tokens",
+            "Number of prefill tokens processed.",
+            lengths,
+            lambda row: row.num_prompt_tokens,
+        ),
+        Histogram(
+            "vllm:request_generation_tokens",
+            "Number of generation tokens processed.",
+            lengths,
+            lambda row: row.num_output_tokens,
+        ),
+        Histogram("vllm:request_params_n", "Histogram of the n request parameter.", N_BUCKETS, lambda row: 1),
+    )
+
+
+class Totals(NamedTuple):
+    """Two counters of the tokens of all rows, those that failed too."""
+
+    prompt: MetricHandle
+    output: MetricHandle
+
+    def add(self, num_prompt: int, num_output: int) -> None:
+        for metric, num_tokens in ((self.prompt, num_prompt), (self.output, num_output)):
+            if num_tokens:
+                metric.increment(float(num_tokens))
 
 
 class MetricsPublisher:
     """Sends metrics to Triton. After its construction only one thread may use it."""
 
-    def __init__(
-        self, new_family: Callable[[str, str, str], FamilyHandle], labels: dict[str, str], engine: bool
-    ) -> None:
+    def __init__(self, new_family: NewFamily, labels: dict[str, str], engine: bool) -> None:
         """Register the families with Triton.
 
-        `new_family(name, description, kind)` makes a family. `labels` name the model and its version. With `engine` the
-        engine's families are published too, which exactly one model of a server does.
+        `labels` name the model and its version. With `engine` the engine's families are published too, which exactly one
+        model of a server does.
         """
+        self._new_family = new_family
         self._labels = labels
         self._families: list[FamilyHandle] = []  # Triton drops a family with its last reference, so they are kept here
         self._sent: dict[tuple[str, str], float] = {}
         self._metrics: dict[tuple[str, str], MetricHandle] = {}
+        self._before: EngineStats | None = None  # the statistics that were published last
         for family in ENGINE_FAMILIES if engine else ():
-            handle = self._keep(new_family(family.name, family.description, family.kind))
+            handle = self._register(family.name, family.description, family.kind)
             for value in family.values:
                 extra = {family.label: value} if family.label else {}
                 self._metrics[family.name, value] = handle.Metric(labels={**labels, **extra})
         self._ready: MetricHandle | None = None
         if engine:
-            ready = self._keep(new_family("everbatch_engine_ready", "1 while the engine answers, else 0", "GAUGE"))
+            ready = self._register("everbatch_engine_ready", "1 while the engine answers, else 0", "GAUGE")
             self._ready = ready.Metric(labels=labels)
-        self._lengths = [
-            self._keep(new_family(name, "TRT LLM response metrics", "HISTOGRAM")).Metric(
-                labels={**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS
-            )
-            for name, kind in (
-                ("nv_llm_input_token_len", "total_input_tokens"),
-                ("nv_llm_output_token_len", "total_output_tokens"),
-            )
+        self._histograms = [(histogram, self._histogram(histogram)) for histogram in HISTOGRAMS]
+        told = "Tokens of ended requests as clients know them: prompt = sent by them, output = told to them"
+        tokens = self._register("everbatch_client_tokens_total", told, "COUNTER")
+        self._totals = [
+            Totals(*(tokens.Metric(labels={**labels, "kind": kind}) for kind in ("prompt", "output"))),
         ]
+        self._has_vllm = False
+
+    def add_vllm(self, max_seq_len: int) -> None:
+        """From now on publish vLLM's families too. Called again it changes nothing."""
+        if self._has_vllm:
+            return
+        self._has_vllm = True
+        self._histograms += [(histogram, self._histogram(histogram)) for histogram in vllm_histograms(max_seq_len)]
+        self._totals.append(
+            Totals(
+                *(
+                    self._register(
+                        f"vllm:{kind}_tokens_total", f"Number of {word} tokens processed.", "COUNTER"
+                    ).Metric(labels=self._labels)
+                    for kind, word in (("prompt", "prefill"), ("generation", "generation"))
+                )
+            )
+        )
 
     def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
-        """Send the values of the engine that have changed since the last call."""
+        """Send the values of the engine that have changed since the last call.
+
+        Statistics of a new engine process begin at 0. What was in flight in that one has
+        ended with an error, so that accepted requests are always those that ended and those in flight.
+        """
         if self._ready is not None and self._sent.get(("ready", "")) != ready:
             self._ready.set(float(ready))
             self._sent["ready", ""] = ready
         if stats is None:
             return
+        if self._before is not None and stats.started_ns != self._before.started_ns:
+            self._begin_anew(self._before.latest.num_active_requests)
+        self._before = stats
         for family in ENGINE_FAMILIES:
             for label, read in family.values.items():
                 self._send(family, label, float(read(stats)))
 
-    def publish_lengths(self, finished: Iterable[tuple[int, int]]) -> None:
-        """Send the lengths of rows that have ended since the last call, each as (prompt tokens, output tokens)."""
-        for lengths in finished:
-            for metric, tokens in zip(self._lengths, lengths):
-                metric.observe(float(tokens))
+    def publish_rows(self, rows: Iterable[EndedRow]) -> None:
+        """Send what rows that have ended add to the families of this model."""
+        num_prompt = num_output = 0
+        try:
+            for row in rows:
+                num_prompt += row.num_prompt_tokens
+                num_output += row.num_output_tokens
+                if row.reason not in FAILED:
+                    self._observe(row)
+        finally:
+            for totals in self._totals:
+                totals.add(num_prompt, num_output)
+
+    def _observe(self, row: EndedRow) -> None:
+        for histogram, metric in self._histograms:
+            value = histogram.read(row)
+            if value is not None:
+                for _ in range(histogram.times(row)):
+                    metric.observe(float(value))
+
+    def _begin_anew(self, num_lost: int) -> None:
+        for family in ENGINE_FAMILIES:
+            if family.kind == "COUNTER":
+                self._sent.update({(family.name, label): 0.0 for label in family.values})
+        if num_lost:
+            self._metrics[FINISHED, "error"].increment(float(num_lost))
 
     def _send(self, family: Family, label: str, value: float) -> None:
         key = (family.name, label)
@@ -249,11 +248,21 @@ class MetricsPublisher:
             return
         if family.kind == "GAUGE":
             self._metrics[key].set(value)
-        else:  # a smaller value means a new engine process, which counts from 0 again
-            growth = value - before if before is not None and value >= before else value
-            self._metrics[key].increment(growth)
+        else:
+            self._metrics[key].increment(value - (before or 0.0))
         self._sent[key] = value
 
-    def _keep(self, family: FamilyHandle) -> FamilyHandle:
-        self._families.append(family)
-        return family
+    def _histogram(self, histogram: Histogram) -> MetricHandle:
+        extra = dict([histogram.label] if histogram.label else [])
+        family = self._register(histogram.name, histogram.description, "HISTOGRAM")
+        return family.Metric(labels={**self._labels, **extra}, buckets=histogram.buckets)
+
+    def _register(self, name: str, description: str, kind: str) -> FamilyHandle:
+        self._families.append(self._new_family(name, description, kind))
+        return self._families[-1]
+
+
+def up_to(greatest: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50 and so on, none of them above `greatest`."""
+    series = (float(digit * 10**power) for power in range(len(str(greatest))) for digit in (1, 2, 5))
+    return [value for value in series if value <= greatest]

@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -34,12 +33,12 @@ from backend.api import (
     SessionId,
 )
 from backend.core.messages import Hello
-from backend.serving import pb
+from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
+from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
-from backend.serving.metrics import MetricsPublisher
 from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
 from backend.serving.reading import Batch, NamedTensor
 from backend.serving.requests import (
@@ -122,6 +121,8 @@ class ModelServer:
         error_text: Callable[[str], str] | None = None,
         log_name: str = "",
         every_step: bool = False,
+        reads_parameters: bool = False,
+        reports_vllm: bool = False,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
@@ -133,6 +134,8 @@ class ModelServer:
         stands in front of each error's text, or `error_text` writes all of it. Cancellations by clients that are gone are
         logged under `log_name`, if there is one. `every_step`: the responses of two steps of the engine are never joined.
         `report_health` gets the state of this model now, and then four times a second.
+        `reads_parameters`: `parse` judges parameters of requests that have no meaning for every model. `reports_vllm`: this
+        model publishes vLLM's metrics too.
         """
         self._tensors = tensors
         self._parse = parse
@@ -147,13 +150,16 @@ class ModelServer:
         self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
-        self._finished: deque[tuple[int, int]] = deque()  # the lengths of rows that ended, in tokens
+        vllm_hello = (lambda: executor.hello) if reports_vllm else (lambda: None)
+        self._books = Books(labels or {}, config.triton.log_requests, owner, vllm_hello)
+        self._free_parameters = None if reads_parameters else FreeParameters(tensors, config.triton.strict_parameters)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pump = ResponsePump(
             config.triton.sender_threads,
             self._stop_rows,
             self._stop_at,
-            self._on_row_end,
+            self._books.ended.add,
+            on_refused=self._books.ended.add_refused,
             coalesce=not (every_step or config.triton.one_response_per_token),
             error_prefix=error_prefix,
             error_text=error_text,
@@ -162,14 +168,13 @@ class ModelServer:
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
-        self._metrics = MetricsPublisher(pb.new_metric_family, labels or {}, engine=owner)
         period_s = config.triton.cancellation_check_period_ms / 1000
         self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, log_name)
         self._housekeeper = Housekeeper(
             self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )
         self._housekeeper.listen_for_drain()
-        self._pulse()
+        self._report_health(self._health())
         self._poller.start()
         self._housekeeper.start()
 
@@ -198,6 +203,7 @@ class ModelServer:
         self._housekeeper.stop()
         self._text.close()
         self._pump.close()
+        self._books.close()
         self._executor.shutdown()
 
     def _wait_for_other_models(self) -> None:
@@ -223,6 +229,8 @@ class ModelServer:
         stream.client_request_id = read_request_id(request)
         parameters = read_parameters(request)
         stream.namespace = parameters.namespace
+        if self._free_parameters is not None:
+            self._free_parameters.check(parameters.others)
         batch = Batch.read(self._tensors, request.inputs(), self._config.limits.max_request_batch)
         if batch.scalar("stop", 0):
             self._answer_stop(stream)
@@ -277,7 +285,7 @@ class ModelServer:
 
     def _hand_over(self, stream: Stream, works: list[Work]) -> None:
         """Start all rows of a stream, unless it is over by now."""
-        rows = [Row(work.output, _num_input_tokens(work)) for work in works]
+        rows = [Row(work.output, _num_input_tokens(work), isinstance(work.request, Request)) for work in works]
         if not self._pump.begin(stream, rows):
             return
         for work, row in zip(works, rows):
@@ -351,9 +359,6 @@ class ModelServer:
         assert row.request_id is not None, "a row that answered has an id"
         self._executor.cancel_request(row.request_id, keep_output_tokens=num_output_tokens)
 
-    def _on_row_end(self, row: Row) -> None:
-        self._finished.append((row.num_input_tokens, row.output.num_output_tokens))
-
     # ---- housekeeper -------------------------------------------------------------------------------------------------
 
     def _health(self) -> Health:
@@ -367,6 +372,7 @@ class ModelServer:
     def _pulse(self) -> None:
         self._report_health(self._health())
         self._text.expire()
+        self._books.publish_rows()
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
@@ -374,16 +380,14 @@ class ModelServer:
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         self._is_prepared = self._prepare()
-        finished = [self._finished.popleft() for _ in range(len(self._finished))]
-        self._metrics.publish_lengths(finished)
         if self._owner:
-            self._metrics.publish_engine(self._executor.latest_stats(), self.is_ready())
+            self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 
     def _drain(self) -> None:
         log.warning("draining: %d requests may run for %.0f s more", self.num_live_streams, self._drain_grace_s)
         self._draining = True
         self._drain_ends = time.monotonic() + self._drain_grace_s
-        self._pulse()
+        self._report_health(self._health())
 
     def _orphaned(self) -> None:
         """End the engine and this process within two seconds, because the server process is gone and nobody listens."""

@@ -60,6 +60,11 @@ class RowOutput(Protocol):
         """How many generated tokens the client has been told of, or will be with the next response."""
         ...
 
+    @property
+    def finish(self) -> FinishReason | None:
+        """How the client is told that the row has ended; None while it goes on, or where it is told nothing of the kind."""
+        ...
+
 
 class Progress:
     """Tokens, log-probabilities and metrics of one row since the last response."""
@@ -125,6 +130,10 @@ class TokenOutput:
     def num_output_tokens(self) -> int:
         return self._progress.num_tokens
 
+    @property
+    def finish(self) -> FinishReason | None:
+        return self._progress.finish
+
     def feed(self, result: Result) -> int | None:
         self._progress.add(result)
         if result.is_final:
@@ -171,6 +180,10 @@ class TextOutput:
     @property
     def num_output_tokens(self) -> int:
         return self._progress.num_tokens
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self._progress.finish
 
     def feed(self, result: Result) -> int | None:
         progress = self._progress
@@ -227,6 +240,7 @@ class Answer:
     """The output of a row that needs no engine: what it has to say is known."""
 
     num_output_tokens = 0
+    finish = None
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays

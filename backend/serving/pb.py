@@ -55,6 +55,11 @@ def new_metric_family(name: str, description: str, kind: str) -> FamilyHandle:
     return family
 
 
+def log_verbose(line: str) -> None:
+    """Write a line to Triton's log, if its verbose logging is on. A round trip even if it is off."""
+    pb_utils.Logger.log_verbose(line)
+
+
 def numpy_round_trip_works() -> bool:
     """Whether Triton's Python backend and this numpy agree on the layout of a dtype (see environment.check_numpy)."""
     sent = np.arange(6, dtype=np.int32).reshape(2, 3)

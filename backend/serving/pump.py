@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -57,9 +58,12 @@ class Row:
     `request_id` is set by the thread that submits the request, or with the first response. The sender sets all else.
     """
 
-    def __init__(self, output: RowOutput, num_input_tokens: int = 0) -> None:
+    def __init__(self, output: RowOutput, num_input_tokens: int = 0, is_request: bool = True) -> None:
         self.output = output
         self.num_input_tokens = num_input_tokens
+        self.is_request = (
+            is_request  # whether tokens are asked for; a row that stops a session, or is answered at once, is none
+        )
         self.request_id: RequestId | None = None
         self.failure: Failure | None = None
         self.ended = False
@@ -75,6 +79,7 @@ class Stream:
         self.rows = rows  # empty until the request has been read; then all rows are added together, under `lock`
         self.first_failure: Failure | None = None  # the failure that came first of any row
         self.lane = lane
+        self.received_ns = time.monotonic_ns()
         self.closed = False  # whether FINAL has been sent or is on its way; written with both locks held
         self.gate = threading.Lock()  # held to ask the Triton sender or to close the stream; never taken within `lock`
         self.lock = threading.Lock()
@@ -96,8 +101,9 @@ class ResponsePump:
     """Owns the sender threads and the set of live streams.
 
     `stop_rows(stream)` asks the engine to cancel all rows that still run. `stop_at(row, n)` asks it to cancel one row whose
-    text ended after n output tokens. `on_row_end(row)` hears of each row that ended without an error. Sender threads call
-    them; a thread that refuses a request calls `stop_rows` too.
+    text ended after n output tokens. `on_row_end(stream, row, response)` hears once of the final response of each row, also when
+    the stream has ended before. `on_refused(stream, failure)` hears of a stream that failed before it had rows. Sender threads
+    call them; a thread that refuses a request calls `stop_rows` and `on_refused` too, and one that delivers `on_row_end`.
     """
 
     def __init__(
@@ -105,8 +111,9 @@ class ResponsePump:
         num_lanes: int,
         stop_rows: Callable[[Stream], None],
         stop_at: Callable[[Row, int], None],
-        on_row_end: Callable[[Row], None] = lambda row: None,
+        on_row_end: Callable[[Stream, Row, Response], None] = lambda stream, row, response: None,
         *,
+        on_refused: Callable[[Stream, Failure], None] = lambda stream, failure: None,
         coalesce: bool = True,
         error_prefix: str = "",
         error_text: Callable[[str], str] | None = None,
@@ -119,6 +126,7 @@ class ResponsePump:
         self._log_name = log_name
         self._stop_at = stop_at
         self._on_row_end = on_row_end
+        self._on_refused = on_refused
         self._lanes: list[Lane] = [queue.SimpleQueue() for _ in range(num_lanes)]
         self._live: dict[int, Stream] = {}  # by the stream's id(); the oldest stream comes first
         self._live_lock = threading.Lock()
@@ -144,8 +152,12 @@ class ResponsePump:
     def deliver(self, stream: Stream, row: Row, response: Response) -> None:
         """Queue one engine response of `row` for the stream's sender thread."""
         with stream.lock:
-            stream.inbox.append((row, response))
-            self._queue(stream)
+            is_late = stream.closed
+            if not is_late:
+                stream.inbox.append((row, response))
+                self._queue(stream)
+        if is_late:
+            self._note_late_ends(stream, [(row, response)])
 
     def fail(self, stream: Stream, code: ErrorCode, message: str) -> None:
         """End the whole stream with an error. Only its first failure counts, and none once the stream has ended."""
@@ -207,8 +219,11 @@ class ResponsePump:
 
     def _run(self, lane: Lane) -> None:
         while (stream := lane.get()) is not None:
+            with stream.lock:
+                stream.queued = False
+                arrived, stream.inbox = stream.inbox, deque()
             try:
-                self._serve(stream)
+                self._serve(stream, arrived)
             except EverbatchError as error:  # A renderer says so that an error is the end of its row.
                 self._end_badly(stream, Failure(error.code, error.message))
             except Exception:
@@ -217,11 +232,11 @@ class ResponsePump:
                 self._end_badly(
                     stream, Failure(ErrorCode.INTERNAL, "the answer could not be built; see the server's log")
                 )
+            if stream.closed:
+                self._note_late_ends(stream, arrived)
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> None:
         with stream.lock:
-            stream.queued = False
-            arrived, stream.inbox = stream.inbox, deque()
             failure, answers_nothing, abandoned = stream.failure, stream.answers_nothing, stream.abandoned
         if stream.closed:
             return
@@ -256,15 +271,27 @@ class ResponsePump:
             if response.has_error():
                 row.failure = Failure(response.error_code, response.error_msg)
                 stream.first_failure = stream.first_failure or row.failure
-                row.ended = True
+                self._end_row(stream, row, response)
                 continue
             num_kept = row.output.feed(response.result)
-            row.ended = response.result.is_final
-            if row.ended:
-                self._on_row_end(row)
+            if response.result.is_final:
+                self._end_row(stream, row, response)
             elif num_kept is not None:
                 self._stop_at(row, num_kept)
         return list(touched.values())
+
+    def _end_row(self, stream: Stream, row: Row, response: Response) -> None:
+        row.ended = True
+        self._on_row_end(stream, row, response)
+
+    def _note_late_ends(self, stream: Stream, arrived: Iterable[tuple[Row, Response]]) -> None:
+        """Rows of a stream that was closed still end in the engine, which nobody is told but `on_row_end`."""
+        try:
+            for row, response in arrived:
+                if response.is_final and not row.ended:
+                    self._end_row(stream, row, response)
+        except Exception:  # The stream has its end already, and this thread has others to serve.
+            log.exception("noting the end of request %r failed", stream.client_request_id)
 
     def _send(self, stream: Stream, response: Any, last: bool) -> bool:
         """Send one response, with FINAL if it is the last. Returns whether the stream may go on."""
@@ -285,6 +312,8 @@ class ResponsePump:
 
     def _end_with(self, stream: Stream, failure: Failure) -> None:
         self._close(stream)
+        if not stream.rows:
+            self._on_refused(stream, failure)
         try:
             self._stop_rows(stream)
         except Exception:

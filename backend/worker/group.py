@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
-from backend.core.step import ModelInfo, StepInput, StepOutput, WorkersLost
+from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
@@ -26,7 +26,7 @@ from backend.worker.device_runner import DeviceRunner
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
-from backend.worker.memory import free_bytes
+from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
@@ -117,6 +117,9 @@ class InProcessWorkerGroup:
         del runner
         torch.cuda.empty_cache()
         return free
+
+    def memory_use(self) -> MemoryUse:
+        return memory_use(self.device)
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         self.runner = self._make_runner(block_size, num_blocks)

@@ -1,10 +1,13 @@
-"""How much memory is free for the KV pool."""
+"""How much memory is free for the KV pool, and how much the process holds."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import torch
+
+from backend.core.step import MemoryUse
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -18,6 +21,13 @@ def free_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.mem_get_info(device)[0]
     return host_free_bytes(PROC, CGROUP)
+
+
+def memory_use(device: torch.device, proc: Path = PROC) -> MemoryUse:
+    """What this process holds: resident memory, and on a CUDA device what torch's allocator has given out."""
+    num_pages = int((proc / "self" / "statm").read_text().split()[1])
+    gpu_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return MemoryUse(num_pages * resource.getpagesize(), gpu_bytes)
 
 
 def host_free_bytes(proc: Path, cgroup: Path) -> int:

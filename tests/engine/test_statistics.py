@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.driver import Driver
+from backend.core.step import MemoryUse
+from tests.engine.driver import VOCAB, Driver
 
 
 def test_the_latest_iteration_is_told_with_the_gauges_of_the_present() -> None:
@@ -61,3 +62,86 @@ def test_active_and_queued_requests_and_the_size_of_the_batch_are_told() -> None
     driver.run()
     idle = driver.core.stats().latest
     assert (idle.num_active_requests, idle.num_queued_requests, idle.num_scheduled_requests) == (0, 0, 0)
+
+
+def test_every_final_response_of_an_accepted_request_carries_the_engines_books() -> None:
+    driver = Driver()
+    ended = driver.ask([1, 2, 3], 4)
+    driver.step()
+    driver.clock.advance(0.5)
+    driver.step(2)
+    cancelled = driver.ask([4], 9)
+    driver.core.cancel(cancelled)
+    driver.run()
+    *before, last = driver.responses[ended]
+    assert [response.account for response in before] == [None] * len(before) and last.result.perf_metrics is None
+    assert last.account is not None and last.account.num_output_tokens == 4
+    assert last.account.last_token_ns - last.account.first_token_ns == 500_000_000
+    (never_ran,) = driver.responses[cancelled]
+    assert never_ran.account is not None and (never_ran.account.arrival_ns, never_ran.account.first_scheduled_ns) == (
+        driver.clock.monotonic_ns(),
+        0,
+    )
+
+
+def test_the_books_of_a_request_that_failed_come_with_its_error_and_those_of_a_refused_one_do_not() -> None:
+    driver = Driver()
+    failed = driver.ask([1, 2, 3], 4)
+    driver.step(2)
+    driver.workers.fail_next = RuntimeError("device")
+    driver.step()
+    refused = driver.ask([VOCAB], 4)
+    assert driver.responses[failed][-1].has_error() and driver.responses[failed][-1].account.num_output_tokens == 2
+    assert driver.responses[refused][-1].has_error() and driver.responses[refused][-1].account is None
+
+
+def test_what_is_generated_and_in_no_response_is_counted_as_discarded() -> None:
+    driver = Driver()
+    text = driver.ask([1, 2, 3], 9)
+    driver.step(5)
+    driver.core.cancel(text, keep_output_tokens=3)
+    unary = driver.ask([4, 5], 9, streaming=False)
+    driver.step(2)
+    driver.workers.fail_next = RuntimeError("device")
+    driver.step()
+    assert driver.responses[unary][-1].has_error()
+    counters = driver.core.stats().counters
+    assert (counters.generated_tokens_total, counters.discarded_tokens_total) == (5 + 2, 2 + 2)
+    assert counters.requests_finished_total == {"STOP_WORDS": 1, "ERROR": 1}
+
+
+def test_accepted_requests_are_those_that_ended_and_those_in_flight() -> None:
+    driver = Driver(slots=2)
+    for request in range(6):
+        driver.ask([request], 2 + request)
+    driver.ask([VOCAB], 1)
+    while driver.core.has_work:
+        driver.step()
+        stats = driver.core.stats()
+        in_flight = stats.latest.num_active_requests
+        assert (
+            stats.counters.requests_accepted_total == sum(stats.counters.requests_finished_total.values()) + in_flight
+        )
+    assert (stats.counters.requests_accepted_total, stats.counters.requests_rejected_total) == (6, 1)
+
+
+def test_memory_is_asked_for_after_a_step_and_not_while_the_engine_is_idle() -> None:
+    driver = Driver()
+    sizes = iter(range(1, 100))
+    driver.workers.memory_use = lambda: MemoryUse(next(sizes), 7)
+
+    def told() -> tuple[int, int]:
+        latest = driver.core.stats().latest
+        return latest.cpu_memory_bytes, latest.gpu_memory_bytes
+
+    assert [told(), told()] == [(1, 7), (1, 7)]
+    driver.ask([1], 1)
+    driver.run()
+    assert [told(), told()] == [(2, 7), (2, 7)]
+
+
+def test_an_engine_is_known_by_the_moment_it_was_made() -> None:
+    driver = Driver()
+    made_ns = driver.clock.monotonic_ns()
+    driver.clock.advance(3)
+    assert driver.core.stats().started_ns == made_ns and driver.core.stats().uptime_s == 3.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from backend.core.step import ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
+from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
 
 MASK = (1 << 64) - 1
 
@@ -100,6 +100,9 @@ class HashWorkerGroup:
 
     def free_memory_bytes(self) -> int:
         return self.free_bytes
+
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse()
 
     def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
         self.max_blocks, self.block_size = max_blocks, block_size

@@ -21,7 +21,7 @@ from backend.worker import group as group_module
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch, make_tensor_with_pad
 from backend.worker.kv_storage import KVStorage
-from backend.worker.memory import host_free_bytes
+from backend.worker.memory import host_free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner
 from tests.model.driver import GroupDriver, make_group
 from tests.model.tiers import NATIVE, TierCase
@@ -337,6 +337,14 @@ def test_free_memory_respects_the_tightest_control_group(
     tmp_path: Path, groups: dict[str, tuple[str, int, int]], expected: int
 ) -> None:
     assert host_free_bytes(*write_host(tmp_path, 1000, groups, own="/a/b")) == expected
+
+
+def test_the_resident_memory_of_this_process_is_told() -> None:
+    ballast = np.ones(64 << 20, np.uint8)
+    with_ballast = memory_use(torch.device("cpu"))
+    del ballast
+    without = memory_use(torch.device("cpu"))
+    assert with_ballast.cpu_bytes - without.cpu_bytes > 60 << 20 and with_ballast.gpu_bytes == 0
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

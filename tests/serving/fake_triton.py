@@ -96,6 +96,14 @@ class MetricFamily:
         return self.metrics[-1]
 
 
+class Logger:
+    verbose: list[str] = []
+
+    @staticmethod
+    def log_verbose(line: str) -> None:
+        Logger.verbose.append(line)
+
+
 class ResponseSender:
     """Records what was sent. `gate`: sends wait for it. `failures`: raised by the next sends, in order."""
 

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import json
+from datetime import datetime
+
+import msgspec
 import pytest
 
-from backend.api import EngineCounters, EngineStats, IterationStats, KvCacheStats
+from backend.api import EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
 from backend.serving import pb
-from backend.serving.metrics import MetricsPublisher
+from backend.serving.ended import EndedRow
+from backend.serving.families import ENGINE_FAMILIES, statistics_line
+from backend.serving.metrics import MetricsPublisher, up_to
 from tests.serving.fake_triton import Metric, MetricFamily
 
 LABELS = {"model": "tensorrt_llm", "version": "1"}
@@ -67,16 +73,105 @@ def test_only_changed_values_are_sent() -> None:
 
 def test_a_counter_goes_on_growing_when_the_engine_starts_again() -> None:
     publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
-    for steps in (7, 9, 2, 3):
-        publisher.publish_engine(stats(steps=steps), ready=True)
-    assert metrics()["everbatch_steps_total", ""].current == 9 + 3
+    for started_ns, steps in ((1, 7), (1, 9), (2, 10), (2, 11)):
+        publisher.publish_engine(msgspec.structs.replace(stats(steps=steps), started_ns=started_ns), ready=True)
+    assert metrics()["everbatch_steps_total", ""].current == 9 + 11
 
 
-def test_a_model_that_does_not_own_the_engine_publishes_request_lengths_alone() -> None:
+def test_what_was_in_flight_in_a_dead_engine_has_ended_with_an_error() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
+    before = EngineCounters(requests_accepted_total=5, requests_finished_total={"LENGTH": 3})
+    after = EngineCounters(requests_accepted_total=1)
+    publisher.publish_engine(EngineStats(IterationStats(num_active_requests=2), before, started_ns=1), ready=True)
+    publisher.publish_engine(EngineStats(IterationStats(num_active_requests=1), after, started_ns=2), ready=True)
+    found = metrics()
+    finished = sum(metric.current for (name, _), metric in found.items() if name == "everbatch_requests_finished_total")
+    assert (found["everbatch_requests_accepted_total", ""].current, finished) == (6, 5)
+    assert found["everbatch_requests_finished_total", "error"].current == 2
+
+
+def ended(prompt: int = 3, output: int = 5, reason: str = "length", **account: int) -> EndedRow:
+    """Received at 1 s, ended at 2 s of the clock."""
+    books = PerfMetrics(num_output_tokens=output, **account)
+    return EndedRow("id", "", None, reason, "", prompt, output, 10**9, 2 * 10**9, 0.0, books)
+
+
+TIMES = {"arrival_ns": 1_100_000_000, "first_scheduled_ns": 1_150_000_000, "first_token_ns": 1_200_000_000}
+
+
+def test_a_model_that_does_not_own_the_engine_publishes_its_own_requests_alone() -> None:
     publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
-    publisher.publish_lengths([(3, 5)])
-    assert {family.name for family in MetricFamily.created} == {"nv_llm_input_token_len", "nv_llm_output_token_len"}
-    assert metrics()["nv_llm_output_token_len", "total_output_tokens"].buckets == [10, 50, 100, 500, 1000]
+    publisher.publish_rows([ended(**TIMES, last_token_ns=1_600_000_000)])
+    found = metrics()
+    observed = {name: metric.observed for (name, _), metric in found.items() if metric.observed}
+    assert observed == {
+        "nv_llm_input_token_len": [3],
+        "nv_llm_output_token_len": [5],
+        "everbatch_time_to_first_token_seconds": [0.2],
+        "everbatch_inter_token_latency_seconds": [0.1],
+        "everbatch_request_seconds": [1.0],
+        "everbatch_queue_seconds": [pytest.approx(0.05)],
+    }
+    assert found["nv_llm_output_token_len", "total_output_tokens"].buckets == [10, 50, 100, 500, 1000]
+    assert found["everbatch_client_tokens_total", "output"].current == 5
+    assert not any(name.startswith(("nv_trt_llm", "vllm:")) for name, _ in found)
+
+
+def test_a_request_that_never_ran_has_no_times_and_one_that_failed_has_tokens_only() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
+    publisher.publish_rows([ended(output=0, reason="timed_out", arrival_ns=5), ended(reason="error", **TIMES)])
+    found = metrics()
+    assert found["everbatch_request_seconds", ""].observed == [1.0]
+    assert found["everbatch_queue_seconds", ""].observed == []
+    assert found["everbatch_time_to_first_token_seconds", ""].observed == []
+    assert found["everbatch_client_tokens_total", "prompt"].current == 6
+    assert found["everbatch_client_tokens_total", "output"].current == 5
+
+
+def test_vllms_families_carry_its_names_buckets_and_counts() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
+    publisher.add_vllm(max_seq_len=120)
+    publisher.add_vllm(max_seq_len=120)
+    publisher.publish_rows([ended(prompt=6, output=16, **TIMES, last_token_ns=1_950_000_000)] * 3)
+    found = {name: metric for (name, _), metric in metrics().items() if name.startswith("vllm:")}
+    assert {name: len(metric.observed) for name, metric in found.items() if metric.buckets} == {
+        "vllm:time_to_first_token_seconds": 3,
+        "vllm:time_per_output_token_seconds": 45,
+        "vllm:e2e_request_latency_seconds": 3,
+        "vllm:request_prompt_tokens": 3,
+        "vllm:request_generation_tokens": 3,
+        "vllm:request_params_n": 3,
+    }
+    assert (found["vllm:prompt_tokens_total"].current, found["vllm:generation_tokens_total"].current) == (18, 48)
+    assert found["vllm:request_prompt_tokens"].buckets == [1, 2, 5, 10, 20, 50, 100]
+    assert sum(found["vllm:time_per_output_token_seconds"].observed) == pytest.approx(3 * 0.75)
+    assert all(metric.labels == LABELS for metric in found.values())
+
+
+def test_the_buckets_of_lengths_end_at_the_limit() -> None:
+    assert (up_to(1), up_to(20), up_to(49)) == ([1], [1, 2, 5, 10, 20], [1, 2, 5, 10, 20])
+
+
+def test_memory_is_that_of_the_engine() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
+    publisher.publish_engine(stats(cpu_memory_bytes=7, gpu_memory_bytes=9), ready=True)
+    found = metrics()
+    memory = {kind: found["nv_trt_llm_runtime_memory_metrics", kind].current for kind in ("cpu", "gpu", "pinned")}
+    assert memory == {"cpu": 7, "gpu": 9, "pinned": 0}
+
+
+def test_the_statistics_line_has_a_key_for_each_of_tensorrt_llms_values() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
+    now = stats(num_active_requests=9, num_scheduled_requests=6, timestamp_ns=1_700_000_000_123_456_789, iter=12)
+    publisher.publish_engine(now, ready=True)
+    line = json.loads(statistics_line(now))
+    shown = {key: metric.current for key, metric in metrics().items() if key[0].startswith("nv_trt_llm_")}
+    assert len(line) == len(shown) == 22
+    assert line["Active Request Count"] == 9 and line["Waiting Requests"] == 3 and line["Iteration Counter"] == 12
+    moment = datetime.strptime(line.pop("Timestamp"), "%m-%d-%Y %H:%M:%S.%f")
+    assert moment.timestamp() * 1e6 == shown.pop(("nv_trt_llm_general_metrics", "timestamp"))
+    assert sorted(line.values()) == sorted(shown.values())
+    assert all(len(family.stats) == len(family.values) for family in ENGINE_FAMILIES if family.stats)
 
 
 def test_the_time_of_a_step_is_told_in_microseconds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
@@ -22,6 +23,13 @@ from tests.serving.helpers import bools, ints, streamed, token_inputs, token_req
 from tests.serving.scripted import ScriptedExecutor
 
 MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
 
 
 def wait_for(semaphore: threading.Semaphore) -> None:
@@ -328,11 +336,9 @@ def test_metrics_count_the_lengths_of_requests_that_ended(
     server.execute([request])
     executor.end(1, 7, 8)
     request.sender.wait()
-    server._tick()
-    observed = {
-        family.name: family.metrics[0].observed for family in MetricFamily.created if family.kind == "histogram"
-    }
-    assert observed == {"nv_llm_input_token_len": [3.0], "nv_llm_output_token_len": [2.0]}
+    lengths = {family.name: family.metrics[0] for family in MetricFamily.created if family.name.startswith("nv_llm_")}
+    assert eventually(lambda: lengths["nv_llm_output_token_len"].observed == [2.0])
+    assert lengths["nv_llm_input_token_len"].observed == [3.0]
 
 
 @pytest.mark.parametrize("policy", [True, False])

@@ -25,7 +25,12 @@ class Harness:
     def __init__(self, num_lanes: int = 4) -> None:
         self.stopped: list[Stream] = []
         self.ended: list[Row] = []
-        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self.ended.append)
+        self.responses: list[Response] = []  # with which they ended
+        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self._note)
+
+    def _note(self, stream: Stream, row: Row, response: Response) -> None:
+        self.ended.append(row)
+        self.responses.append(response)
 
     def open(
         self, num_rows: int = 1, streaming: bool = True, prompt: tuple[int, ...] = ()
@@ -149,7 +154,8 @@ def test_an_error_of_a_row_waits_for_the_other_rows_and_is_the_last_response(mak
     responses = sender.wait()
     assert [response.has_error() for response in responses[:-1]] == [False] * (len(responses) - 1)
     assert sender.error() == "[UNAVAILABLE] row 0: no more memory" and sender.finals == [len(responses) - 1]
-    assert sender.column("output_ids") == [1, 3] and [row is stream.rows[1] for row in harness.ended] == [True]
+    assert sender.column("output_ids") == [1, 3]
+    assert [stream.rows.index(row) for row in harness.ended] == [0, 1], "each row ends once"
 
 
 def test_rows_that_failed_share_one_error_with_the_code_of_the_first(make: Callable[..., Harness]) -> None:
@@ -334,3 +340,34 @@ def test_each_stream_ends_exactly_once_whatever_happens_in_whatever_order(
         for r in range(num_rows):
             whole = expected[s, r]
             assert got[r] == whole or (broken and got[r] == whole[: len(got[r])]), "tokens are complete and in order"
+
+
+def test_a_row_of_a_stream_that_has_ended_is_noted_when_the_engine_ends_it(make: Callable[..., Harness]) -> None:
+    harness = make()
+    stream, sender = harness.open(num_rows=2)
+    harness.tokens(stream, 1, row=0, final=True)
+    until(lambda: bool(harness.ended))
+    harness.pump.fail(stream, ErrorCode.UNAVAILABLE, "shutting down")
+    sender.wait()
+    harness.tokens(stream, 2, row=1)
+    harness.tokens(stream, 3, row=1, final=True)
+    harness.tokens(stream, 3, row=1, final=True)
+    until(lambda: len(harness.ended) == 2)
+    assert [stream.rows.index(row) for row in harness.ended] == [0, 1]
+    assert [response.is_final for response in harness.responses] == [True, True]
+
+
+def test_a_row_whose_end_arrives_with_the_failure_of_its_stream_is_noted(make: Callable[..., Harness]) -> None:
+    harness = make(num_lanes=1)
+    busy, busy_sender = harness.open()
+    busy_sender.gate = threading.Event()
+    harness.tokens(busy, 1)
+    assert busy_sender.entered.acquire(timeout=10)  # the only sender thread is occupied
+    stream, sender = harness.open()
+    harness.tokens(stream, 1, final=True)
+    harness.pump.fail(stream, ErrorCode.UNAVAILABLE, "shutting down")
+    busy_sender.gate.set()
+    sender.wait()
+    until(lambda: harness.ended == stream.rows)
+    harness.tokens(busy, final=True)
+    busy_sender.wait()

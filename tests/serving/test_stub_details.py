@@ -154,14 +154,15 @@ def test_a_model_whose_text_threads_are_all_stuck_is_not_ready(
 def test_a_metric_that_fails_does_not_put_off_the_end_of_a_drain(
     make_server: Callable[..., ModelServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(drain_grace_s=0.0)
+    server = make_server(drain_grace_s=0.0, owner=True)
     running = streamed([[1]])
     server.execute([running])
 
-    def fail(finished: object) -> None:
+    def fail(*arguments: object) -> None:
         raise RuntimeError("no shared memory")
 
-    monkeypatch.setattr(server._metrics, "publish_lengths", fail)
+    monkeypatch.setattr(server._books, "publish_rows", fail)
+    monkeypatch.setattr(server._books, "publish_engine", fail)
     server._drain()
     assert running.sender.error().startswith("[UNAVAILABLE] the server is shutting down")
     monkeypatch.undo()

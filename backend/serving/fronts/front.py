@@ -35,6 +35,9 @@ class Front(NamedTuple):
     tensors: ModelTensors
     parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
     error_prefix: str = ""  # the protocol's own words in front of an error
+    reads_parameters: bool = (
+        False  # whether `parse` itself judges Parameters.others; else serving/free_parameters.py does
+    )
 
 
 class TextFront(NamedTuple):
@@ -51,3 +54,4 @@ class TextFront(NamedTuple):
     )
     log_name: str = ""  # cancellations are logged under it, for whoever looks for them there
     every_step: bool = False  # a response for each step of the engine, whatever triton.one_response_per_token says
+    reads_parameters: bool = False

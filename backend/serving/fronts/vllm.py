@@ -179,4 +179,4 @@ def error_text(message: str) -> str:
     return message if message in (NO_LORA, CANCELLED) else f"Error generating stream: {message}"
 
 
-VLLM = TextFront(TENSORS, check, parse, error_text=error_text, log_name="vllm", every_step=True)
+VLLM = TextFront(TENSORS, check, parse, error_text=error_text, log_name="vllm", every_step=True, reads_parameters=True)

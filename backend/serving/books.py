@@ -1,0 +1,55 @@
+"""Books: what one model tells of itself, as metrics, as request log, and as TensorRT-LLM's line of statistics.
+
+Rows that end are noted by the threads that learn of it. Everything else is the housekeeper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from backend.api import EngineStats
+from backend.core.messages import Hello
+from backend.serving import pb
+from backend.serving.ended import EndedRow, EndedRows
+from backend.serving.families import statistics_line
+from backend.serving.metrics import MetricsPublisher
+from backend.serving.request_log import RequestLog
+
+PUBLISH_S = 0.1  # for so long at a time ended rows are published; those that are left wait for the next time
+
+
+class Books:
+    def __init__(
+        self, labels: dict[str, str], log_requests: bool, owner: bool, vllm_hello: Callable[[], Hello | None]
+    ) -> None:
+        """`labels` name the model and its version. The `owner` publishes the engine's metrics too. `vllm_hello` is asked for the
+        engine's description, and once it returns one vLLM's metrics are published besides.
+        """
+        self.ended = EndedRows()
+        self._metrics = MetricsPublisher(pb.new_metric_family, labels, engine=owner)
+        self._log = RequestLog(labels.get("model", "")) if log_requests else None
+        self._vllm_hello = vllm_hello
+
+    def publish_rows(self) -> None:
+        """Log and publish the rows that have ended."""
+        hello = self._vllm_hello()
+        if hello is not None:
+            self._metrics.add_vllm(hello.model.max_seq_len)
+        self._metrics.publish_rows(self._logged(PUBLISH_S))
+
+    def publish_engine(self, stats: EngineStats | None, ready: bool) -> None:
+        """Publish what has changed of the engine's, and write it to Triton's verbose log."""
+        self._metrics.publish_engine(stats, ready)
+        if stats is not None:
+            pb.log_verbose(statistics_line(stats))
+
+    def close(self) -> None:
+        """Log the rows that are left. Nothing is published any more, because Triton is about to forget the model."""
+        for _ in self._logged(budget_s=1.0):
+            pass
+
+    def _logged(self, budget_s: float) -> Iterator[EndedRow]:
+        for row in self.ended.take(budget_s):
+            if self._log is not None:
+                self._log.add(row)
+            yield row

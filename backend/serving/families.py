@@ -1,0 +1,231 @@
+"""The metric families of the engine that appear in Triton's /metrics, as data.
+
+Families named `nv_trt_llm_*` have TensorRT-LLM's names, so that its dashboards work; those named `everbatch_*` are this
+project's own. TensorRT-LLM logs the values of its families as a line of JSON as well, under names of its own: `stats` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+
+from backend.api import EngineStats
+
+FINISH_REASONS = ("END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED", "ERROR")
+
+FINISHED = "everbatch_requests_finished_total"
+TIMESTAMP = "Timestamp"
+
+Read = Callable[[EngineStats], float]
+
+
+class Family(NamedTuple):
+    """One metric family with its values."""
+
+    name: str
+    description: str
+    kind: str  # GAUGE or COUNTER
+    label: str  # the name of the label that tells the values apart; "" when the family has one value
+    values: dict[str, Read]  # for each value of the label, the function that reads it from the statistics
+    stats: tuple[str, ...] = ()  # the names of these values in TensorRT-LLM's statistics
+
+
+def _scheduled(stats: EngineStats) -> int:
+    """The requests of the last step that still run. An idle engine keeps the record of its last step, hence the minimum."""
+    return min(stats.latest.num_scheduled_requests, stats.latest.num_active_requests)
+
+
+def _finished_with(reason: str) -> Read:
+    return lambda stats: stats.counters.requests_finished_total.get(reason, 0)
+
+
+_TRT_LLM = (
+    Family(
+        "nv_trt_llm_request_metrics",
+        "TRT LLM request metrics",
+        "GAUGE",
+        "request_type",
+        {
+            "active": lambda s: s.latest.num_active_requests,
+            "max": lambda s: s.latest.max_num_active_requests,
+            "scheduled": lambda s: _scheduled(s),
+            "context": lambda s: min(s.latest.num_context_requests, s.latest.num_active_requests),
+            "waiting": lambda s: s.latest.num_active_requests - _scheduled(s),
+        },
+        ("Active Request Count", "Max Request Count", "Scheduled Requests", "Context Requests", "Waiting Requests"),
+    ),
+    Family(
+        "nv_trt_llm_runtime_memory_metrics",
+        "TRT LLM runtime memory metrics",
+        "GAUGE",
+        "memory_type",
+        {
+            "cpu": lambda s: s.latest.cpu_memory_bytes,
+            "gpu": lambda s: s.latest.gpu_memory_bytes,
+            "pinned": lambda s: 0,  # a few buffers of a step's size, which nobody counts
+        },
+        ("Runtime CPU Memory Usage", "Runtime GPU Memory Usage", "Runtime Pinned Memory Usage"),
+    ),
+    Family(
+        "nv_trt_llm_kv_cache_block_metrics",
+        "TRT LLM KV cache block metrics",
+        "GAUGE",
+        "kv_cache_block_type",
+        {
+            "max": lambda s: s.latest.kv_cache.max_num_blocks,
+            # TensorRT-LLM counts a cached block as free, because it can be taken.
+            "free": lambda s: s.latest.kv_cache.free_num_blocks + s.latest.kv_cache.cached_num_blocks,
+            "used": lambda s: s.latest.kv_cache.used_num_blocks,
+            "tokens_per": lambda s: s.latest.kv_cache.tokens_per_block,
+            "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
+            "fraction": lambda s: s.latest.kv_cache.used_num_blocks / max(1, s.latest.kv_cache.max_num_blocks),
+        },
+        (
+            "Max KV cache blocks",
+            "Free KV cache blocks",
+            "Used KV cache blocks",
+            "Tokens per KV cache block",
+            "Reused KV cache blocks",
+            "Fraction used KV cache blocks",
+        ),
+    ),
+    Family(
+        "nv_trt_llm_inflight_batcher_metrics",
+        "TRT LLM inflight_batcher-specific metrics",
+        "GAUGE",
+        "inflight_batcher_specific_metric",
+        {
+            "total_context_tokens": lambda s: s.latest.num_ctx_tokens,
+            "generation_requests": lambda s: s.latest.num_gen_requests,
+            "micro_batch_id": lambda s: s.latest.micro_batch_id,
+            "paused_requests": lambda s: s.latest.num_paused_requests,
+        },
+        ("Total Context Tokens", "Generation Requests", "MicroBatch ID", "Paused Requests"),
+    ),
+    Family(
+        "nv_trt_llm_general_metrics",
+        "General TRT LLM metrics",
+        "GAUGE",
+        "general_type",
+        {"timestamp": lambda s: s.latest.timestamp_ns // 1000, "iteration_counter": lambda s: s.latest.iter},
+        (TIMESTAMP, "Iteration Counter"),
+    ),
+    Family(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        "TRT LLM disaggregated serving metrics",
+        "COUNTER",
+        "disaggregated_serving_type",
+        {"kv_cache_transfer_ms": lambda s: 0, "request_count": lambda s: 0},  # no KV travels between servers here
+        ("KV cache transfer time", "Request count"),
+    ),
+)
+
+_OURS = (
+    Family(
+        "everbatch_kv_blocks",
+        "KV cache blocks by state; free + cached + used = max",
+        "GAUGE",
+        "state",
+        {
+            "max": lambda s: s.latest.kv_cache.max_num_blocks,
+            "free": lambda s: s.latest.kv_cache.free_num_blocks,
+            "cached": lambda s: s.latest.kv_cache.cached_num_blocks,
+            "used": lambda s: s.latest.kv_cache.used_num_blocks,
+            "allocated": lambda s: s.latest.kv_cache.allocated_num_blocks,
+        },
+    ),
+    Family(
+        "everbatch_kv_blocks_total",
+        "KV cache blocks handled since the engine started, by what happened to them",
+        "COUNTER",
+        "event",
+        {
+            "new": lambda s: s.latest.kv_cache.alloc_new_blocks_total,
+            "reused": lambda s: s.latest.kv_cache.reused_blocks_total,
+            "missed": lambda s: s.latest.kv_cache.missed_blocks_total,
+            "evicted": lambda s: s.latest.kv_cache.evicted_blocks_total,
+        },
+    ),
+    Family(
+        "everbatch_tokens_total",
+        "Tokens since the engine started: prompt = sent by clients, context = run through the context phase, cached = "
+        "not run because their KV was found, recomputed = run again because their KV had been evicted, generated, "
+        "discarded = generated, and not part of any response",
+        "COUNTER",
+        "kind",
+        {
+            "prompt": lambda s: s.counters.prompt_tokens_total,
+            "context": lambda s: s.counters.context_tokens_total,
+            "cached": lambda s: s.counters.cached_tokens_total,
+            "recomputed": lambda s: s.counters.recomputed_tokens_total,
+            "generated": lambda s: s.counters.generated_tokens_total,
+            "discarded": lambda s: s.counters.discarded_tokens_total,
+        },
+    ),
+    Family(
+        "everbatch_evictions_total",
+        "Returning sequences that found KV of theirs gone and were recomputed",
+        "COUNTER",
+        "",
+        {"": lambda s: s.counters.sequences_evicted_total},
+    ),
+    Family(
+        "everbatch_requests",
+        "Requests by state",
+        "GAUGE",
+        "state",
+        {
+            "active": lambda s: s.latest.num_active_requests,
+            "queued": lambda s: s.latest.num_queued_requests,
+            "scheduled": lambda s: _scheduled(s),
+            "paused": lambda s: s.latest.num_paused_requests,
+        },
+    ),
+    Family(
+        "everbatch_requests_accepted_total",
+        "Requests that the engine has accepted: those that ended, and those in flight (everbatch_requests, state active)",
+        "COUNTER",
+        "",
+        {"": lambda s: s.counters.requests_accepted_total},
+    ),
+    Family(
+        FINISHED,
+        "Requests that ended, by reason",
+        "COUNTER",
+        "reason",
+        {reason.lower(): _finished_with(reason) for reason in FINISH_REASONS},
+    ),
+    Family(
+        "everbatch_requests_rejected_total",
+        "Requests that were refused",
+        "COUNTER",
+        "",
+        {"": lambda s: s.counters.requests_rejected_total},
+    ),
+    Family(
+        "everbatch_pauses_total",
+        "Sequences taken off the batch",
+        "COUNTER",
+        "",
+        {"": lambda s: s.counters.pauses_total},
+    ),
+    Family("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
+    Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
+)
+
+ENGINE_FAMILIES = _TRT_LLM + _OURS
+
+
+def statistics_line(stats: EngineStats) -> str:
+    """TensorRT-LLM's statistics as one line of JSON: each value of its metric families, under its name there."""
+    values = {
+        name: read(stats)
+        for family in _TRT_LLM
+        for name, read in zip(family.stats, family.values.values(), strict=True)
+    }
+    seconds, microseconds = divmod(stats.latest.timestamp_ns // 1000, 1_000_000)
+    moment = datetime.fromtimestamp(seconds).replace(microsecond=microseconds)  # its tools expect the local time
+    return msgspec.json.encode({**values, TIMESTAMP: moment.strftime("%m-%d-%Y %H:%M:%S.%f")}).decode()
