@@ -40,6 +40,7 @@ from backend.serving.environment import Health
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
 from backend.serving.metrics import MetricsPublisher
+from backend.serving.outputs import ErrorPrefix
 from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
 from backend.serving.reading import Batch, NamedTensor
 from backend.serving.requests import (
@@ -118,7 +119,7 @@ class ModelServer:
         labels: dict[str, str] | None = None,
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
-        error_prefix: str = "",
+        error_prefix: ErrorPrefix = "",
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:

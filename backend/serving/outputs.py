@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from backend.api import FinishReason, PerfMetrics, Result
+from backend.api import ErrorCode, FinishReason, PerfMetrics, Result
 from backend.api.response import TopLogProb
 from backend.text.stream import TextStream
 
 Arrays = list[tuple[str, NDArray[Any]]]
+ErrorPrefix = str | Callable[[ErrorCode, str], str]  # what a protocol puts in front of an error; may depend on it
 
 
 class News(NamedTuple):

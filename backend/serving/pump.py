@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 from backend.api import ErrorCode, RequestId, Response
 from backend.serving import pb
-from backend.serving.outputs import Arrays, RowOutput
+from backend.serving.outputs import Arrays, ErrorPrefix, RowOutput
 
 log = logging.getLogger("everbatch.serving")
 Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
@@ -108,7 +108,7 @@ class ResponsePump:
         on_row_end: Callable[[Row], None] = lambda row: None,
         *,
         coalesce: bool = True,
-        error_prefix: str = "",
+        error_prefix: ErrorPrefix = "",
     ) -> None:
         self._stop_rows = stop_rows
         self._coalesce = coalesce
@@ -296,7 +296,8 @@ class ResponsePump:
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
     def _error(self, failure: Failure) -> Any:
-        return pb.error_response(failure.code, self._error_prefix + failure.message)
+        prefix = self._error_prefix if isinstance(self._error_prefix, str) else self._error_prefix(*failure)
+        return pb.error_response(failure.code, prefix + failure.message)
 
     def _close(self, stream: Stream) -> None:
         """Mark the stream as closed before its FINAL is sent. From then on nobody may ask its sender anything.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from backend.serving.outputs import ErrorPrefix
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.tensors import ModelTensors
@@ -34,7 +35,7 @@ class Front(NamedTuple):
 
     tensors: ModelTensors
     parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
-    error_prefix: str = ""  # the protocol's own words in front of an error
+    error_prefix: ErrorPrefix = ""  # the protocol's own words in front of an error
 
 
 class TextFront(NamedTuple):
@@ -45,4 +46,4 @@ class TextFront(NamedTuple):
     tensors: ModelTensors
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
-    error_prefix: str = ""
+    error_prefix: ErrorPrefix = ""
