@@ -113,6 +113,10 @@ def test_only_what_upstream_requires_is_required() -> None:
         "ensemble": {"text_input", "max_tokens"},
         "tensorrt_llm_bls": {"text_input", "max_tokens"},
         "everbatch": {"request"},
+        "turbomind": {"input_ids", "input_lengths", "request_output_len"},
+        "turbomind_preprocessing": {"QUERY"},
+        "turbomind_postprocessing": {"TOKENS_BATCH", "sequence_length"},
+        "lmdeploy": {"prompt", "max_tokens", "ignore_eos", "stream"},
     }
 
 

@@ -27,7 +27,7 @@ from backend.serving.fronts.token_ids import read_prompt
 from backend.serving.fronts.turbomind_outputs import TurbomindOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, StopSession, Work, required
-from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, ignored, refused
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.serving.word_lists import decode_word_list
 
 UINT32_MINUS_ONE = (1 << 32) - 1
@@ -54,7 +54,9 @@ TENSORS = ModelTensors(
         Input("END", "INT32", ONE, "session.end"),
         Input("STOP", "INT32", ONE, "request"),
         Input("CORRID", "UINT64", ONE, "session.id"),
-        *ignored(("start_id", "UINT32", ONE)),  # only an empty prompt would begin with it, and that is refused
+        Input(
+            "start_id", "UINT32", ONE, "ignored", feature="only an empty prompt would begin with it; that is refused"
+        ),
         *refused("beam search", ("beam_width", "UINT32", ONE), neutral=(1,)),
         *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
         *refused("beam search", ("len_penalty", "FP32", ONE), neutral=(1.0, 0.0)),
@@ -62,7 +64,9 @@ TENSORS = ModelTensors(
         *refused("top-p decay", ("top_p_min", "FP32", ONE), neutral=(0.0,)),
         *refused("top-p decay", ("top_p_reset_ids", "UINT32", ONE), neutral=(0, UINT32_MINUS_ONE)),
         *refused("prompt tuning", ("prompt_learning_task_name_ids", "UINT32", ONE), neutral=(0,)),
-        *refused("embeddings as input", ("input_embeddings", "INT8", ANY), ("input_embedding_ranges", "UINT32", (-1, 2))),
+        *refused(
+            "embeddings as input", ("input_embeddings", "INT8", ANY), ("input_embedding_ranges", "UINT32", (-1, 2))
+        ),
     ),
     outputs=(
         Output("output_ids", "UINT32", (-1, -1), "always: history, prompt and output"),

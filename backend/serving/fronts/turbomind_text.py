@@ -30,9 +30,7 @@ PREPROCESSING = ModelTensors(
     inputs=(
         Input("QUERY", "STRING", ANY, "request", optional=False),
         Input("REQUEST_OUTPUT_LEN", "UINT32", ANY, "request"),  # v0.0.x sends it, and wants it back
-        *refused(
-            "words as text", ("BAD_WORDS_DICT", "STRING", ANY), ("STOP_WORDS_DICT", "STRING", ANY), neutral=("",)
-        ),
+        *refused("words as text", ("BAD_WORDS_DICT", "STRING", ANY), ("STOP_WORDS_DICT", "STRING", ANY), neutral=("",)),
     ),
     outputs=(
         Output("INPUT_ID", "UINT32", ANY, "always"),
