@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 
-from backend.api import InvalidRequest, Request, SamplingConfig
+from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
 from backend.serving.outputs import Arrays, News, TextOutput, text_array
@@ -57,6 +57,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         max_tokens=_read_max_tokens(batch),
         streaming=streaming or bool(stops),
         sampling_config=_read_sampling(batch),
+        output_config=OutputConfig(exclude_input_from_output=True),
         end_ids=tuple(dict.fromkeys(end_ids)),
         bad_words=words_token_ids(tools.tokenizer, _read_words(batch, "bad_words")),
         timeout_s=parameters.timeout_s,

@@ -54,9 +54,7 @@ TENSORS = ModelTensors(
         Input("END", "INT32", ONE, "session.end"),
         Input("STOP", "INT32", ONE, "request"),
         Input("CORRID", "UINT64", ONE, "session.id"),
-        Input(
-            "start_id", "UINT32", ONE, "ignored", feature="only an empty prompt would begin with it; that is refused"
-        ),
+        Input("start_id", "UINT32", ONE, "ignored"),  # only an empty prompt would begin with it, and that is refused
         *refused("beam search", ("beam_width", "UINT32", ONE), neutral=(1,)),
         *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
         *refused("beam search", ("len_penalty", "FP32", ONE), neutral=(1.0, 0.0)),
