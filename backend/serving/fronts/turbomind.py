@@ -87,7 +87,6 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list
     limits, max_tokens = context.config.limits, required(batch, "request_output_len", 0)
     _check_length(batch, max_tokens, context.model.max_seq_len)
     prompt = read_prompt(batch, 0, context.model.vocab_size, context.model.max_seq_len)
-    end_id = batch.scalar("end_id", 0)
     session = _read_session(batch)
     request = Request(
         input_token_ids=prompt,
@@ -95,7 +94,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list
         streaming=True,
         sampling_config=_read_sampling(batch),
         output_config=OutputConfig(**batch.fields("output", 0), return_history=True),
-        end_ids=context.model.eos_ids if end_id is None else (end_id,),
+        end_ids=_end_ids(batch, context),
         stop_words=decode_word_list("stop_words_list", batch.matrix("stop_words_list", 0), limits),
         bad_words=decode_word_list("bad_words_list", batch.matrix("bad_words_list", 0), limits),
         session=session,
@@ -127,6 +126,14 @@ def _check_length(batch: Batch, max_tokens: int, max_seq_len: int) -> None:
         raise SessionError(
             SessionStatus.TOO_LONG, f"the prompt has {length} tokens, the limit is {max_seq_len - 1}; shorten it"
         )
+
+
+def _end_ids(batch: Batch, context: ServingContext) -> tuple[int, ...]:
+    """The request's end_id, which is none if all its bits are set; else those of the model."""
+    end_id = batch.scalar("end_id", 0)
+    if end_id is None:
+        return context.model.eos_ids
+    return () if end_id == UINT32_MINUS_ONE else (end_id,)
 
 
 def _read_session(batch: Batch) -> SessionConfig:
