@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from deploy.triton_server import TritonServer
-from tests.e2e.wire import eventually, events, post, scrape, to_input
+from tests.e2e.wire import events, eventually, post, scrape, to_input
 
 PROMPT = "def read_lines("
 TYPES = {"max_tokens": np.int32, "ignore_eos": bool, "stream": bool, "top_k": np.int32, "skip_special_tokens": bool}

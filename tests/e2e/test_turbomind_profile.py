@@ -85,24 +85,30 @@ def test_a_session_resumes_from_its_history(server: TritonServer, bot: Chatbot) 
 
 @pytest.mark.feature("004-14", "004-15")
 def test_a_session_that_was_evicted_between_turns_answers_as_an_unbroken_one(server: TritonServer) -> None:
-    def talk(session: int, between: bool) -> list[list[int]]:
+    others = [Chatbot(server.grpc_url, 900 + number) for number in range(4)]
+
+    def fill_the_pool() -> None:
+        for number, other in enumerate(others):
+            prompt = np.array([[20 + number] * 255], np.uint32)
+            list(other.infer(prompt, 0, START=True, END=False, step=0))
+
+    def talk(session: int, is_broken: bool) -> list[list[int]]:
         bot = Chatbot(server.grpc_url, session)
         replies = []
         for turn, prompt in enumerate(PROMPTS):
             replies.append(bot.say(prompt, 16, start=turn == 0)[-1].ids)
-            if between:  # four conversations that fill the pool
-                for other in range(4):
-                    Chatbot(server.grpc_url, 900 + other).say("x" * (turn + 2), 300, start=True)
+            if is_broken:
+                fill_the_pool()
         bot.end()
         return replies
 
-    before = settled(server.metrics_url)
-    unbroken = talk(51, between=False)
-    assert talk(52, between=True) == unbroken
-    after = settled(server.metrics_url)
-    assert after["everbatch_tokens_total{kind=recomputed}"] > before["everbatch_tokens_total{kind=recomputed}"]
-    for other in range(4):
-        Chatbot(server.grpc_url, 900 + other).stop(end=True)
+    unbroken = talk(51, is_broken=False)
+    recomputed = lambda: scrape(server.metrics_url)["everbatch_tokens_total{kind=recomputed}"]  # noqa: E731
+    before = settled(server.metrics_url)["everbatch_tokens_total{kind=recomputed}"]
+    assert talk(52, is_broken=True) == unbroken
+    assert eventually(lambda: recomputed() > before, 10)
+    for other in others:
+        other.stop(end=True)
 
 
 @pytest.mark.feature("004-32")
