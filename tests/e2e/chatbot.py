@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,10 @@ class Piece(NamedTuple):
 class Chatbot:
     """One session. `sequence_length`: tokens of it that the client knows of, which it sends as `step`."""
 
-    def __init__(self, url: str, session_id: int, session_len: int = 2048, **sampling: float) -> None:
+    def __init__(
+        self, url: str, session_id: int, session_len: int = 2048, stop_ids: Sequence[int] = (), **sampling: float
+    ) -> None:
+        """`stop_ids`: the stop words, of one token each."""
         self._url, self._session_id, self._session_len = url, session_id, session_len
         self._sampling = {"temperature": 1.0, "repetition_penalty": 1.0, **sampling}
         self.sequence_length = 0
@@ -53,6 +56,7 @@ class Chatbot:
         self.model_name = config["parameters"]["model_name"]["string_value"]
         self.bos_id = int(self.preprocess("<BOS>")[0][0])
         self.eos_id = int(self.preprocess("<EOS>")[0][-1])
+        self._stop_ids = stop_ids
 
     def preprocess(self, query: str) -> np.ndarray:
         data = np.array([[query]]).astype(object)
@@ -110,6 +114,9 @@ class Chatbot:
         values["request_output_len"] = max_tokens
         tensors = [to_input("input_ids", ids), to_input("input_lengths", np.array([[ids.shape[-1]]], np.uint32))]
         tensors += [to_input(name, np.array([[value]], TYPES[name])) for name, value in values.items()]
+        if self._stop_ids:
+            rows = [self._stop_ids, range(1, len(self._stop_ids) + 1)]
+            tensors.append(to_input("stop_words_list", np.array([rows], np.int32)))
         send = partial(self._produce, tensors, bool(inputs.get("START")), bool(inputs.get("END")))
         return _responses(send)
 

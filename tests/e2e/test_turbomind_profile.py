@@ -45,7 +45,7 @@ def error_of(pieces: Iterator[object]) -> str:
 
 @pytest.mark.feature("004-29")
 def test_a_conversation_of_three_turns(server: TritonServer, bot: Chatbot) -> None:
-    assert bot.model_name == "llama"
+    assert bot.model_name == "qwen-7b"
     for turn, prompt in enumerate(PROMPTS):
         before = bot.history + bot.preprocess(prompt)[0].tolist()
         pieces = bot.say(prompt, 12, start=turn == 0)
@@ -55,6 +55,12 @@ def test_a_conversation_of_three_turns(server: TritonServer, bot: Chatbot) -> No
         assert bot.sequence_length == len(bot.history) == len(before) + 12
     bot.end()
     assert "TurboMind execute failure: 1" in error_of(bot.stream("x", 4))
+
+
+def test_a_stop_word_ends_the_output_and_is_its_last_token(server: TritonServer, bot: Chatbot) -> None:
+    free = bot.say(PROMPTS[0], 12, start=True, end=True)[-1].ids
+    stopped = Chatbot(server.grpc_url, 42, stop_ids=[free[6], 4095]).say(PROMPTS[0], 12, start=True, end=True)
+    assert stopped[-1].ids == free[: free.index(free[6]) + 1]
 
 
 def test_stop_interrupts_a_turn_and_the_session_goes_on(server: TritonServer, bot: Chatbot) -> None:

@@ -74,8 +74,8 @@ TENSORS = ModelTensors(
     ),
     max_batch_size=1,
     always="decoupled",
-    # LMDeploy's name of the chat template that its client writes prompts with; llama is plain text
-    parameters=(("model_name", "llama"),),
+    # by this name LMDeploy's client knows the chat template that it writes prompts with: the default model's (ChatML)
+    parameters=(("model_name", "qwen-7b"),),
 )
 
 
