@@ -14,6 +14,7 @@ from backend.api import (
     ErrorCode,
     FinishReason,
     InvalidRequest,
+    OutputConfig,
     Request,
     Result,
     SessionConfig,
@@ -66,9 +67,11 @@ def told(output: RowOutput, final: bool = False) -> dict[str, Any] | None:
 def test_the_inputs_of_a_turn_reach_the_engine() -> None:
     request = asked([5, 6, 7], max_tokens=3, START=0, END=0, CORRID=12, step=40, session_len=2048, random_seed=8)
     assert request.input_token_ids == [5, 6, 7] and request.max_tokens == 3 and request.streaming
+    assert request.output_config == OutputConfig(return_history=True)
     assert request.session == SessionConfig(12, start=False, end=False, step=40, session_len=2047)
     assert request.sampling_config.seed == 8 and request.end_ids == (9,)
     assert (request.timeout_s, request.cache_salt) == (2.5, "mine")
+    assert asked(max_tokens=0, session_len=2048).session.session_len == 2048
     words = [[[4, 5, 6], [1, 3, -1]]]
     lists = asked(stop_words_list=words[0], bad_words_list=words[0], end_id=3)
     assert lists.stop_words == lists.bad_words == [[4], [5, 6]] and lists.end_ids == (3,)
@@ -173,7 +176,7 @@ def test_a_step_beyond_the_session_is_warned_about(step: int, warned: bool, capl
     output = work([5], START=0, END=0, CORRID=77, step=step).output
     with caplog.at_level(logging.WARNING, "everbatch.serving"):
         output.feed(Result([[7]], history_token_ids=[1, 2, 3]))
-    assert ("session 77: step is 4, the session has 3 tokens" in caplog.text) == warned
+    assert (f"session 77: step is {step}, the session has 3 tokens" in caplog.text) == warned
 
 
 @pytest.mark.feature("004-30", "W-09")

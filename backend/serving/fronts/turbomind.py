@@ -87,7 +87,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list
     limits, max_tokens = context.config.limits, required(batch, "request_output_len", 0)
     _check_length(batch, max_tokens, context.model.max_seq_len)
     prompt = read_prompt(batch, 0, context.model.vocab_size, context.model.max_seq_len)
-    session = _read_session(batch)
+    session = _read_session(batch, max_tokens)
     request = Request(
         input_token_ids=prompt,
         max_tokens=max_tokens,
@@ -136,8 +136,10 @@ def _end_ids(batch: Batch, context: ServingContext) -> tuple[int, ...]:
     return () if end_id == UINT32_MINUS_ONE else (end_id,)
 
 
-def _read_session(batch: Batch) -> SessionConfig:
-    """`session_len` leaves room for one token more, as in TurboMind: all tokens are at most session_len - 1. 0: no limit."""
+def _read_session(batch: Batch, max_tokens: int) -> SessionConfig:
+    """Output is cut at `session_len` - 1 tokens, as in TurboMind, so that the turn which ends a full session (one token, no
+    output) still has room. 0: no limit.
+    """
     fields: dict[str, Any] = batch.fields("session", 0)
     fields["start"] = bool(fields.get("start", 1))
     fields["end"] = bool(fields.get("end", 1))
@@ -145,7 +147,8 @@ def _read_session(batch: Batch) -> SessionConfig:
         is_own = fields["start"] and fields["end"]
         fields["id"] = OWN_SESSIONS | secrets.randbits(63) if is_own else 0
     session_len = fields.pop("session_len", 0)
-    return SessionConfig(**fields, session_len=max(1, session_len - 1) if session_len else None)
+    most = max(1, session_len - min(1, max_tokens))
+    return SessionConfig(**fields, session_len=most if session_len else None)
 
 
 def _read_sampling(batch: Batch) -> SamplingConfig:
