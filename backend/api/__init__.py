@@ -11,6 +11,7 @@ from backend.api.errors import (
     SessionError,
     SessionStatus,
     Unsupported,
+    session_status,
 )
 from backend.api.request import Request, RequestId, SessionConfig, SessionId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
@@ -44,4 +45,5 @@ __all__ = [
     "TopLogProb",
     "Unsupported",
     "load_config",
+    "session_status",
 ]

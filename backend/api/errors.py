@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 
 
 class ErrorCode(enum.StrEnum):
@@ -77,3 +78,9 @@ class SessionError(InvalidRequest):
         super().__init__(f"session error {int(status)} ({status.name.lower()}): {reason}")
         self.status = status
         self.code = code
+
+
+def session_status(message: str) -> SessionStatus | None:
+    """The status of a SessionError by its message, which is what crosses processes; None for the text of any other error."""
+    found = re.match(r"session error (\d+) ", message)
+    return None if found is None else SessionStatus(int(found[1]))

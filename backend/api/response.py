@@ -64,6 +64,7 @@ class Result(Struct, frozen=True, omit_defaults=True):
     decoding_iter: int = 0
     num_prompt_tokens: int = 0  # history + prompt of this turn
     perf_metrics: PerfMetrics | None = None
+    history_token_ids: list[int] | None = None  # of the session before this turn; in the first response, if asked for
 
 
 class Response(Struct, frozen=True, omit_defaults=True):

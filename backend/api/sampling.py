@@ -48,3 +48,4 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     top_log_probs: int = 0  # besides, the k most likely tokens of each position
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
+    return_history: bool = False  # turns of sessions: the token ids before this turn, once, with its first response

@@ -17,10 +17,15 @@ def result_response(seq: Sequence, iteration: int) -> Response:
     tokens = seq.token_ids[first:]
     if not (request.streaming or output.exclude_input_from_output):
         tokens = request.input_token_ids + tokens
+    history = None
+    if output.return_history and seq.num_published_tokens == seq.num_prompt_tokens:  # nothing of this turn has left yet
+        history = seq.token_ids[: seq.num_history_tokens]
     seq.num_published_tokens = len(seq.token_ids)
     is_final = seq.finish_reason is not FinishReason.NOT_FINISHED
     if not (is_final or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
-        result = Result([tokens], decoding_iter=iteration, num_prompt_tokens=seq.num_prompt_tokens)
+        result = Result(
+            [tokens], decoding_iter=iteration, num_prompt_tokens=seq.num_prompt_tokens, history_token_ids=history
+        )
         return Response(seq.request_id, request.client_id, result)
     start = first - seq.num_prompt_tokens
     result = Result(
@@ -34,6 +39,7 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         decoding_iter=iteration,
         num_prompt_tokens=seq.num_prompt_tokens,
         perf_metrics=perf_metrics(seq) if output.return_perf_metrics else None,
+        history_token_ids=history,
     )
     return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_final else None)
 

@@ -36,9 +36,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     model_config = json.loads(args["model_config"])
     role = role_of(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
-    owner = role == OWNER and run_directory.claim(
-        args["model_name"]
-    )  # another model of that role is a client like all others
+    owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
@@ -51,8 +49,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         owner=owner,
         labels={"model": args["model_name"], "version": args["model_version"]},
         drain_grace_s=drain_grace_s(),
-        error_prefix=front.error_prefix,
-        reads_parameters=front.reads_parameters,
+        dialect=front.dialect,
         reports_vllm=is_true(model_config, "REPORT_CUSTOM_METRICS"),
         report_health=_report_to(run_directory, args["model_name"]),
         **arguments,
@@ -113,9 +110,6 @@ def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
         "parse": parse,
         "check_text": check,
         "prepare": tools.prepare,
-        "error_text": front.error_text,
-        "log_name": front.log_name,
-        "every_step": front.every_step,
     }
 
 

@@ -35,6 +35,7 @@ from backend.api import (
 from backend.core.messages import Hello
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
+from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.environment import Health
 from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
@@ -117,11 +118,7 @@ class ModelServer:
         labels: dict[str, str] | None = None,
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
-        error_prefix: str = "",
-        error_text: Callable[[str], str] | None = None,
-        log_name: str = "",
-        every_step: bool = False,
-        reads_parameters: bool = False,
+        dialect: Dialect = PLAIN,
         reports_vllm: bool = False,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
@@ -130,12 +127,9 @@ class ModelServer:
 
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
         then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
-        what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
-        stands in front of each error's text, or `error_text` writes all of it. Cancellations by clients that are gone are
-        logged under `log_name`, if there is one. `every_step`: the responses of two steps of the engine are never joined.
-        `report_health` gets the state of this model now, and then four times a second.
-        `reads_parameters`: `parse` judges parameters of requests that have no meaning for every model. `reports_vllm`: this
-        model publishes vLLM's metrics too.
+        what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics; with
+        `reports_vllm` a model publishes vLLM's too. `report_health` gets the state of this model now, and then four times a
+        second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -152,7 +146,9 @@ class ModelServer:
         self._drain_ends: float | None = None
         vllm_hello = (lambda: executor.hello) if reports_vllm else (lambda: None)
         self._books = Books(labels or {}, config.triton.log_requests, owner, vllm_hello)
-        self._free_parameters = None if reads_parameters else FreeParameters(tensors, config.triton.strict_parameters)
+        self._free_parameters = (
+            None if dialect.reads_parameters else FreeParameters(tensors, config.triton.strict_parameters)
+        )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pump = ResponsePump(
             config.triton.sender_threads,
@@ -160,16 +156,14 @@ class ModelServer:
             self._stop_at,
             self._books.ended.add,
             on_refused=self._books.ended.add_refused,
-            coalesce=not (every_step or config.triton.one_response_per_token),
-            error_prefix=error_prefix,
-            error_text=error_text,
-            log_name=log_name,
+            coalesce=not (dialect.every_step or config.triton.one_response_per_token),
+            dialect=dialect,
         )
         self._load = EngineLoad(config)
         triton = config.triton
         self._text = TextPool(triton.text_threads, triton.text_timeout_s, config.limits.max_queue_size)
         period_s = config.triton.cancellation_check_period_ms / 1000
-        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, log_name)
+        self._poller = CancellationPoller(self._pump.live_streams, self._abandon, period_s, dialect.log_name)
         self._housekeeper = Housekeeper(
             self._tick, config.triton.stats_period_ms / 1000, self._drain, self._orphaned, pulse=self._pulse
         )

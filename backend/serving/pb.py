@@ -38,14 +38,13 @@ def data_response(arrays: list[tuple[str, NDArray[Any]]]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays])
 
 
-def error_response(code: ErrorCode, message: str, named: bool = True) -> Any:
-    """Triton's response with an error. Its text begins with the code, as in `[UNAVAILABLE] ...`, because HTTP clients never
-    see Triton's status code; not so if it is not to be `named`.
+def error_response(code: ErrorCode, text: str) -> Any:
+    """Triton's response with an error.
 
-    A message may repeat what a client sent. A lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
+    The text may repeat what a client sent. A lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
     """
-    text = message[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"[{code}] {text}" if named else text, _STATUS[code]))
+    readable = text[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(readable, _STATUS[code]))
 
 
 def new_metric_family(name: str, description: str, kind: str) -> FamilyHandle:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 from backend.api import ErrorCode, EverbatchError, RequestId, Response
 from backend.serving import pb
+from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.outputs import Arrays, RowOutput
 
 log = logging.getLogger("everbatch.serving")
@@ -115,15 +116,11 @@ class ResponsePump:
         *,
         on_refused: Callable[[Stream, Failure], None] = lambda stream, failure: None,
         coalesce: bool = True,
-        error_prefix: str = "",
-        error_text: Callable[[str], str] | None = None,
-        log_name: str = "",
+        dialect: Dialect = PLAIN,
     ) -> None:
         self._stop_rows = stop_rows
         self._coalesce = coalesce
-        self._error_prefix = error_prefix
-        self._error_text = error_text
-        self._log_name = log_name
+        self._dialect = dialect
         self._stop_at = stop_at
         self._on_row_end = on_row_end
         self._on_refused = on_refused
@@ -331,9 +328,7 @@ class ResponsePump:
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
     def _error(self, failure: Failure) -> Any:
-        if self._error_text is not None:
-            return pb.error_response(failure.code, self._error_text(failure.message), named=False)
-        return pb.error_response(failure.code, self._error_prefix + failure.message)
+        return pb.error_response(failure.code, self._dialect.error_text(failure.code, failure.message))
 
     def _close(self, stream: Stream) -> None:
         """Mark the stream as closed before its FINAL is sent. From then on nobody may ask its sender anything.
@@ -343,8 +338,8 @@ class ResponsePump:
         """
         with stream.gate, stream.lock:
             was_closed, stream.closed = stream.closed, True
-        if self._log_name and stream.abandoned and not was_closed:
-            log.info("[%s] Successfully cancelled the request", self._log_name)
+        if self._dialect.log_name and stream.abandoned and not was_closed:
+            log.info("[%s] Successfully cancelled the request", self._dialect.log_name)
         with self._live_lock:
             self._live.pop(id(stream), None)
 

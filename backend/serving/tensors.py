@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 # Triton's name of each type, and numpy's name of the same type.
 NUMPY_TYPES = {
     "BOOL": "bool",
+    "INT8": "int8",
     "UINT8": "uint8",
     "INT32": "int32",
     "INT64": "int64",
@@ -64,6 +65,7 @@ class ModelTensors(NamedTuple):
     outputs: tuple[Output, ...]
     max_batch_size: int = 64  # the most rows of one request; 0: inputs have no batch dimension, a request is one row
     always: Literal["decoupled", "unary"] | None = None  # the transaction policy that the protocol prescribes
+    parameters: tuple[tuple[str, str], ...] = ()  # of config.pbtxt: what clients read there
 
     @property
     def batched(self) -> bool:

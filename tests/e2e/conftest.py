@@ -10,6 +10,7 @@ import pytest
 
 from backend.api import EngineConfig, load_config
 from deploy.triton_server import TritonServer
+from tests.e2e.profile_repository import compose
 from tests.e2e.wire import TokenClient, eventually, scrape
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
@@ -49,6 +50,22 @@ def small_pool_server(
         yield server
 
 
+@pytest.fixture(scope="session")
+def lmdeploy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The profiles turbomind and lmdeploy, over a pool of 1,024 tokens."""
+    directory = tmp_path_factory.mktemp("lmdeploy")
+    overrides = [*EXACT, "kv_cache.block_size=16", "kv_cache.max_tokens=1024", "kv_cache.watermark=0"]
+    with TritonServer(
+        load_config(overrides=overrides),
+        run_dir=directory / "run",
+        model_repository=compose(directory / "models", "turbomind", "lmdeploy"),
+        probe_model=None,
+        exit_timeout_s=5,
+    ) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
 @pytest.fixture
 def tokens(server: TritonServer) -> Iterator[TokenClient]:
     with TokenClient(server.grpc_url) as client:
@@ -59,7 +76,7 @@ def tokens(server: TritonServer) -> Iterator[TokenClient]:
 def nothing_stays_in_use(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test no request is live and no KV block in use, on every server the test has used."""
     yield
-    for name in ("server", "small_pool_server"):
+    for name in ("server", "small_pool_server", "lmdeploy_server"):
         if name in request.fixturenames:
             server = request.getfixturevalue(name)
             if server.running():

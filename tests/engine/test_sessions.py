@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backend.api import Request, SessionConfig
+from backend.api import OutputConfig, Request, SessionConfig
 from tests.engine.driver import Driver, answer
 
 
@@ -244,3 +244,22 @@ def test_without_chunks_new_tokens_must_fit_a_step_and_a_history_that_was_evicte
     driver.run()
     assert [*replies, driver.tokens(last)] == expected_replies(turns)
     assert driver.core.counters.recomputed_tokens_total > 8
+
+
+def test_a_turn_tells_the_tokens_before_it_once_and_only_if_asked() -> None:
+    driver = Driver()
+    asked = OutputConfig(return_history=True)
+    first = driver.ask([1, 2, 3], 3, session=SessionConfig(1, start=True), output_config=asked)
+    driver.run()
+    log = driver.log(1)
+    second = driver.ask([4, 5], 3, session=SessionConfig(1), output_config=asked)
+    driver.run()
+    rewound = driver.ask([6], 0, session=SessionConfig(1, step=4), output_config=asked)
+    driver.run()
+    told = lambda request: [response.result.history_token_ids for response in driver.responses[request]]  # noqa: E731
+    assert told(first) == [[], None, None]
+    assert told(second) == [log, None, None]
+    assert told(rewound) == [log[:4]]
+    unasked = driver.turn(1, [7], 2)
+    driver.run()
+    assert told(unasked) == [None, None]

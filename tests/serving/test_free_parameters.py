@@ -9,6 +9,7 @@ import pytest
 
 from backend.api import EngineConfig, InvalidRequest
 from backend.api.config import TritonConfig
+from backend.serving.dialect import Dialect
 from backend.serving.free_parameters import _GROUP, MAX_WARNINGS, FreeParameters
 from backend.serving.fronts.everbatch import TENSORS as EVERBATCH
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
@@ -89,7 +90,7 @@ STRICT = EngineConfig(triton=TritonConfig(stats_period_ms=5, strict_parameters=T
 def test_a_server_refuses_unless_the_front_reads_parameters_itself(
     make_server: Callable[..., ModelServer], executor: ScriptedExecutor, reads: bool, is_refused: bool
 ) -> None:
-    server = make_server(config=STRICT, reads_parameters=reads)
+    server = make_server(config=STRICT, dialect=Dialect(reads_parameters=reads))
     request = InferenceRequest(token_inputs([[1]]), parameters={"max_tokens": 7, "cache_salt": "a", "priority": 1})
     server.execute([request])
     if is_refused:

@@ -114,6 +114,10 @@ def test_only_what_upstream_requires_is_required() -> None:
         "tensorrt_llm_bls": {"text_input", "max_tokens"},
         "everbatch": {"request"},
         "vllm": {"text_input"},
+        "turbomind": {"input_ids", "input_lengths", "request_output_len"},
+        "turbomind_preprocessing": {"QUERY"},
+        "turbomind_postprocessing": {"TOKENS_BATCH", "sequence_length"},
+        "lmdeploy": {"prompt", "max_tokens", "ignore_eos", "stream"},
     }
 
 

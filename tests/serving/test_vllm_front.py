@@ -185,7 +185,7 @@ def test_without_streaming_the_prompt_comes_first_unless_it_is_excluded(
 def test_a_stream_that_must_not_exclude_the_prompt_is_refused_in_vllms_words(tools: TextTools) -> None:
     with pytest.raises(InvalidRequest) as caught:
         work(tools, stream=True, exclude_input_in_output=False)
-    assert error_text(caught.value.message) == (
+    assert error_text(caught.value.code, caught.value.message) == (
         "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
     )
     output = work(tools, stream=True, exclude_input_in_output=True).output

@@ -26,7 +26,7 @@ def server(make_server: Callable[..., ModelServer], executor: ScriptedExecutor) 
     executor.hello = type(executor.hello)(1, ModelInfo("m", 4096, 256), str(MODEL_DIRECTORY), executor.hello.config)
     tools = ToolsLoader(executor)
     tools.prepare()
-    return make_server(VLLM.tensors, **text_arguments(VLLM, tools))
+    return make_server(VLLM.tensors, dialect=VLLM.dialect, **text_arguments(VLLM, tools))
 
 
 def test_errors_are_worded_as_vllms_backend_words_them(server: ModelServer, executor: ScriptedExecutor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from backend.serving.dialect import PLAIN, Dialect
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.tensors import ModelTensors
@@ -34,10 +35,7 @@ class Front(NamedTuple):
 
     tensors: ModelTensors
     parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
-    error_prefix: str = ""  # the protocol's own words in front of an error
-    reads_parameters: bool = (
-        False  # whether `parse` itself judges Parameters.others; else serving/free_parameters.py does
-    )
+    dialect: Dialect = PLAIN
 
 
 class TextFront(NamedTuple):
@@ -48,10 +46,4 @@ class TextFront(NamedTuple):
     tensors: ModelTensors
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
-    error_prefix: str = ""
-    error_text: Callable[[str], str] | None = (
-        None  # message -> the whole text of an error, where the protocol prescribes it
-    )
-    log_name: str = ""  # cancellations are logged under it, for whoever looks for them there
-    every_step: bool = False  # a response for each step of the engine, whatever triton.one_response_per_token says
-    reads_parameters: bool = False
+    dialect: Dialect = PLAIN

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import Front, TextFront
+from backend.serving.fronts.lmdeploy import LMDEPLOY
 from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE
 from backend.serving.fronts.trtllm_tokens import TENSORRT_LLM
+from backend.serving.fronts.turbomind import TURBOMIND
+from backend.serving.fronts.turbomind_text import TURBOMIND_POSTPROCESSING, TURBOMIND_PREPROCESSING
 from backend.serving.fronts.vllm import VLLM
 
 FRONTS: dict[str, Front | TextFront] = {
-    front.tensors.model: front for front in (TENSORRT_LLM, ENSEMBLE, BLS, EVERBATCH, VLLM)
+    front.tensors.model: front
+    for front in (
+        TENSORRT_LLM,
+        ENSEMBLE,
+        BLS,
+        EVERBATCH,
+        TURBOMIND,
+        TURBOMIND_PREPROCESSING,
+        TURBOMIND_POSTPROCESSING,
+        LMDEPLOY,
+        VLLM,
+    )
 }
 # Profile -> Triton model -> role. A server serves one or several; the model that owns the engine is added where it is missing.
 PROFILES: dict[str, dict[str, str]] = {
     "trtllm": {name: name for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "everbatch")},
     "vllm": {"vllm_model": "vllm"},
+    "turbomind": {
+        "turbomind": "turbomind",
+        "preprocessing": "turbomind_preprocessing",
+        "postprocessing": "turbomind_postprocessing",
+    },
+    "lmdeploy": {"lmdeploy_model": "lmdeploy"},
 }
 MODELS = {role: front.tensors for role, front in FRONTS.items()}
 OWNER = TENSORRT_LLM.tensors.model  # the model that starts the engine process; all others attach to it

@@ -6,7 +6,7 @@ import numpy as np
 
 from backend.api import InvalidRequest, Request
 from backend.serving.fronts.front import Front
-from backend.serving.fronts.limits import prompt_too_long
+from backend.serving.fronts.token_ids import read_prompt
 from backend.serving.fronts.trtllm_fields import (
     echoes_prompt,
     read_output_config,
@@ -35,7 +35,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         batch_index = row if batch.num_rows > 1 else None
         return Work(stop_session, token_output(RowSettings(batch_index=batch_index), []))
     limits = context.config.limits
-    prompt = _read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
+    prompt = read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
     streaming = bool(batch.scalar("streaming", row))
     end_id = batch.scalar("end_id", row)
     request = Request(
@@ -55,28 +55,6 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     return Work(request, token_output(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
-
-
-def _read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
-    """The row's token ids without padding. They are checked as an array, so no list is built of a prompt that is refused."""
-    ids = batch.vector("input_ids", row)
-    if ids is None:
-        raise InvalidRequest("A value is required for input_ids")
-    length = batch.scalar("input_lengths", row)
-    if length is None:
-        length = ids.size
-    if not 0 <= length <= ids.size:
-        raise InvalidRequest(f"input_lengths is {length}, allowed is 0 to {ids.size}, the width of input_ids")
-    ids = ids[:length]
-    if length == 0:
-        raise InvalidRequest("Invalid format for input_ids: the prompt is empty; give at least 1 token")
-    if length > max_seq_len:
-        raise prompt_too_long(length, max_seq_len)
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
-    prompt: list[int] = ids.tolist()
-    return prompt
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request
 from backend.api.config import LimitsConfig
+from backend.serving.dialect import Dialect
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
 from backend.serving.fronts.vllm_log_probs import log_probs_json
@@ -174,9 +175,9 @@ def finish_name(finish: FinishReason | None) -> str:
     return name if name in ("stop", "length") else "abort"
 
 
-def error_text(message: str) -> str:
+def error_text(code: ErrorCode, message: str) -> str:
     """An error as vLLM's backend words it."""
     return message if message in (NO_LORA, CANCELLED) else f"Error generating stream: {message}"
 
 
-VLLM = TextFront(TENSORS, check, parse, error_text=error_text, log_name="vllm", every_step=True, reads_parameters=True)
+VLLM = TextFront(TENSORS, check, parse, Dialect(error_text, log_name="vllm", every_step=True, reads_parameters=True))

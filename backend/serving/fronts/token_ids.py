@@ -1,0 +1,29 @@
+"""Reads prompts of token ids: `input_ids`, `input_lengths` of the TensorRT-LLM and TurboMind wires."""
+
+from __future__ import annotations
+
+from backend.api import InvalidRequest
+from backend.serving.fronts.limits import prompt_too_long
+from backend.serving.reading import Batch
+
+
+def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
+    """The row's token ids without padding. They are checked as an array, so no list is built of a prompt that is refused."""
+    ids = batch.vector("input_ids", row)
+    if ids is None:
+        raise InvalidRequest("A value is required for input_ids")
+    length = batch.scalar("input_lengths", row)
+    if length is None:
+        length = ids.size
+    if not 0 <= length <= ids.size:
+        raise InvalidRequest(f"input_lengths is {length}, allowed is 0 to {ids.size}, the width of input_ids")
+    ids = ids[:length]
+    if length == 0:
+        raise InvalidRequest("Invalid format for input_ids: the prompt is empty; give at least 1 token")
+    if length > max_seq_len:
+        raise prompt_too_long(length, max_seq_len)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
+    prompt: list[int] = ids.tolist()
+    return prompt
