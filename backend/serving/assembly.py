@@ -23,6 +23,7 @@ from backend.serving.fronts.roles import FRONTS, OWNER
 from backend.serving.model_server import EngineClient, ModelServer
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters
 
 log = logging.getLogger("everbatch.serving")
 
@@ -35,9 +36,15 @@ def load_model(args: dict[str, str]) -> ModelServer:
     model_config = json.loads(args["model_config"])
     role = _role(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
-    executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
-    front = FRONTS[role]
-    tools = ToolsLoader(executor)
+    if role == OWNER:
+        config = _with_parameters(role, model_config, config)
+        executor = _launch(args["model_name"], config, run_directory)
+    else:
+        executor = _attach(args["model_name"], config, run_directory)
+        # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
+        config = _with_parameters(role, model_config, executor.hello.config if executor.hello else config)
+    front, parameters = FRONTS[role], set_parameters(model_config)
+    tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
     text = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
     return ModelServer(
         front.tensors,
@@ -48,9 +55,19 @@ def load_model(args: dict[str, str]) -> ModelServer:
         labels={"model": args["model_name"], "version": args["model_version"]},
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
+        stop_error=front.stop_error,
+        parameters=parameters,
         report_health=_report_to(run_directory, args["model_name"]),
         **text,
     )
+
+
+def _with_parameters(role: str, model_config: dict[str, Any], config: EngineConfig) -> EngineConfig:
+    """The configuration with what the model's config.pbtxt sets, which is logged. Raises ConfigError."""
+    settings = apply_parameters(role, model_config, config)
+    for sentence in settings.sentences:
+        log.info("%s", sentence)
+    return settings.config
 
 
 def _launch(model_name: str, config: EngineConfig, run_directory: RunDirectory) -> Executor:
@@ -72,10 +89,13 @@ def _attach(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
 
 
 class ToolsLoader:
-    """The tokenizer and chat template of the text models: their directory is known once the engine was reached."""
+    """The tokenizer and chat template of the text models, from `directory`; without one from that of the model, which is
+    known once the engine was reached.
+    """
 
-    def __init__(self, executor: EngineClient) -> None:
+    def __init__(self, executor: EngineClient, directory: str = "") -> None:
         self._executor = executor
+        self._directory = directory
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
@@ -84,7 +104,7 @@ class ToolsLoader:
         hello = self._executor.hello
         with self._lock:
             if self._tools is None and hello is not None:
-                self._tools = TextTools.from_directory(hello.model_path)
+                self._tools = TextTools.from_directory(self._directory or hello.model_path)
             return self._tools is not None
 
     def loaded(self) -> TextTools:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from backend.api import (
@@ -43,6 +43,7 @@ from backend.serving.metrics import MetricsPublisher
 from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
 from backend.serving.reading import Batch, NamedTensor
 from backend.serving.requests import (
+    NO_PARAMETERS,
     Parameters,
     RequestHeader,
     ServingContext,
@@ -119,6 +120,8 @@ class ModelServer:
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
         error_prefix: str = "",
+        stop_error: str = "",
+        parameters: Mapping[str, str] = NO_PARAMETERS,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
@@ -127,7 +130,8 @@ class ModelServer:
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
         then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
         what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
-        stands in front of each error's text. `report_health` gets the state of this model now, and then four times a second.
+        stands in front of each error's text, `stop_error` answers a stop request (front.py). `parameters` are those of the
+        model's config.pbtxt. `report_health` gets the state of this model now, and then four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -137,6 +141,8 @@ class ModelServer:
         self._owner = owner
         self._drain_grace_s = drain_grace_s
         self._check_text = check_text
+        self._stop_error = stop_error
+        self._parameters = parameters
         self._prepare = prepare
         self._report_health = report_health
         self._is_prepared = prepare()
@@ -241,7 +247,7 @@ class ModelServer:
         hello = self._executor.hello
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens)
+        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
@@ -306,7 +312,7 @@ class ModelServer:
     def _answer_stop(self, stream: Stream) -> None:
         """Cancel the newest live request with the id and the namespace of this `stop: true`.
 
-        The answer is empty, even when there is no such request. Raises InvalidRequest when the id is empty.
+        The answer is the same when there is no such request. Raises InvalidRequest when the id is empty.
         """
         if not stream.client_request_id:
             raise InvalidRequest(NO_REQUEST_ID)
@@ -316,7 +322,7 @@ class ModelServer:
             if is_request and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
-        self._pump.finish_empty(stream)
+        self._pump.finish_empty(stream, self._stop_error)
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
@@ -345,7 +351,8 @@ class ModelServer:
         self._executor.cancel_request(row.request_id, keep_output_tokens=num_output_tokens)
 
     def _on_row_end(self, row: Row) -> None:
-        self._finished.append((row.num_input_tokens, row.output.num_output_tokens))
+        if row.num_input_tokens:  # Neither the STOP of a session nor a row that needs no engine has a length.
+            self._finished.append((row.num_input_tokens, row.output.num_output_tokens))
 
     # ---- housekeeper -------------------------------------------------------------------------------------------------
 

@@ -174,10 +174,12 @@ class ResponsePump:
             stream.rows.extend(rows)
             return True
 
-    def finish_empty(self, stream: Stream) -> None:
-        """Answer with one response that holds no tensor."""
+    def finish_empty(self, stream: Stream, cancelled: str = "") -> None:
+        """Answer with one response that holds no tensor; or with an error CANCELLED of this text."""
         with stream.lock:
             stream.answers_nothing = True
+            if cancelled:
+                stream.failure = stream.failure or Failure(ErrorCode.CANCELLED, cancelled)
             self._queue(stream)
 
     def live_streams(self) -> list[Stream]:
@@ -296,7 +298,8 @@ class ResponsePump:
                 log.error("ending request %r failed: %s", stream.client_request_id, error)
 
     def _error(self, failure: Failure) -> Any:
-        return pb.error_response(failure.code, self._error_prefix + failure.message)
+        prefix = "" if failure.code is ErrorCode.CANCELLED else self._error_prefix
+        return pb.error_response(failure.code, prefix + failure.message)
 
     def _close(self, stream: Stream) -> None:
         """Mark the stream as closed before its FINAL is sent. From then on nobody may ask its sender anything.

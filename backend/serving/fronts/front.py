@@ -34,7 +34,8 @@ class Front(NamedTuple):
 
     tensors: ModelTensors
     parse: Callable[[Batch, ServingContext, Parameters], list[Work]]
-    error_prefix: str = ""  # the protocol's own words in front of an error
+    error_prefix: str = ""  # the protocol's own words in front of an error; a cancellation is none
+    stop_error: str = ""  # a `stop: true` is answered with CANCELLED and this text; "" = with an empty response
 
 
 class TextFront(NamedTuple):
@@ -46,3 +47,4 @@ class TextFront(NamedTuple):
     check: Callable[[Batch, ServingContext], None]
     parse: Callable[[Batch, ServingContext, Parameters, TextTools], list[Work]]
     error_prefix: str = ""
+    stop_error: str = ""

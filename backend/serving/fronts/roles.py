@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import Front, TextFront
-from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE
+from backend.serving.fronts.llmapi import LLMAPI
+from backend.serving.fronts.processing import POSTPROCESSING, PREPROCESSING
+from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE, ENSEMBLE_UINT32
 from backend.serving.fronts.trtllm_tokens import TENSORRT_LLM
 
 FRONTS: dict[str, Front | TextFront] = {
-    front.tensors.model: front for front in (TENSORRT_LLM, ENSEMBLE, BLS, EVERBATCH)
+    front.tensors.model: front
+    for front in (
+        TENSORRT_LLM,
+        ENSEMBLE,
+        ENSEMBLE_UINT32,
+        BLS,
+        PREPROCESSING,
+        POSTPROCESSING,
+        LLMAPI,
+        EVERBATCH,
+    )
 }
 # Profile -> Triton model -> role. A server serves one or several; the model that owns the engine is added where it is missing.
 PROFILES: dict[str, dict[str, str]] = {
-    "trtllm": {name: name for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "everbatch")},
+    "trtllm": {
+        name: name
+        for name in (
+            "tensorrt_llm",
+            "preprocessing",
+            "postprocessing",
+            "ensemble",
+            "tensorrt_llm_bls",
+            "everbatch",
+        )
+    },
+    "llmapi": {"tensorrt_llm": "llmapi", "everbatch_engine": "tensorrt_llm"},
+    "langchain": {"tensorrt_llm": "tensorrt_llm", "ensemble": "ensemble_uint32"},
 }
 MODELS = {role: front.tensors for role, front in FRONTS.items()}
 OWNER = TENSORRT_LLM.tensors.model  # the model that starts the engine process; all others attach to it
