@@ -19,6 +19,7 @@ from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 
+MODEL_LOAD_THREADS = 16  # All models load together: those that wait for the engine must not keep its owner from loading.
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
@@ -101,6 +102,7 @@ def command_line(
     return command + [
         f"--model-repository={repository}",
         "--disable-auto-complete-config",  # otherwise every model.py is imported twice
+        f"--model-load-thread-count={MODEL_LOAD_THREADS}",
         f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={host}",
         f"--grpc-address={host}",

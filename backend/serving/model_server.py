@@ -128,8 +128,8 @@ class ModelServer:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
 
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
-        then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
-        what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics. `error_prefix`
+        then `parse`, which is slow, on a text thread. `prepare` is called now and four times a second until it returns that all
+        is there that parsing needs, which it may load. The `owner` publishes the engine's metrics. `error_prefix`
         stands in front of each error's text, `stop_error` answers a stop request (front.py). `parameters` are those of the
         model's config.pbtxt. `report_health` gets the state of this model now, and then four times a second.
         """
@@ -365,6 +365,7 @@ class ModelServer:
         return "ready" if can_serve else "unavailable"
 
     def _pulse(self) -> None:
+        self._is_prepared = self._is_prepared or self._prepare()  # as soon as the engine is there
         self._report_health(self._health())
         self._text.expire()
 
@@ -373,7 +374,6 @@ class ModelServer:
             # This comes before the metrics, whose update may fail, because the streams must be ended in any case.
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
-        self._is_prepared = self._prepare()
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
         self._metrics.publish_lengths(finished)
         if self._owner:

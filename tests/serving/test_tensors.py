@@ -25,7 +25,8 @@ lora_weights lora_config guided_decoding_guide_type guided_decoding_guide retent
 retention_token_range_ends retention_token_range_priorities retention_token_range_durations_ms
 retention_decode_priority retention_decode_duration_ms lookahead_window_size lookahead_ngram_size
 lookahead_verification_set_size min_length random_seed return_kv_cache_reuse_stats decoder_input_ids
-decoder_input_lengths
+decoder_input_lengths encoder_input_features encoder_output_lengths cross_attention_mask skip_cross_attn_blocks
+mrope_rotary_cos_sin mrope_position_deltas context_phase_params
 """
 A2_OUTPUTS = """
 output_ids sequence_length cum_log_probs output_log_probs context_logits generation_logits batch_index sequence_index
@@ -103,7 +104,12 @@ def test_names_are_unique_types_known_and_targets_exist(model: str) -> None:
             assert field in fields[owner].__struct_fields__
         else:
             assert owner in ("request", "ignored", "refused")
-        assert (owner == "refused") == bool(spec.feature)
+        assert spec.feature if owner == "refused" else owner == "ignored" or not spec.feature
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "llmapi"])
+def test_what_is_ignored_says_why(model: str) -> None:
+    assert all(spec.feature for spec in MODELS[model].inputs if spec.target == "ignored")
 
 
 def test_only_what_upstream_requires_is_required() -> None:
@@ -113,6 +119,10 @@ def test_only_what_upstream_requires_is_required() -> None:
         "ensemble": {"text_input", "max_tokens"},
         "tensorrt_llm_bls": {"text_input", "max_tokens"},
         "everbatch": {"request"},
+        "ensemble_uint32": {"text_input", "max_tokens"},
+        "preprocessing": {"QUERY", "REQUEST_OUTPUT_LEN"},
+        "postprocessing": {"TOKENS_BATCH", "SEQUENCE_LENGTH"},
+        "llmapi": {"text_input"},
     }
 
 
