@@ -35,17 +35,18 @@ def load_model(args: dict[str, str]) -> ModelServer:
     _prepare_process(args)
     model_config = json.loads(args["model_config"])
     role = _role(args["model_name"], model_config)
-    config, run_directory = engine_config(), RunDirectory.of_this_server()
-    if role == OWNER:
-        config = _with_parameters(role, model_config, config)
-        executor = _launch(args["model_name"], config, run_directory)
-    else:
-        executor = _attach(args["model_name"], config, run_directory)
+    config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
+    executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
+    if role != OWNER and executor.hello is not None:
         # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
-        config = _with_parameters(role, model_config, executor.hello.config if executor.hello else config)
+        config = apply_parameters(role, model_config, executor.hello.config).config
     front, parameters = FRONTS[role], set_parameters(model_config)
     tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
-    text = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    try:
+        text = _text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    except ConfigError:
+        executor.shutdown()
+        raise
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -102,9 +103,10 @@ class ToolsLoader:
     def prepare(self) -> bool:
         """Load them once they can be; returns whether they are there. Raises ConfigError when the model directory has none."""
         hello = self._executor.hello
+        directory = self._directory or (hello.model_path if hello else "")
         with self._lock:
-            if self._tools is None and hello is not None:
-                self._tools = TextTools.from_directory(self._directory or hello.model_path)
+            if self._tools is None and directory:
+                self._tools = TextTools.from_directory(directory)
             return self._tools is not None
 
     def loaded(self) -> TextTools:
@@ -115,7 +117,11 @@ class ToolsLoader:
 
 
 def _text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
-    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread."""
+    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread.
+
+    Raises ConfigError when the tokenizer cannot be read.
+    """
+    tools.prepare()
 
     def check(batch: Batch, context: ServingContext) -> None:
         tools.loaded()

@@ -365,9 +365,9 @@ class ModelServer:
         return "ready" if can_serve else "unavailable"
 
     def _pulse(self) -> None:
-        self._is_prepared = self._is_prepared or self._prepare()  # as soon as the engine is there
         self._report_health(self._health())
         self._text.expire()
+        self._is_prepared = self._is_prepared or self._prepare()  # Last, because it may raise.
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:

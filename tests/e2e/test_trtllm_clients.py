@@ -321,9 +321,10 @@ def test_the_llmapi_form_answers_with_what_its_flags_ask_for(client: Any, stream
     assert last.as_numpy("stop_reason").tolist() == [b"None"] and last.as_numpy("cumulative_logprob").shape == (1,)
     assert last.as_numpy("kv_cache_hit_rate").dtype == np.float32 and last.as_numpy("arrival_time_ns").item() > 0
     plain = streamed(client, "llmapi", text_input=texts(PROMPT), sampling_param_max_tokens=np.array([6], np.int32))
-    assert "".join(result.as_numpy("text_output")[0].decode() for result in results) == plain[0].as_numpy(
-        "text_output"
-    )[0].decode()
+    assert (
+        "".join(result.as_numpy("text_output")[0].decode() for result in results)
+        == plain[0].as_numpy("text_output")[0].decode()
+    )
     assert plain[0].as_numpy("finish_reason") is None
 
 
