@@ -15,7 +15,7 @@ from backend.serving.fronts.processing import POSTPROCESSING, PREPROCESSING
 from backend.serving.model_server import ModelServer
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext
-from tests.serving.fake_triton import InferenceRequest, Tensor
+from tests.serving.fake_triton import InferenceRequest, MetricFamily, Tensor
 from tests.serving.helpers import MODEL_DIRECTORY, floats, ints, strings, tokenizer_with_bos, uint64
 from tests.serving.scripted import ScriptedExecutor
 
@@ -228,8 +228,9 @@ def test_missing_lengths_are_named(tools: TextTools) -> None:
 
 
 def test_a_batch_is_one_final_response_that_neither_the_engine_nor_its_metrics_see(
-    make_server: Any, executor: ScriptedExecutor, tools: TextTools
+    make_server: Any, executor: ScriptedExecutor, tools: TextTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MetricFamily, "created", [])
     server: ModelServer = make_server(
         PREPROCESSING.tensors,
         lambda batch, context, parameters: PREPROCESSING.parse(batch, context, parameters, tools),
@@ -240,4 +241,7 @@ def test_a_batch_is_one_final_response_that_neither_the_engine_nor_its_metrics_s
     server.execute([request])
     (response,) = request.sender.wait()
     assert response.outputs()["INPUT_ID"].shape[0] == 2 and request.sender.finals == [0]
-    assert executor.requests == {} and list(server._finished) == []
+    server._tick()
+    histograms = [family for family in MetricFamily.created if family.kind == MetricFamily.HISTOGRAM]
+    assert histograms and all(family.metrics[0].observed == [] for family in histograms)
+    assert executor.requests == {}
