@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
@@ -37,9 +38,10 @@ def load_model(args: dict[str, str]) -> ModelServer:
     role = _role(args["model_name"], model_config)
     config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
-    if role != OWNER and executor.hello is not None:
-        # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
-        config = apply_parameters(role, model_config, executor.hello.config).config
+    # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
+    configure = lru_cache(maxsize=2)(lambda told: apply_parameters(role, model_config, told).config)
+    if executor.hello is not None:
+        config = configure(executor.hello.config)
     front, parameters = FRONTS[role], set_parameters(model_config)
     tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
     try:
@@ -58,6 +60,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         error_prefix=front.error_prefix,
         stop_error=front.stop_error,
         parameters=parameters,
+        configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
         **text,
     )

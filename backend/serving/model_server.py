@@ -122,6 +122,7 @@ class ModelServer:
         error_prefix: str = "",
         stop_error: str = "",
         parameters: Mapping[str, str] = NO_PARAMETERS,
+        configure: Callable[[EngineConfig], EngineConfig] | None = None,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
@@ -131,7 +132,9 @@ class ModelServer:
         then `parse`, which is slow, on a text thread. `prepare` is called now and four times a second until it returns that all
         is there that parsing needs, which it may load. The `owner` publishes the engine's metrics. `error_prefix`
         stands in front of each error's text, `stop_error` answers a stop request (front.py). `parameters` are those of the
-        model's config.pbtxt. `report_health` gets the state of this model now, and then four times a second.
+        model's config.pbtxt. `configure` makes of the configuration that the engine tells, maybe later, the one that
+        requests are read by; without it that is `config`. `report_health` gets the state of this model now, and then four
+        times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -143,6 +146,7 @@ class ModelServer:
         self._check_text = check_text
         self._stop_error = stop_error
         self._parameters = parameters
+        self._configure = configure
         self._prepare = prepare
         self._report_health = report_health
         self._is_prepared = prepare()
@@ -247,7 +251,8 @@ class ModelServer:
         hello = self._executor.hello
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters)
+        config = self._configure(hello.config) if self._configure else self._config
+        return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,33 @@ def test_a_batch_is_padded_on_the_right_and_its_texts_come_back_in_one_dimension
     assert told.as_numpy("OUTPUT").tolist() == [long.encode(), short.encode()]
 
 
+@pytest.mark.feature("W-06")
+def test_triton_counts_what_each_of_the_three_models_served(server: TritonServer, client: Any) -> None:
+    models = ("preprocessing", "tensorrt_llm", "postprocessing")
+    before = [successes(server, model) for model in models]
+    for _ in range(3):
+        ready = infer(client, "preprocessing", **query(max_tokens=1))
+        generated = infer(
+            client,
+            "tensorrt_llm",
+            input_ids=ready.as_numpy("INPUT_ID"),
+            input_lengths=ready.as_numpy("REQUEST_INPUT_LEN"),
+            request_output_len=ready.as_numpy("REQUEST_OUTPUT_LEN"),
+        )
+        ids, lengths = generated.as_numpy("output_ids"), generated.as_numpy("sequence_length")
+        infer(client, "postprocessing", TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths)
+    served = lambda: [successes(server, model) - old for model, old in zip(models, before)]  # noqa: E731
+    assert eventually(lambda: served() == [3, 3, 3], 10), served()
+
+
+def successes(server: TritonServer, model: str) -> int:
+    """Triton's own count of the requests of a model that it has answered without an error."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    counts = re.findall(rf'^nv_inference_request_success{{.*model="{model}".*}} (\d+)$', text, re.MULTILINE)
+    return sum(map(int, counts))
+
+
 @pytest.mark.feature("W-01")
 @pytest.mark.parametrize(
     "left_out", ["DECODER_QUERY", "BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS", "END_ID", "PAD_ID"]
@@ -336,7 +365,8 @@ def test_the_llmapi_form_answers_a_stop_request_with_cancelled(client: Any, serv
     arrays = {
         "text_input": texts(PROMPT),
         "streaming": np.array([True]),
-        "sampling_param_max_tokens": np.array([400], np.int32),
+        "sampling_param_max_tokens": np.array([1500], np.int32),
+        "sampling_param_frequency_penalty": np.array([-2.0], np.float32),  # what was said is said again: it never ends
         "return_finish_reason": np.array([True]),
     }
     inputs = [to_input(*item) for item in arrays.items()]

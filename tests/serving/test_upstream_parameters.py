@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.serving import assembly
+from backend.serving import assembly, environment
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters
+from tests.e2e.wire import eventually
 from tests.serving.fake_triton import InferenceRequest
 from tests.serving.helpers import ints, strings, tokenizer_with_bos
 from tests.serving.scripted import ScriptedExecutor
@@ -235,6 +236,26 @@ def test_another_model_takes_the_configuration_that_the_engine_tells(
     request = InferenceRequest({"text_input": strings("a", "b"), "max_tokens": ints(1, 1)})
     server.execute([request])
     assert "2 rows, the limit is 1" in request.sender.error()
+    server.finalize()
+
+
+def test_a_model_that_was_loaded_before_the_engine_takes_it_as_soon_as_it_hears_of_it(
+    launched: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+    hello, executor.hello = executor.hello, None
+    monkeypatch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
+    monkeypatch.setattr(environment, "OWNER_START_S", 0.01)
+    server = load("ensemble")
+    told = load_config(overrides=["triton.exclude_input_in_output=true"])
+    executor.hello = msgspec.structs.replace(hello, config=told)
+    assert eventually(server.is_ready, 10)
+    request = InferenceRequest({"text_input": strings("the prompt"), "max_tokens": ints(1)})
+    server.execute([request])
+    assert executor.submitted.acquire(timeout=10)
+    executor.end(1, 5)
+    (text,) = request.sender.column("text_output")
+    assert not text.startswith(b"the prompt")
     server.finalize()
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backend.api import InvalidRequest
 from backend.serving.fronts.front import TextFront, TextTools
-from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES
 from backend.serving.fronts.trtllm_text import read_bias
 from backend.serving.outputs import Answer, Arrays, text_array
 from backend.serving.reading import Batch
@@ -116,8 +116,8 @@ def parse_preprocessing(batch: Batch, context: ServingContext, parameters: Param
         ("REQUEST_INPUT_LEN", _column([len(ids) for ids in prompts])),
         ("DECODER_INPUT_ID", _padded(decoder, pad_ids)),
         ("REQUEST_DECODER_INPUT_LEN", _column([len(ids) for ids in decoder])),
-        ("BAD_WORDS_IDS", _word_ids(batch, "BAD_WORDS_DICT", context, tokenizer)),
-        ("STOP_WORDS_IDS", _word_ids(batch, "STOP_WORDS_DICT", context, tokenizer)),
+        ("BAD_WORDS_IDS", _word_ids(batch, "BAD_WORDS_DICT", tokenizer)),
+        ("STOP_WORDS_IDS", _word_ids(batch, "STOP_WORDS_DICT", tokenizer)),
         ("EMBEDDING_BIAS", _dense_bias(batch, context, tokenizer)),
         ("REQUEST_OUTPUT_LEN", _column(output_lens)),
         ("OUT_END_ID", _column(end_ids)),
@@ -154,13 +154,11 @@ def _column(values: list[int]) -> NDArray[np.int32]:
     return np.array(values, np.int32).reshape(-1, 1)
 
 
-def _word_ids(batch: Batch, name: str, context: ServingContext, tokenizer: Tokenizer) -> NDArray[np.int32]:
+def _word_ids(batch: Batch, name: str, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """INT32 [rows, 2, L]; L = 0 without the input. Each word is encoded as it is written, as TensorRT-LLM does."""
     if not batch.has(name):
         return np.empty((batch.num_rows, 2, 0), np.int32)
     rows = [[word for word in batch.texts(name, row) if word] for row in range(batch.num_rows)]
-    for words in rows:
-        check_stops(name, words, context.config.limits)
     return encode_word_lists([[tokenizer.encode(word, add_special_tokens=False) for word in words] for words in rows])
 
 
