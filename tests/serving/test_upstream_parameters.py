@@ -260,11 +260,16 @@ def test_a_model_that_was_loaded_before_the_engine_takes_it_as_soon_as_it_hears_
 
 
 @pytest.mark.feature("W-03")
-def test_preprocessing_honours_its_own_parameters(launched: list[EngineConfig], tmp_path: Path) -> None:
+def test_preprocessing_honours_its_own_parameters(
+    launched: list[EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="add_special_tokens 'maybe' in config.pbtxt"):
         load("preprocessing", add_special_tokens="maybe")
-    with pytest.raises(ConfigError, match="tokenizer"):
+    executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="tokenizer"):
+        patch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
         load("preprocessing", tokenizer_dir=str(tmp_path))
+    assert executor.was_shut_down, "nothing of a model that does not load is left running"
 
     def ids(**parameters: str) -> list[int]:
         server = load("preprocessing", **parameters)
