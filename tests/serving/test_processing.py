@@ -102,6 +102,16 @@ def test_special_tokens_are_added_unless_the_config_says_no(tmp_path: Path, tool
     assert outputs["REQUEST_DECODER_INPUT_LEN"].tolist() == [[len(plain)]]
 
 
+def test_words_get_no_special_tokens_and_a_pad_id_that_is_no_token_pads_with_0(
+    tmp_path: Path, tools: TextTools
+) -> None:
+    with_bos = TextTools.from_directory(tokenizer_with_bos(tmp_path / "tokenizer", bos_id=2))
+    outputs = ask(with_bos, "a b c", "", STOP_WORDS_DICT=strings("x", "x"), PAD_ID=ints(-1, -1))
+    (word,) = tools.tokenizer.encode("x")
+    assert outputs["STOP_WORDS_IDS"].tolist() == [[[word], [1]]] * 2
+    assert set(outputs["INPUT_ID"][1, 1:].tolist()) == {0} and outputs["OUT_PAD_ID"].tolist() == [[-1], [-1]]
+
+
 def test_word_lists_hold_ids_and_inclusive_ends(tools: TextTools) -> None:
     encode = tools.tokenizer.encode
     first, second = encode("return"), encode("; x")
