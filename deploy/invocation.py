@@ -20,6 +20,8 @@ from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 from deploy.repository import BACKENDS, own_backends
 
+# All models load together: those that wait for the engine must not keep its owner from loading.
+MODEL_LOAD_THREADS = 16
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt
@@ -109,6 +111,7 @@ def command_line(
     return command + [
         f"--model-repository={repository}",
         *(["--disable-auto-complete-config"] if complete else []),
+        f"--model-load-thread-count={MODEL_LOAD_THREADS}",
         f"--exit-timeout-secs={exit_timeout_s}",
         f"--http-address={host}",
         f"--grpc-address={host}",

@@ -12,18 +12,21 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
 from backend.executor import Executor
 from backend.serving import pb
+from backend.serving.engine_client import EngineClient
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
-from backend.serving.model_server import EngineClient, ModelServer
+from backend.serving.model_server import ModelServer
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
+from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters
 
 log = logging.getLogger("everbatch.serving")
 
@@ -35,12 +38,20 @@ def load_model(args: dict[str, str]) -> ModelServer:
     _prepare_process(args)
     model_config = json.loads(args["model_config"])
     role = role_of(args["model_name"], model_config)
-    config, run_directory = engine_config(), RunDirectory.of_this_server()
+    config, run_directory = _with_parameters(role, model_config, engine_config()), RunDirectory.of_this_server()
     owner = role == OWNER and run_directory.claim(args["model_name"])  # another model of that role is a client too
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
-    front = FRONTS[role]
-    tools = ToolsLoader(executor)
-    arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    # The owner's config.pbtxt may have changed the configuration, and the engine tells what holds.
+    configure = lru_cache(maxsize=2)(lambda told: apply_parameters(role, model_config, told).config)
+    if executor.hello is not None:
+        config = configure(executor.hello.config)
+    front, parameters = FRONTS[role], set_parameters(model_config)
+    tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
+    try:
+        arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    except ConfigError:
+        executor.shutdown()
+        raise
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -51,9 +62,19 @@ def load_model(args: dict[str, str]) -> ModelServer:
         drain_grace_s=drain_grace_s(),
         dialect=front.dialect,
         reports_vllm=is_true(model_config, "REPORT_CUSTOM_METRICS"),
+        parameters=parameters,
+        configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
         **arguments,
     )
+
+
+def _with_parameters(role: str, model_config: dict[str, Any], config: EngineConfig) -> EngineConfig:
+    """The configuration with what the model's config.pbtxt sets, which is logged. Raises ConfigError."""
+    settings = apply_parameters(role, model_config, config)
+    for sentence in settings.sentences:
+        log.info("%s", sentence)
+    return settings.config
 
 
 def _launch(model_name: str, config: EngineConfig, run_directory: RunDirectory) -> Executor:
@@ -74,19 +95,23 @@ def _attach(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
 
 
 class ToolsLoader:
-    """The tokenizer and chat template of the text models: their directory is known once the engine was reached."""
+    """The tokenizer and chat template of the text models, from `directory`; without one from that of the model, which is
+    known once the engine was reached.
+    """
 
-    def __init__(self, executor: EngineClient) -> None:
+    def __init__(self, executor: EngineClient, directory: str = "") -> None:
         self._executor = executor
+        self._directory = directory
         self._tools: TextTools | None = None
         self._lock = threading.Lock()
 
     def prepare(self) -> bool:
         """Load them once they can be; returns whether they are there. Raises ConfigError when the model directory has none."""
         hello = self._executor.hello
+        directory = self._directory or (hello.model_path if hello else "")
         with self._lock:
-            if self._tools is None and hello is not None:
-                self._tools = TextTools.from_directory(hello.model_path)
+            if self._tools is None and directory:
+                self._tools = TextTools.from_directory(directory)
             return self._tools is not None
 
     def loaded(self) -> TextTools:
@@ -97,7 +122,11 @@ class ToolsLoader:
 
 
 def text_arguments(front: TextFront, tools: ToolsLoader) -> dict[str, Any]:
-    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread."""
+    """What a ModelServer of text has besides: its requests are checked on the main thread and parsed on a text thread.
+
+    Raises ConfigError when the tokenizer cannot be read.
+    """
+    tools.prepare()
 
     def check(batch: Batch, context: ServingContext) -> None:
         tools.loaded()

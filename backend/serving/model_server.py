@@ -16,12 +16,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from backend.api import (
     EngineConfig,
-    EngineStats,
     EngineUnavailable,
     ErrorCode,
     EverbatchError,
@@ -30,12 +29,11 @@ from backend.api import (
     RequestId,
     Response,
     Result,
-    SessionId,
 )
-from backend.core.messages import Hello
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.dialect import PLAIN, Dialect
+from backend.serving.engine_client import EngineClient
 from backend.serving.environment import Health
 from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
@@ -43,6 +41,7 @@ from backend.serving.load import EngineLoad
 from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
 from backend.serving.reading import Batch, NamedTensor
 from backend.serving.requests import (
+    NO_PARAMETERS,
     Parameters,
     RequestHeader,
     ServingContext,
@@ -65,7 +64,6 @@ NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
 _END = Result([[]], is_final=True, is_sequence_final=True)
 ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs no engine
 
-OnResponse = Callable[[Response], None]
 Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
 T = TypeVar("T")
@@ -77,32 +75,6 @@ class TritonRequest(RequestHeader, Protocol):
     def inputs(self) -> Iterable[NamedTensor]: ...
 
     def get_response_sender(self) -> ResponseSender: ...
-
-
-class EngineClient(Protocol):
-    """The part of backend.executor.Executor that is used here."""
-
-    @property
-    def hello(self) -> Hello | None: ...
-
-    def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
-
-    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None: ...
-
-    def stop_session(
-        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
-    ) -> RequestId: ...
-
-    def latest_stats(self) -> EngineStats | None: ...
-
-    def is_ready(self) -> bool: ...
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the engine will not be started again. Only the model that owns the engine knows."""
-        ...
-
-    def shutdown(self) -> None: ...
 
 
 class ModelServer:
@@ -120,16 +92,19 @@ class ModelServer:
         check_text: Check | None = None,
         dialect: Dialect = PLAIN,
         reports_vllm: bool = False,
+        parameters: Mapping[str, str] = NO_PARAMETERS,
+        configure: Callable[[EngineConfig], EngineConfig] | None = None,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
 
         `parse` turns a batch into work. With `check_text` the request holds text: `check_text` runs on the main thread, and
-        then `parse`, which is slow, on a text thread. `prepare` is called now and with every housekeeping tick; it may load
-        what parsing needs, and returns whether that is there. The `owner` publishes the engine's metrics; with
-        `reports_vllm` a model publishes vLLM's too. `report_health` gets the state of this model now, and then four times a
-        second.
+        then `parse`, which is slow, on a text thread. `prepare` is called now and four times a second until it returns that all
+        is there that parsing needs, which it may load. The `owner` publishes the engine's metrics; with
+        `reports_vllm` a model publishes vLLM's too. `parameters` are those of the model's config.pbtxt. `configure` makes of
+        the configuration that the engine tells, maybe later, the one that requests are read by; without it that is `config`.
+        `report_health` gets the state of this model now, and then four times a second.
         """
         self._tensors = tensors
         self._parse = parse
@@ -139,6 +114,9 @@ class ModelServer:
         self._owner = owner
         self._drain_grace_s = drain_grace_s
         self._check_text = check_text
+        self._dialect = dialect
+        self._parameters = parameters
+        self._configure = configure
         self._prepare = prepare
         self._report_health = report_health
         self._is_prepared = prepare()
@@ -250,7 +228,8 @@ class ModelServer:
         hello = self._executor.hello
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
-        return ServingContext(self._config, hello.model, self._decoupled, hello.max_kv_tokens)
+        config = self._configure(hello.config) if self._configure else self._config
+        return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()
@@ -315,7 +294,7 @@ class ModelServer:
     def _answer_stop(self, stream: Stream) -> None:
         """Cancel the newest live request with the id and the namespace of this `stop: true`.
 
-        The answer is empty, even when there is no such request. Raises InvalidRequest when the id is empty.
+        The answer is the same when there is no such request. Raises InvalidRequest when the id is empty.
         """
         if not stream.client_request_id:
             raise InvalidRequest(NO_REQUEST_ID)
@@ -325,7 +304,7 @@ class ModelServer:
             if is_request and same_id and candidate.namespace == stream.namespace:
                 self._cancel(candidate)
                 break
-        self._pump.finish_empty(stream)
+        self._pump.finish_empty(stream, self._dialect.stop_error)
 
     # ---- any thread --------------------------------------------------------------------------------------------------
 
@@ -367,13 +346,13 @@ class ModelServer:
         self._report_health(self._health())
         self._text.expire()
         self._books.publish_rows()
+        self._is_prepared = self._is_prepared or self._prepare()  # Last, because it may raise.
 
     def _tick(self) -> None:
         if self._drain_ends is not None and time.monotonic() >= self._drain_ends:
             # This comes before the metrics, whose update may fail, because the streams must be ended in any case.
             for stream in self._pump.live_streams():
                 self._pump.fail(stream, ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
-        self._is_prepared = self._prepare()
         if self._owner:
             self._books.publish_engine(self._executor.latest_stats(), self.is_ready())
 

@@ -187,10 +187,12 @@ class ResponsePump:
             stream.rows.extend(rows)
             return True
 
-    def finish_empty(self, stream: Stream) -> None:
-        """Answer with one response that holds no tensor."""
+    def finish_empty(self, stream: Stream, cancelled: str = "") -> None:
+        """Answer with one response that holds no tensor; or with an error CANCELLED of this text."""
         with stream.lock:
             stream.answers_nothing = True
+            if cancelled:
+                stream.failure = stream.failure or Failure(ErrorCode.CANCELLED, cancelled)
             self._queue(stream)
 
     def live_streams(self) -> list[Stream]:

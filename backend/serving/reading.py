@@ -81,6 +81,10 @@ class Batch:
         array = self._arrays.get(name)
         return array is not None and array.size > 0
 
+    def array(self, name: str) -> NDArray[Any] | None:
+        """The whole input with its batch dimension, None when it is absent. Until `keep` its memory is Triton's."""
+        return self._arrays.get(name)
+
     def vector(self, name: str, row: int) -> NDArray[Any] | None:
         """A copy of the row's elements in one dimension; None when the input is absent. Floats are checked to be finite."""
         array = self._arrays.get(name)

@@ -8,6 +8,8 @@ built.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionId, Unsupported
@@ -24,6 +26,7 @@ ONE_ROW_ONLY = "Batch size > 1 requires the tensorrt_llm backend to be using dec
 
 # Parameters that Triton, its clients and proxies use, besides all that begin with triton_, sequence_ or nv_.
 TRITONS_OWN = {"binary_data_output", "binary_data_size", "headers", "priority"}
+NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 OURS = {"timeout", "cache_salt", "namespace", "request_type"}
 
 
@@ -57,6 +60,7 @@ class ServingContext(NamedTuple):
     model: ModelInfo
     decoupled: bool = True
     max_kv_tokens: int = 0  # of one sequence: what the KV pool holds; 0 = not known
+    parameters: Mapping[str, str] = NO_PARAMETERS  # those that are set in the model's config.pbtxt
 
 
 class StopSession(NamedTuple):

@@ -44,7 +44,7 @@ class Input(NamedTuple):
     dims: tuple[int, ...]
     target: str
     optional: bool = True
-    feature: str = ""  # of a refused input: what it asks for
+    feature: str = ""  # of a refused input: what it asks for; of an ignored one: why it has no meaning
     neutral: Neutral = ()  # of a refused input: values that ask for nothing
 
 
@@ -81,6 +81,6 @@ def refused(feature: str, *rows: tuple[str, str, tuple[int, ...]], neutral: Neut
     return tuple(Input(name, dtype, dims, "refused", feature=feature, neutral=neutral) for name, dtype, dims in rows)
 
 
-def ignored(*rows: tuple[str, str, tuple[int, ...]]) -> tuple[Input, ...]:
+def ignored(*rows: tuple[str, str, tuple[int, ...]], why: str = "") -> tuple[Input, ...]:
     """Inputs that are accepted and have no meaning here."""
-    return tuple(Input(name, dtype, dims, "ignored") for name, dtype, dims in rows)
+    return tuple(Input(name, dtype, dims, "ignored", feature=why) for name, dtype, dims in rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.serving.fronts.roles import PROFILES
 from deploy import ROOT, invocation, libpython, repository, secret_flags
 from deploy.errors import UserError
 from deploy.invocation import Installation
@@ -52,6 +53,11 @@ def test_dangerous_apis_ask_for_the_secret_on_both_protocols_and_the_command_lin
 
 def test_readiness_can_be_switched_by_loading_models() -> None:
     assert {"--model-control-mode=explicit", "--load-model=*"} <= set(flags())
+
+
+def test_models_that_wait_for_the_engine_do_not_keep_its_owner_from_loading() -> None:
+    (threads,) = [flag for flag in flags() if flag.startswith("--model-load-thread-count=")]
+    assert int(threads.partition("=")[2]) >= max(len(models) for models in PROFILES.values())
 
 
 def test_the_model_file_is_imported_once_and_the_shared_memory_is_ours() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend.serving.fronts.roles import PROFILES
 from backend.text.tokenizer import Tokenizer
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
@@ -281,10 +282,10 @@ def health(server: TritonServer) -> dict[str, dict[str, Any]]:
 
 def test_each_model_says_twice_a_second_how_it_is(fire_server: TritonServer) -> None:
     first = health(fire_server)
-    assert set(first) == {"tensorrt_llm", "ensemble", "tensorrt_llm_bls"}
+    assert set(first) == set(PROFILES["trtllm"])
     assert {sign["state"] for sign in first.values()} == {"ready"}
     stubs = {sign["pid"] for sign in first.values()}
-    assert len(stubs) == 3 and stubs <= set(fire_server.processes())
+    assert len(stubs) == len(first) and stubs <= set(fire_server.processes())
     assert eventually(
         lambda: all(sign["at_ns"] > first[name]["at_ns"] for name, sign in health(fire_server).items()), 10
     )

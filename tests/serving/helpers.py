@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 from tests.serving.fake_triton import InferenceRequest
+
+MODEL_DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "default"
 
 
 def ints(*values: int) -> np.ndarray:
@@ -55,3 +60,19 @@ def streamed(
     prompts: list[list[int]], max_tokens: int = 4, request_id: str = "", **extra: np.ndarray
 ) -> InferenceRequest:
     return token_request(prompts, max_tokens, request_id, streaming=bools(*[True] * len(prompts)), **extra)
+
+
+def tokenizer_with_bos(directory: Path, bos_id: int) -> str:
+    """Write the default model's tokenizer to a new directory, with the token `bos_id` in front of each text."""
+    directory.mkdir()
+    tokenizer = json.loads((MODEL_DIRECTORY / "tokenizer.json").read_text())
+    token = next(entry["content"] for entry in tokenizer["added_tokens"] if entry["id"] == bos_id)
+    first, rest = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, rest],
+        "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [bos_id], "tokens": [token]}},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return str(directory)

@@ -42,7 +42,7 @@ def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server: Call
     server = make_server(ENSEMBLE, parse=None, check_text=check_text_requests, prepare=loaded.is_set)
     assert not server.is_ready()
     loaded.set()
-    server._tick()
+    server._pulse()
     assert server.is_ready()
 
 

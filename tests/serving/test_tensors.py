@@ -7,7 +7,7 @@ import pytest
 
 from backend.api import OutputConfig, SamplingConfig, SessionConfig
 from backend.serving.fronts.roles import MODELS, PROFILES
-from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, TOKEN_MODEL
+from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32, TOKEN_MODEL
 from backend.serving.model_config import ADAPTER, DEFAULT_PROFILE, render, write_repositories
 from backend.serving.tensors import NUMPY_TYPES
 
@@ -25,7 +25,8 @@ lora_weights lora_config guided_decoding_guide_type guided_decoding_guide retent
 retention_token_range_ends retention_token_range_priorities retention_token_range_durations_ms
 retention_decode_priority retention_decode_duration_ms lookahead_window_size lookahead_ngram_size
 lookahead_verification_set_size min_length random_seed return_kv_cache_reuse_stats decoder_input_ids
-decoder_input_lengths
+decoder_input_lengths encoder_input_features encoder_output_lengths cross_attention_mask skip_cross_attn_blocks
+mrope_rotary_cos_sin mrope_position_deltas context_phase_params
 """
 A2_OUTPUTS = """
 output_ids sequence_length cum_log_probs output_log_probs context_logits generation_logits batch_index sequence_index
@@ -33,6 +34,46 @@ num_input_tokens num_output_tokens kv_cache_alloc_new_blocks kv_cache_reused_blo
 arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns acceptance_rate
 total_accepted_draft_tokens total_draft_tokens
 """
+
+# Inputs of upstream's tensorrt_llm whose type or shape is not one number: type and dims without the batch dimension.
+UPSTREAM_TYPES = """
+input_ids INT32 -1; stop_words_list INT32 2,-1; bad_words_list INT32 2,-1; embedding_bias FP32 -1; seed UINT64 1;
+random_seed UINT64 1; prompt_embedding_table FP16 -1,-1; prompt_table_extra_ids UINT64 -1; lora_task_id UINT64 1;
+lora_weights FP16 -1,-1; lora_config INT32 -1,3; draft_input_ids INT32 -1; draft_logits FP32 -1,-1;
+decoder_input_ids INT32 -1; encoder_input_features FP16 -1,-1; cross_attention_mask BOOL -1,-1;
+mrope_rotary_cos_sin FP32 -1; mrope_position_deltas INT64 1; context_phase_params UINT8 -1;
+retention_token_range_starts INT32 -1; retention_token_range_ends INT32 -1; retention_token_range_priorities INT32 -1;
+retention_token_range_durations_ms INT32 -1; guided_decoding_guide_type STRING 1; guided_decoding_guide STRING 1
+"""
+OURS_ALONE = {"CORRID", "START", "END", "STOP", "step", "session_len", "session_full_history", "top_log_probs"}
+BOOLS = ("stop", "streaming", "early_stopping", "exclude_input_in_output", "skip_cross_attn_blocks")
+FLOATS = (
+    "temperature", "len_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty", "runtime_top_p",
+    "runtime_top_p_min", "runtime_top_p_decay", "beam_search_diversity_rate", "draft_acceptance_threshold",
+)  # fmt: skip
+
+
+def upstream_type(name: str) -> str:
+    """The type of an input of one number."""
+    if name in BOOLS or name.startswith("return_"):
+        return "BOOL"
+    return "FP32" if name in FLOATS else "INT32"
+
+
+@pytest.mark.feature("W-01")
+def test_the_token_models_inputs_have_upstreams_types_and_shapes() -> None:
+    upstream = dict(entry.strip().split(maxsplit=1) for entry in UPSTREAM_TYPES.split(";"))
+    declared = {spec.name: f"{spec.dtype} {','.join(map(str, spec.dims))}" for spec in TOKEN_MODEL.inputs}
+    assert set(A2_INPUTS.split()) | OURS_ALONE == set(declared)
+    for name in A2_INPUTS.split():
+        assert declared[name] == upstream.get(name, f"{upstream_type(name)} 1"), name
+
+
+@pytest.mark.feature("W-01")
+def test_older_clients_of_the_ensemble_send_unsigned_integers() -> None:
+    changed = {spec.name for spec in ENSEMBLE_UINT32.inputs if spec != ENSEMBLE.by_name()[spec.name]}
+    assert changed == {"max_tokens", "end_id", "pad_id", "beam_width", "top_k", "min_length", "prompt_vocab_size"}
+    assert all(ENSEMBLE_UINT32.by_name()[name].dtype == "UINT32" for name in changed)
 
 
 def role_of(path: Path) -> str:
@@ -103,7 +144,12 @@ def test_names_are_unique_types_known_and_targets_exist(model: str) -> None:
             assert field in fields[owner].__struct_fields__
         else:
             assert owner in ("request", "ignored", "refused")
-        assert (owner == "refused") == bool(spec.feature)
+        assert spec.feature if owner == "refused" else owner == "ignored" or not spec.feature
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "llmapi"])
+def test_what_is_ignored_says_why(model: str) -> None:
+    assert all(spec.feature for spec in MODELS[model].inputs if spec.target == "ignored")
 
 
 def test_only_what_upstream_requires_is_required() -> None:
@@ -118,6 +164,10 @@ def test_only_what_upstream_requires_is_required() -> None:
         "turbomind_preprocessing": {"QUERY"},
         "turbomind_postprocessing": {"TOKENS_BATCH", "sequence_length"},
         "lmdeploy": {"prompt", "max_tokens", "ignore_eos", "stream"},
+        "ensemble_uint32": {"text_input", "max_tokens"},
+        "preprocessing": {"QUERY", "REQUEST_OUTPUT_LEN"},
+        "postprocessing": {"TOKENS_BATCH", "SEQUENCE_LENGTH"},
+        "llmapi": {"text_input"},
     }
 
 

@@ -13,7 +13,7 @@ from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES
-from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE
+from backend.serving.fronts.trtllm_tensors import BLS, ENSEMBLE, ENSEMBLE_UINT32
 from backend.serving.fronts.trtllm_text import parse_text_requests
 from backend.serving.outputs import Arrays
 from backend.serving.reading import Batch
@@ -256,3 +256,37 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
     last = dict(output.render(final=True))
     assert first["output_log_probs"].tolist() == [[[-1.0, -2.0]]] and first["cum_log_probs"].tolist() == [[-3.0]]
     assert last["output_log_probs"].tolist() == [[[-4.0]]] and last["cum_log_probs"].tolist() == [[-7.0]]
+
+
+@pytest.mark.feature("W-01")
+@pytest.mark.parametrize(
+    ("name", "neutral", "asking", "feature"),
+    [
+        ("length_penalty", floats(1.0), floats(0.5), "beam search"),
+        ("length_penalty", floats(0.0), floats(-1.0), "beam search"),
+        ("early_stopping", bools(False), bools(True), "beam search"),
+        ("beam_search_diversity_rate", floats(0.0), floats(0.5), "beam search"),
+        ("prompt_vocab_size", ints(0), ints(8), "prompt tuning"),
+        ("decoder_text_input", strings(""), strings("x"), "encoder input"),
+    ],
+)
+def test_what_was_once_ignored_is_accepted_at_neutral_values_alone(
+    works: Callable[..., list[Work]], name: str, neutral: np.ndarray, asking: np.ndarray, feature: str
+) -> None:
+    assert works(text_input=strings("a"), **{name: neutral})[0].request == works(text_input=strings("a"))[0].request
+    with pytest.raises(Unsupported, match=f"{name} asks for {feature}, which this version does not have; leave it out"):
+        works(text_input=strings("a"), **{name: asking})
+
+
+@pytest.mark.feature("W-01")
+def test_unsigned_integers_fill_the_same_fields(works: Callable[..., list[Work]]) -> None:
+    unsigned = {"top_k": 5, "min_length": 2, "max_tokens": 7, "beam_width": 1, "pad_id": 0, "prompt_vocab_size": 0}
+    arrays = {name: np.array([[value]], np.uint32) for name, value in unsigned.items()}
+    end_ids = []
+    for end_id in (4, 2**32 - 1):
+        request = works(ENSEMBLE_UINT32, text_input=strings("a"), end_id=np.array([[end_id]], np.uint32), **arrays)[
+            0
+        ].request
+        end_ids.append(request.end_ids)
+    assert end_ids == [(4,), ()], "-1, as an unsigned integer holds it, is no end id"
+    assert (request.max_tokens, request.sampling_config.top_k, request.sampling_config.min_tokens) == (7, 5, 2)

@@ -145,6 +145,11 @@ NEUTRAL = {
     "beam_width": [1],
     "return_context_logits": [False],
     "return_generation_logits": [False],
+    "len_penalty": [1.0, 0.0],
+    "early_stopping": [False],
+    "beam_search_diversity_rate": [0.0],
+    "prompt_vocab_size": [0],
+    "draft_acceptance_threshold": [0.0],
     "lora_task_id": [0],
     "guided_decoding_guide_type": [b""],
     "guided_decoding_guide": [b""],
@@ -188,7 +193,7 @@ def test_only_the_known_neutral_values_ask_for_nothing() -> None:
 
 def test_what_has_no_meaning_here_is_accepted_and_changes_nothing() -> None:
     ignored = [spec for spec in TOKEN_MODEL.inputs if spec.target == "ignored"]
-    assert {"decoder_input_ids", "pad_id", "len_penalty"} <= {spec.name for spec in ignored}
+    assert {"decoder_input_ids", "decoder_input_lengths", "pad_id"} <= {spec.name for spec in ignored}
     for spec in ignored:
         assert parse(**{spec.name: filled(spec, 1)})[0] == parse()[0]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from backend.api import InvalidRequest
 from backend.api.config import LimitsConfig
-from backend.serving.word_lists import decode_word_list
+from backend.serving.word_lists import decode_word_list, encode_word_lists
 
 LIMITS = LimitsConfig(max_words=3, max_word_tokens=4)
 
@@ -56,3 +56,14 @@ def test_ten_thousand_words_are_refused_before_a_list_is_built() -> None:
     encoded = matrix([1] * 10_000, list(range(1, 10_001)))
     with pytest.raises(InvalidRequest, match="10000 words, the limit is 3; send fewer"):
         decode_word_list("stop_words_list", encoded, LIMITS)
+
+
+@pytest.mark.parametrize("rows", [[[[5], [8, 2]]], [[[1, 2, 3]], [], [[4], [5], [6]]], [[]]])
+def test_what_is_encoded_is_decoded_again(rows: list[list[list[int]]]) -> None:
+    encoded = encode_word_lists(rows)
+    assert encoded.dtype == np.int32 and encoded.shape[:2] == (len(rows), 2)
+    assert [decode_word_list("words", row, LimitsConfig()) for row in encoded] == rows
+
+
+def test_a_row_without_words_is_what_upstream_makes_of_it() -> None:
+    assert encode_word_lists([[], [[]]]).tolist() == [[[0], [-1]], [[0], [-1]]]

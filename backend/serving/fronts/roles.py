@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from backend.serving.fronts.everbatch import EVERBATCH
 from backend.serving.fronts.front import Front, TextFront
+from backend.serving.fronts.llmapi import LLMAPI
 from backend.serving.fronts.lmdeploy import LMDEPLOY
-from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE
+from backend.serving.fronts.processing import POSTPROCESSING, PREPROCESSING
+from backend.serving.fronts.trtllm_text import BLS, ENSEMBLE, ENSEMBLE_UINT32
 from backend.serving.fronts.trtllm_tokens import TENSORRT_LLM
 from backend.serving.fronts.turbomind import TURBOMIND
 from backend.serving.fronts.turbomind_text import TURBOMIND_POSTPROCESSING, TURBOMIND_PREPROCESSING
@@ -14,20 +16,17 @@ from backend.serving.fronts.vllm import VLLM
 FRONTS: dict[str, Front | TextFront] = {
     front.tensors.model: front
     for front in (
-        TENSORRT_LLM,
-        ENSEMBLE,
-        BLS,
-        EVERBATCH,
-        TURBOMIND,
-        TURBOMIND_PREPROCESSING,
-        TURBOMIND_POSTPROCESSING,
-        LMDEPLOY,
-        VLLM,
+        *(TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, ENSEMBLE, BLS, ENSEMBLE_UINT32, LLMAPI),
+        *(TURBOMIND, TURBOMIND_PREPROCESSING, TURBOMIND_POSTPROCESSING, LMDEPLOY),
+        *(VLLM, EVERBATCH),
     )
 }
+_TRTLLM = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls", "everbatch")
 # Profile -> Triton model -> role. A server serves one or several; the model that owns the engine is added where it is missing.
 PROFILES: dict[str, dict[str, str]] = {
-    "trtllm": {name: name for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "everbatch")},
+    "trtllm": {name: name for name in _TRTLLM},
+    "llmapi": {"tensorrt_llm": "llmapi", "everbatch_engine": "tensorrt_llm"},
+    "langchain": {"tensorrt_llm": "tensorrt_llm", "ensemble": "ensemble_uint32"},
     "vllm": {"vllm_model": "vllm"},
     "turbomind": {
         "turbomind": "turbomind",

@@ -40,7 +40,16 @@ _SESSION = (
     Input("session_full_history", "BOOL", ONE, "session.full_history"),
 )
 
-_BEAM_ONLY = ignored(("early_stopping", "BOOL", ONE), ("beam_search_diversity_rate", "FP32", ONE))
+_BEAM_ONLY = (
+    *refused("beam search", ("early_stopping", "BOOL", ONE), neutral=(False,)),
+    *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
+)
+_LENGTH_PENALTY = (
+    1.0,
+    0.0,
+)  # what clients send and what TensorRT-LLM takes by default; both mean none to a single beam
+_NO_DECAY = "nothing decays towards it, because runtime_top_p_decay is refused"
+_PAD_ID = ignored(("pad_id", "INT32", ONE), why="no output of a single beam is padded")
 
 _NOT_BUILT = (
     *refused("more than one output sequence", ("num_return_sequences", "INT32", ONE), neutral=(1,)),
@@ -52,7 +61,7 @@ _NOT_BUILT = (
         neutral=(False,),
     ),
     *refused("prompt tuning", ("prompt_embedding_table", "FP16", (-1, -1))),
-    Input("prompt_vocab_size", "INT32", ONE, "ignored"),
+    *refused("prompt tuning", ("prompt_vocab_size", "INT32", ONE), neutral=(0,)),
     *refused("LoRA", ("lora_task_id", "UINT64", ONE), neutral=(0,)),
     *refused("LoRA", ("lora_weights", "FP16", (-1, -1)), ("lora_config", "INT32", (-1, 3))),
     *refused(
@@ -65,15 +74,15 @@ _NOT_BUILT = (
 
 _ENGINE_ONLY_NOT_BUILT = (
     *refused("top-p decay", ("runtime_top_p_decay", "FP32", ONE), neutral=(1.0,)),
-    *ignored(
-        ("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE)
-    ),  # nothing decays towards them
+    *ignored(("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE), why=_NO_DECAY),
     *refused("prompt tuning", ("prompt_table_extra_ids", "UINT64", ANY)),
     *refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
-    Input("draft_acceptance_threshold", "FP32", ONE, "ignored"),
+    *refused("draft tokens", ("draft_acceptance_threshold", "FP32", ONE), neutral=(0.0,)),
     *ignored(
-        ("decoder_input_ids", "INT32", ANY), ("decoder_input_lengths", "INT32", ONE)
-    ),  # preprocessing always sends them
+        ("decoder_input_ids", "INT32", ANY),
+        ("decoder_input_lengths", "INT32", ONE),
+        why="clients forward what preprocessing always gives, a pad id; this model has no encoder",
+    ),
     *refused(
         "encoder input",
         ("encoder_input_features", "FP16", (-1, -1)),
@@ -143,14 +152,14 @@ TOKEN_MODEL = ModelTensors(
         Input("input_lengths", "INT32", ONE, "request", optional=False),
         Input("request_output_len", "INT32", ONE, "request", optional=False),
         Input("end_id", "INT32", ONE, "request"),
-        Input("pad_id", "INT32", ONE, "ignored"),
+        *_PAD_ID,
         Input("stop_words_list", "INT32", (2, -1), "request"),
         Input("bad_words_list", "INT32", (2, -1), "request"),
         Input("embedding_bias", "FP32", ANY, "request"),
         Input("runtime_top_k", "INT32", ONE, "sampling.top_k"),
         Input("runtime_top_p", "FP32", ONE, "sampling.top_p"),
         *_SAMPLING,
-        Input("len_penalty", "FP32", ONE, "ignored"),
+        *refused("beam search", ("len_penalty", "FP32", ONE), neutral=_LENGTH_PENALTY),
         *_BEAM_ONLY,
         *_RETURNS,
         Input("stop", "BOOL", ONE, "request"),
@@ -171,15 +180,15 @@ _TEXT_INPUTS = (
     Input("text_input", "STRING", ONE, "request", optional=False),  # empty beside messages
     Input("messages", "STRING", ONE, "request"),
     Input("max_tokens", "INT32", ONE, "request", optional=False),
-    Input("decoder_text_input", "STRING", ONE, "ignored"),
+    *refused("encoder input", ("decoder_text_input", "STRING", ONE), neutral=("",)),
     Input("bad_words", "STRING", ANY, "request"),
     Input("stop_words", "STRING", ANY, "request"),
     Input("end_id", "INT32", ONE, "request"),
-    Input("pad_id", "INT32", ONE, "ignored"),
+    *_PAD_ID,
     Input("top_k", "INT32", ONE, "sampling.top_k"),
     Input("top_p", "FP32", ONE, "sampling.top_p"),
     *_SAMPLING,
-    Input("length_penalty", "FP32", ONE, "ignored"),
+    *refused("beam search", ("length_penalty", "FP32", ONE), neutral=_LENGTH_PENALTY),
     *_BEAM_ONLY,
     *_RETURNS,
     Input("embedding_bias_words", "STRING", ANY, "request"),
@@ -198,6 +207,14 @@ _TEXT_OUTPUTS = (
 )
 
 ENSEMBLE = ModelTensors("ensemble", _TEXT_INPUTS, _TEXT_OUTPUTS)
+
+# The types of v0.5 and v0.6, which langchain still sends.
+_ONCE_UINT32 = ("max_tokens", "end_id", "pad_id", "beam_width", "top_k", "min_length", "prompt_vocab_size")
+ENSEMBLE_UINT32 = ModelTensors(
+    "ensemble_uint32",
+    tuple(spec._replace(dtype="UINT32") if spec.name in _ONCE_UINT32 else spec for spec in _TEXT_INPUTS),
+    _TEXT_OUTPUTS,
+)
 
 BLS = ModelTensors(
     "tensorrt_llm_bls",

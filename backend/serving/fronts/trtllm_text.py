@@ -23,11 +23,14 @@ from backend.serving.fronts.trtllm_fields import (
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE_UINT32 as ENSEMBLE_UINT32_TENSORS
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
+
+UINT32_MINUS_1 = (1 << 32) - 1  # what a client of the older types makes of an end_id of -1
 
 
 class _Prompt(NamedTuple):
@@ -77,7 +80,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         input_token_ids=prompt.ids,
         max_tokens=max_tokens,
         streaming=streaming or bool(stops),
-        sampling_config=read_sampling(batch, row, _read_bias(batch, row, tools.tokenizer)),
+        sampling_config=read_sampling(batch, row, read_bias(batch, row, tools.tokenizer)),
         output_config=read_output_config(batch, row),
         end_ids=_read_end_ids(batch, row, context, tools.tokenizer),
         bad_words=words_token_ids(tools.tokenizer, _read_words(batch, "bad_words", row)),
@@ -156,21 +159,25 @@ def _read_end_ids(batch: Batch, row: int, context: ServingContext, tokenizer: To
     """The request's end_id, or no end id if that is -1. Without it, all end ids of the model."""
     end_id = batch.scalar("end_id", row)
     if end_id is not None:
-        return () if end_id == -1 else (end_id,)
+        return () if end_id in (-1, UINT32_MINUS_1) else (end_id,)
     return tuple(dict.fromkeys([*context.model.eos_ids, *tokenizer.eos_ids]))
 
 
-def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]:
+def read_bias(
+    batch: Batch,
+    row: int,
+    tokenizer: Tokenizer,
+    words_name: str = "embedding_bias_words",
+    weights_name: str = "embedding_bias_weights",
+) -> dict[int, float]:
     """The bias of each token id. A word's weight is added to all ids that the word is encoded to, special tokens included,
     as TensorRT-LLM's preprocessing does. Raises InvalidRequest when there are not as many weights as words.
     """
-    words = batch.texts("embedding_bias_words", row)
-    weights = batch.vector("embedding_bias_weights", row)
+    words = batch.texts(words_name, row)
+    weights = batch.vector(weights_name, row)
     num_weights = 0 if weights is None else weights.size
     if len(words) != num_weights:
-        raise InvalidRequest(
-            f"embedding_bias_words has {len(words)} entries and embedding_bias_weights {num_weights}; send as many"
-        )
+        raise InvalidRequest(f"{words_name} has {len(words)} entries and {weights_name} {num_weights}; send as many")
     bias: dict[int, float] = {}
     for word, weight in zip(words, [] if weights is None else weights.tolist()):
         for token_id in tokenizer.encode(word) if word else ():
@@ -179,4 +186,5 @@ def _read_bias(batch: Batch, row: int, tokenizer: Tokenizer) -> dict[int, float]
 
 
 ENSEMBLE = TextFront(ENSEMBLE_TENSORS, check_text_requests, parse_text_requests)
+ENSEMBLE_UINT32 = TextFront(ENSEMBLE_UINT32_TENSORS, check_text_requests, parse_text_requests)
 BLS = TextFront(BLS_TENSORS, check_text_requests, parse_text_requests)

@@ -1,0 +1,185 @@
+"""The model `tensorrt_llm` in the form of TensorRT-LLM's LLM API: text in, text out, without a batch dimension.
+
+`sampling_param_*` are fields of its SamplingParams, whose defaults hold: 32 tokens, and a prompt that is not repeated. Flags
+ask for outputs, which every response then has. A stop request is answered with CANCELLED; the request that it stops ends with
+what it has got so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
+from backend.serving.dialect import Dialect, prefixed
+from backend.serving.fronts.front import TextFront, TextTools
+from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
+from backend.text.stream import TextStream
+from backend.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 32
+CANCELLED = "Request cancelled by client"
+PREFIX = "sampling_param_"
+
+TENSORS = ModelTensors(
+    "llmapi",
+    inputs=(
+        Input("text_input", "STRING", ANY, "request", optional=False),
+        Input("streaming", "BOOL", ONE, "request"),
+        Input(PREFIX + "temperature", "FP32", ONE, "sampling.temperature"),
+        Input(PREFIX + "top_k", "INT32", ONE, "sampling.top_k"),
+        Input(PREFIX + "top_p", "FP32", ONE, "sampling.top_p"),
+        Input(PREFIX + "frequency_penalty", "FP32", ONE, "sampling.frequency_penalty"),
+        Input(PREFIX + "presence_penalty", "FP32", ONE, "sampling.presence_penalty"),
+        Input(PREFIX + "max_tokens", "INT32", ONE, "request"),
+        Input(PREFIX + "stop", "STRING", ANY, "request"),
+        Input(PREFIX + "seed", "UINT64", ONE, "sampling.seed"),
+        Input(PREFIX + "exclude_input_from_output", "BOOL", ONE, "request"),
+        Input(PREFIX + "return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
+        Input("return_finish_reason", "BOOL", ONE, "request"),
+        Input("return_stop_reason", "BOOL", ONE, "request"),
+        Input("return_cumulative_logprob", "BOOL", ONE, "output.return_log_probs"),
+        Input("stop", "BOOL", ONE, "request"),
+        *refused("more than one output sequence", (PREFIX + "best_of", "INT32", ONE), neutral=(1,)),
+        *refused("beam search", (PREFIX + "beam_width", "INT32", ONE), neutral=(1,)),  # best_of's name until v0.18
+        *refused("a logits processor", (PREFIX + "logits_post_processor_name", "STRING", ONE), neutral=("",)),
+        *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
+        *refused("LoRA", ("lora_id", "UINT64", ONE), neutral=(0,)),
+        *refused(
+            "LoRA",
+            ("lora_name", "STRING", ONE),
+            ("lora_path", "STRING", ONE),
+            ("lora_ckpt_source", "STRING", ONE),
+            neutral=("",),
+        ),
+    ),
+    outputs=(
+        Output("text_output", "STRING", ANY, "always"),
+        Output("finish_reason", "STRING", ANY, "return_finish_reason: None while it runs"),
+        Output("stop_reason", "STRING", ANY, "return_stop_reason: the stop string, None without one"),
+        Output("cumulative_logprob", "FP32", ANY, "return_cumulative_logprob"),
+        *(
+            Output(name, dtype, dims, PREFIX + "return_perf_metrics")
+            for name, dtype, dims in (
+                ("kv_cache_reused_block", "INT32", ANY),
+                ("kv_cache_missed_block", "INT32", ANY),
+                ("kv_cache_alloc_new_blocks", "INT32", ANY),
+                ("kv_cache_alloc_total_blocks", "INT32", ANY),
+                ("kv_cache_hit_rate", "FP32", ANY),
+                ("arrival_time_ns", "INT64", ONE),
+                ("first_scheduled_time_ns", "INT64", ONE),
+                ("first_token_time_ns", "INT64", ONE),
+                ("last_token_time_ns", "INT64", ONE),
+                ("acceptance_rate", "FP32", ONE),
+                ("total_accepted_draft_tokens", "INT32", ONE),
+                ("total_draft_tokens", "INT32", ONE),
+            )
+        ),
+    ),
+    max_batch_size=0,
+)
+
+
+def check(batch: Batch, context: ServingContext) -> None:
+    """Raise InvalidRequest or Unsupported for all that can be found without decoding text."""
+    batch.refuse_what_is_not_built()
+    check_mode(batch, "streaming", context.decoupled)
+    limits = context.config.limits
+    most = MAX_TOKEN_BYTES * context.model.max_seq_len
+    batch.check_texts("text_input", 0, 1, most, "64 for each token of model.max_seq_len")
+    batch.check_texts(PREFIX + "stop", 0, limits.max_words, limits.max_word_bytes, "limits.max_word_bytes")
+
+
+def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
+    """The one row of a request. Raises InvalidRequest."""
+    text = required(batch, "text_input", 0)
+    ids = _prompt_ids(text, context, tools.tokenizer)
+    stops = [stop for stop in batch.texts(PREFIX + "stop", 0) if stop]
+    streaming = bool(batch.scalar("streaming", 0))
+    request = Request(
+        input_token_ids=ids,
+        max_tokens=_max_tokens(batch),
+        streaming=streaming or bool(stops),
+        sampling_config=_sampling(batch),
+        output_config=OutputConfig(**batch.fields("output", 0), exclude_input_from_output=True),
+        end_ids=tuple(dict.fromkeys([*context.model.eos_ids, *tools.tokenizer.eos_ids])),
+        timeout_s=parameters.timeout_s,
+        cache_salt=parameters.namespace,
+    )
+    exclude = batch.scalar(PREFIX + "exclude_input_from_output", 0)
+    output = TextOutput(
+        renderer(batch),
+        TextStream(tools.tokenizer, ids, stops),
+        streaming=streaming,
+        prefix=text if exclude is False and not streaming else "",
+        every_token=context.config.triton.one_response_per_token,
+    )
+    return [Work(request, output)]
+
+
+def _prompt_ids(text: str, context: ServingContext, tokenizer: Tokenizer) -> list[int]:
+    if not text:
+        raise InvalidRequest("text_input is empty; give at least one character")
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise InvalidRequest("the prompt holds no token; give more text")
+    if len(ids) > context.model.max_seq_len:
+        raise prompt_too_long(len(ids), context.model.max_seq_len)
+    return ids
+
+
+def _max_tokens(batch: Batch) -> int:
+    given = batch.scalar(PREFIX + "max_tokens", 0)
+    max_tokens = DEFAULT_MAX_TOKENS if given is None else int(given)
+    if max_tokens < 1:
+        raise InvalidRequest(f"{PREFIX}max_tokens is {max_tokens}, at least 1 is needed; leave it out for 32")
+    return max_tokens
+
+
+def _sampling(batch: Batch) -> SamplingConfig:
+    fields = batch.fields("sampling", 0)
+    if fields.get("top_p", 1.0) <= 0.0:  # as in the other models of this wire: unset
+        del fields["top_p"]
+    return SamplingConfig(**fields)
+
+
+def renderer(batch: Batch) -> Render:
+    """The outputs that the request's flags ask for."""
+    finish_reason, stop_reason = (bool(batch.scalar(f"return_{name}", 0)) for name in ("finish_reason", "stop_reason"))
+
+    def render(news: News) -> Arrays:
+        arrays: Arrays = [("text_output", text_array([news.text]))]
+        if finish_reason:
+            arrays.append(("finish_reason", text_array([str(news.finish.openai_name if news.finish else None)])))
+        if stop_reason:
+            arrays.append(("stop_reason", text_array([news.stop if isinstance(news.stop, str) else "None"])))
+        if news.cum_log_prob is not None:
+            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob], np.float32)))
+        return arrays + (_perf_arrays(news.perf) if news.perf is not None else [])
+
+    return render
+
+
+def _perf_arrays(perf: PerfMetrics) -> Arrays:
+    total = perf.num_new_blocks + perf.num_reused_blocks
+    values: tuple[tuple[str, type[np.generic], float], ...] = (
+        ("kv_cache_reused_block", np.int32, perf.num_reused_blocks),
+        ("kv_cache_missed_block", np.int32, perf.num_new_blocks),
+        ("kv_cache_alloc_new_blocks", np.int32, perf.num_new_blocks),
+        ("kv_cache_alloc_total_blocks", np.int32, total),
+        ("kv_cache_hit_rate", np.float32, perf.num_reused_blocks / max(1, total)),
+        ("arrival_time_ns", np.int64, perf.arrival_ns),
+        ("first_scheduled_time_ns", np.int64, perf.first_scheduled_ns),
+        ("first_token_time_ns", np.int64, perf.first_token_ns),
+        ("last_token_time_ns", np.int64, perf.last_token_ns),
+        ("acceptance_rate", np.float32, 0.0),  # no speculation in this version
+        ("total_accepted_draft_tokens", np.int32, 0),
+        ("total_draft_tokens", np.int32, 0),
+    )
+    return [(name, np.array([value], dtype)) for name, dtype, value in values]
+
+
+LLMAPI = TextFront(TENSORS, check, parse, Dialect(prefixed("Error generating request: "), stop_error=CANCELLED))

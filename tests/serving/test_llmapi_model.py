@@ -1,0 +1,217 @@
+"""The model `tensorrt_llm` in the form of the LLM API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.api import EngineConfig, ErrorCode, FinishReason, InvalidRequest, PerfMetrics, Result, Unsupported
+from backend.core.step import ModelInfo
+from backend.serving.fronts.front import TextTools
+from backend.serving.fronts.llmapi import LLMAPI
+from backend.serving.model_server import ModelServer
+from backend.serving.outputs import RowOutput
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work
+from tests.serving.fake_triton import InferenceRequest, Tensor, TritonError
+from tests.serving.helpers import MODEL_DIRECTORY
+from tests.serving.scripted import ScriptedExecutor
+
+TYPES = {spec.name: spec.dtype for spec in LLMAPI.tensors.inputs}
+NUMPY = {"BOOL": bool, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
+
+
+@pytest.fixture(scope="module")
+def tools() -> TextTools:
+    return TextTools.from_directory(str(MODEL_DIRECTORY))
+
+
+def arrays(**values: Any) -> dict[str, np.ndarray]:
+    """Tensors of one dimension. Names of sampling parameters may be given without their prefix, its list `stop` as `stops`."""
+    tensors = {}
+    for name, value in values.items():
+        full = "sampling_param_stop" if name == "stops" else name if name in TYPES else f"sampling_param_{name}"
+        many = value if isinstance(value, list) else [value]
+        if TYPES[full] == "STRING":
+            tensors[full] = np.array([text.encode() for text in many], dtype=object)
+        else:
+            tensors[full] = np.array(many, NUMPY[TYPES[full]])
+    return tensors
+
+
+def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
+    tensors = [Tensor(*item) for item in arrays(**{"text_input": "x = 1", **values}).items()]
+    batch = Batch.read(LLMAPI.tensors, tensors, 64)
+    info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
+    context = ServingContext(EngineConfig(), info, decoupled)
+    LLMAPI.check(batch, context)
+    (only,) = LLMAPI.parse(batch, context, Parameters(timeout_s=3.0, namespace="mine"), tools)
+    return only
+
+
+def told(output: RowOutput, final: bool = False) -> dict[str, list[Any]]:
+    return {name: array.tolist() for name, array in output.render(final) or []}
+
+
+def result(ids: list[int], reason: FinishReason = FinishReason.NOT_FINISHED, **fields: Any) -> Result:
+    return Result([ids], is_final=reason is not FinishReason.NOT_FINISHED, finish_reasons=(reason,), **fields)
+
+
+@pytest.mark.feature("W-10")
+def test_without_parameters_the_defaults_of_the_llm_api_hold(tools: TextTools) -> None:
+    request = work(tools).request
+    assert request.input_token_ids == tools.tokenizer.encode("x = 1") and request.max_tokens == 32
+    assert request.sampling_config.is_greedy and not request.streaming
+    assert set(request.end_ids) == {3, *tools.tokenizer.eos_ids}
+    assert (request.timeout_s, request.cache_salt) == (3.0, "mine")
+
+
+@pytest.mark.feature("W-10")
+def test_sampling_parameters_fill_the_engines_fields(tools: TextTools) -> None:
+    values = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 1.5,
+        "seed": 9,
+    }
+    config = work(tools, **values, max_tokens=5).request.sampling_config
+    assert {name: getattr(config, name) for name in values} == values
+    assert work(tools, top_p=0.0).request.sampling_config.top_p is None
+    assert work(tools, best_of=1, beam_width=1, lora_id=0, image_url="", logits_post_processor_name="") is not None
+
+
+@pytest.mark.feature("W-10")
+def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
+    ids = tools.tokenizer.encode("ab", add_special_tokens=False)
+    plain = work(tools).output
+    plain.feed(result(ids, FinishReason.LENGTH))
+    assert told(plain, final=True) == {"text_output": [b"ab"]}
+    flags = {f"return_{name}": True for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
+    output = work(tools, streaming=True, **flags).output
+    output.feed(result(ids, log_probs=[[-0.5] * len(ids)]))
+    first = told(output)
+    assert first == {
+        "text_output": [b"ab"],
+        "finish_reason": [b"None"],
+        "stop_reason": [b"None"],
+        "cumulative_logprob": [-0.5 * len(ids)],
+    }
+    output.feed(result([3], FinishReason.END_ID, log_probs=[[-1.0]]))
+    last = told(output, final=True)
+    assert last["finish_reason"] == [b"stop"] and last["stop_reason"] == [b"None"]
+    assert last["cumulative_logprob"] == [-0.5 * len(ids) - 1.0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [(FinishReason.LENGTH, b"length"), (FinishReason.TIMED_OUT, b"timeout"), (FinishReason.CANCELLED, b"cancelled")],
+)
+def test_every_end_has_a_name(tools: TextTools, reason: FinishReason, name: bytes) -> None:
+    output = work(tools, return_finish_reason=True).output
+    output.feed(result([], reason))
+    assert told(output, final=True)["finish_reason"] == [name]
+
+
+def test_a_stop_string_of_the_list_ends_the_text_and_is_named(tools: TextTools) -> None:
+    row = work(tools, stops=["zz", ";", ""], return_stop_reason=True, return_finish_reason=True)
+    assert row.request.streaming, "the text is matched here"
+    assert row.output.feed(result(tools.tokenizer.encode("x;y", add_special_tokens=False))) is not None
+    row.output.feed(result([], FinishReason.CANCELLED))
+    assert told(row.output, final=True) == {"text_output": [b"x"], "finish_reason": [b"stop"], "stop_reason": [b";"]}
+
+
+@pytest.mark.parametrize(("exclude", "text"), [(None, b"y"), (True, b"y"), (False, b"x = 1y")])
+def test_the_prompt_is_repeated_only_when_asked(tools: TextTools, exclude: bool | None, text: bytes) -> None:
+    given = {} if exclude is None else {"exclude_input_from_output": exclude}
+    output = work(tools, **given).output
+    output.feed(result(tools.tokenizer.encode("y", add_special_tokens=False), FinishReason.LENGTH))
+    assert told(output, final=True)["text_output"] == [text]
+
+
+def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
+    output = work(tools, return_perf_metrics=True).output
+    perf = PerfMetrics(
+        arrival_ns=1, first_scheduled_ns=2, first_token_ns=3, last_token_ns=4, num_new_blocks=3, num_reused_blocks=1
+    )
+    output.feed(result([5], FinishReason.LENGTH, perf_metrics=perf))
+    arrays = dict(output.render(final=True))
+    declared = {spec.name: spec.dtype for spec in LLMAPI.tensors.outputs if "perf" in spec.when}
+    types = {"INT32": "int32", "INT64": "int64", "FP32": "float32"}
+    assert {name: arrays[name].dtype.name for name in declared} == {
+        name: types[kind] for name, kind in declared.items()
+    }
+    assert all(arrays[name].shape == (1,) for name in declared)
+    assert arrays["kv_cache_hit_rate"].item() == 0.25 and arrays["kv_cache_missed_block"].item() == 3
+
+
+@pytest.mark.feature("W-10", "W-04")
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"text_input": ""}, InvalidRequest, "text_input is empty"),
+        ({"text_input": ["a", "b"]}, InvalidRequest, "text_input holds 2 entries, the limit is 1"),
+        ({"text_input": "x" * 5000}, InvalidRequest, "text_input has 5000 bytes"),
+        ({"text_input": "x y " * 60}, InvalidRequest, "tokens, the limit is 63"),
+        ({"max_tokens": 0}, InvalidRequest, "sampling_param_max_tokens is 0"),
+        ({"stops": ["s"] * 129}, InvalidRequest, "sampling_param_stop holds 129 entries"),
+        ({"best_of": 2}, Unsupported, "sampling_param_best_of asks for more than one output sequence"),
+        ({"image_url": "x"}, Unsupported, "image_url asks for image input"),
+        ({"lora_id": 1}, Unsupported, "lora_id asks for LoRA"),
+        ({"lora_path": "/x"}, Unsupported, "lora_path asks for LoRA"),
+        ({"streaming": True, "decoupled": False}, InvalidRequest, "decoupled mode"),
+    ],
+)
+def test_what_is_wrong_is_named(tools: TextTools, values: dict[str, Any], error: type[Exception], message: str) -> None:
+    decoupled = values.get("decoupled", True)
+    others = {name: value for name, value in values.items() if name != "decoupled"}
+    with pytest.raises(error, match=message):
+        work(tools, decoupled, **others)
+
+
+# ---- in a server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(make_server: Any, tools: TextTools) -> ModelServer:
+    return make_server(
+        LLMAPI.tensors,
+        lambda batch, context, parameters: LLMAPI.parse(batch, context, parameters, tools),
+        check_text=LLMAPI.check,
+        dialect=LLMAPI.dialect,
+    )
+
+
+@pytest.mark.feature("W-10", "W-05")
+def test_a_stop_request_is_answered_with_cancelled_and_its_request_ends(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
+    running = InferenceRequest(arrays(text_input="a", return_finish_reason=True), "job")
+    server.execute([running])
+    assert executor.submitted.acquire(timeout=10)
+    stop = InferenceRequest({**arrays(text_input=""), "stop": np.array([True])}, "job")
+    server.execute([stop])
+    assert stop.sender.error() == "[CANCELLED] Request cancelled by client"
+    assert stop.sender.wait()[-1].error().code() == TritonError.CANCELLED
+    assert running.sender.column("finish_reason") == [b"cancelled"]
+
+
+def test_a_stop_request_for_nobody_is_answered_alike_and_one_without_id_is_an_error(server: ModelServer) -> None:
+    nobody = InferenceRequest({"stop": np.array([True])}, "nobody")
+    without = InferenceRequest({"stop": np.array([True])})
+    server.execute([nobody, without])
+    assert nobody.sender.error() == "[CANCELLED] Request cancelled by client"
+    assert "Error generating request: A request id must be provided" in without.sender.error()
+
+
+def test_an_error_of_the_engine_has_the_protocols_words_in_front(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
+    request = InferenceRequest(arrays(text_input="a"))
+    server.execute([request])
+    assert executor.submitted.acquire(timeout=10)
+    executor.error(1, "it broke", ErrorCode.INTERNAL)
+    assert request.sender.error() == "[INTERNAL] Error generating request: it broke"

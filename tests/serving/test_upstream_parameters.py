@@ -1,0 +1,284 @@
+"""Parameters of TensorRT-LLM's config.pbtxt files."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from backend.api import ConfigError, EngineConfig, load_config
+from backend.serving import assembly, environment
+from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters
+from tests.e2e.wire import eventually
+from tests.serving.fake_triton import InferenceRequest
+from tests.serving.helpers import ints, strings, tokenizer_with_bos
+from tests.serving.scripted import ScriptedExecutor
+from tools import write_parameter_table
+
+ROOT = Path(__file__).resolve().parents[2]
+# Every key of upstream's template for tensorrt_llm.
+UPSTREAM = """
+gpt_model_type batching_strategy gpt_model_path encoder_model_path batch_scheduler_policy max_tokens_in_paged_kv_cache
+kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks
+enable_kv_cache_reuse sink_token_length max_attention_window_size max_beam_width decoding_mode enable_chunked_context
+normalize_log_probs exclude_input_in_output cancellation_check_period_ms stats_check_period_ms recv_poll_period_ms
+iter_stats_max_iterations request_stats_max_iterations gpu_device_ids participant_ids num_nodes gpu_weights_percent
+executor_worker_path lora_cache_optimal_adapter_size lora_cache_max_adapter_size lora_cache_gpu_memory_fraction
+lora_cache_host_memory_bytes lora_prefetch_dir multi_block_mode enable_context_fmha_fp32_acc cuda_graph_mode
+cuda_graph_cache_size enable_trt_overlap lookahead_window_size lookahead_ngram_size lookahead_verification_set_size
+medusa_choices eagle_choices speculative_decoding_fast_logits guided_decoding_backend tokenizer_dir
+xgrammar_tokenizer_info_path
+"""
+
+
+def config_of(**parameters: str) -> dict[str, Any]:
+    """A config.pbtxt as Triton's JSON."""
+    return {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+
+
+def applied(role: str = "tensorrt_llm", **parameters: str) -> EngineConfig:
+    return apply_parameters(role, config_of(**parameters), EngineConfig()).config
+
+
+@pytest.mark.feature("W-03")
+def test_every_key_of_upstreams_template_has_a_fate() -> None:
+    keys = [parameter.key for parameter in PARAMETERS["tensorrt_llm"]]
+    assert sorted(keys) == sorted(UPSTREAM.split())
+
+
+def test_every_target_is_a_key_of_the_configuration() -> None:
+    for parameters in PARAMETERS.values():
+        for parameter in parameters:
+            if parameter.target:
+                section, _, name = parameter.target.partition(".")
+                assert hasattr(getattr(EngineConfig(), section), name)
+            assert parameter.fate == "honoured" or parameter.note
+
+
+@pytest.mark.feature("W-03")
+@pytest.mark.parametrize(
+    ("key", "text", "target", "value"),
+    [
+        ("gpt_model_type", "inflight_batching", "scheduler.batching", "separate"),
+        ("batching_strategy", "inflight_batching", "scheduler.batching", "separate"),
+        ("gpt_model_path", "/models/llama", "model.path", "/models/llama"),
+        ("batch_scheduler_policy", "max_utilization", "scheduler.policy", "max_utilization"),
+        ("max_tokens_in_paged_kv_cache", "2560", "kv_cache.max_tokens", 2560),
+        ("kv_cache_free_gpu_mem_fraction", "0.4", "kv_cache.free_memory_fraction", 0.4),
+        ("enable_kv_cache_reuse", "False", "kv_cache.enable_block_reuse", False),
+        ("max_attention_window_size", "64,64, 64", "kv_cache.max_attention_window", 64),
+        ("enable_chunked_context", "0", "scheduler.enable_chunked_context", False),
+        ("exclude_input_in_output", "True", "triton.exclude_input_in_output", True),
+        ("cancellation_check_period_ms", "100", "triton.cancellation_check_period_ms", 100),
+        ("stats_check_period_ms", "200", "triton.stats_period_ms", 200),
+        ("gpu_device_ids", "1", "model.device", "cuda:1"),
+        ("cuda_graph_mode", "false", "model.cuda_graphs", False),
+    ],
+)
+def test_what_is_honoured_changes_its_key_and_nothing_else(key: str, text: str, target: str, value: object) -> None:
+    section, _, name = target.partition(".")
+    tree = msgspec.to_builtins(EngineConfig())
+    assert tree[section][name] != value
+    tree[section][name] = value
+    assert msgspec.to_builtins(applied(**{key: text})) == tree
+
+
+def test_the_table_of_honoured_keys_above_is_complete() -> None:
+    (mark,) = (
+        mark for mark in test_what_is_honoured_changes_its_key_and_nothing_else.pytestmark if mark.name == "parametrize"
+    )
+    assert {row[0] for row in mark.args[1]} == {
+        parameter.key for parameter in PARAMETERS["tensorrt_llm"] if parameter.fate == "honoured"
+    }
+
+
+@pytest.mark.parametrize("text", ["", "  ", "${gpt_model_type}"])
+def test_what_a_template_leaves_behind_is_unset(text: str) -> None:
+    assert set_parameters(config_of(gpt_model_type=text)) == {}
+    assert applied(gpt_model_type=text, encoder_model_path=text) == EngineConfig()
+
+
+def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
+    config = load_config(overrides=["kv_cache.max_tokens=640"])
+    settings = apply_parameters("tensorrt_llm", config_of(max_tokens_in_paged_kv_cache="1280"), config)
+    assert settings.config.kv_cache.max_tokens == 640
+    assert settings.sentences == [
+        "max_tokens_in_paged_kv_cache of config.pbtxt is not used: kv_cache.max_tokens is set to 640 on the server"
+    ]
+
+
+@pytest.mark.feature("W-03", "W-04")
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"gpt_model_type": "inflight"}, "^Invalid gpt_model_type 'inflight' in config.pbtxt: inflight_fused"),
+        ({"gpt_model_type": "V1"}, "^Invalid gpt_model_type 'V1'.*static batching is not supported"),
+        ({"batch_scheduler_policy": "greedy"}, "guaranteed_no_evict or max_utilization is expected"),
+        ({"max_tokens_in_paged_kv_cache": "many"}, "'many' in config.pbtxt: a whole number"),
+        (
+            {"max_tokens_in_paged_kv_cache": "-4"},
+            r"config.pbtxt \(max_tokens_in_paged_kv_cache\): kv_cache.max_tokens is -4",
+        ),
+        ({"kv_cache_free_gpu_mem_fraction": "x"}, "a number is expected"),
+        ({"kv_cache_free_gpu_mem_fraction": "nan"}, "kv_cache.free_memory_fraction is nan"),
+        ({"enable_chunked_context": "perhaps"}, "true or false is expected"),
+        ({"max_attention_window_size": "64,128"}, "one window for all layers"),
+        ({"gpu_device_ids": "0,1"}, "several are not supported"),
+        ({"max_beam_width": "4"}, "max_beam_width is '4', which asks for beam search.*leave it out or set it to 1"),
+        ({"decoding_mode": "medusa"}, "decoding_mode is 'medusa'"),
+        ({"encoder_model_path": "/x"}, "asks for an encoder"),
+        ({"normalize_log_probs": "false"}, "log-probabilities that are not normalised"),
+        ({"guided_decoding_backend": "xgrammar"}, "asks for guided decoding"),
+        ({"lookahead_window_size": "4"}, "lookahead decoding"),
+        ({"num_nodes": "2"}, "several nodes"),
+    ],
+)
+def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        applied(**parameters)
+
+
+def test_neutral_values_of_what_is_refused_may_be_set() -> None:
+    neutral = {"max_beam_width": "1", "decoding_mode": "top_k_top_p", "normalize_log_probs": "true", "num_nodes": "1"}
+    assert applied(**neutral, sink_token_length="0", gpu_weights_percent="1.0") == EngineConfig()
+
+
+def test_the_log_names_what_has_no_effect_and_what_is_not_known() -> None:
+    given = config_of(role="tensorrt_llm", kv_cache_onboard_blocks="true", kv_cache_free_gpu_memory_fraction="0.5")
+    no_effect, unknown = apply_parameters("tensorrt_llm", given, EngineConfig()).sentences
+    assert no_effect.startswith(
+        "kv_cache_onboard_blocks of config.pbtxt has no effect here: evicted KV is computed again"
+    )
+    assert unknown.endswith("is no known parameter and has no effect; did you mean kv_cache_free_gpu_mem_fraction?")
+    assert apply_parameters("everbatch", given, EngineConfig()).sentences == [], "its front reads its own"
+
+
+@pytest.mark.parametrize("size", [12, "12"])
+def test_the_dynamic_batchers_queue_is_the_limit_of_the_engines(size: object) -> None:
+    given = {"dynamic_batching": {"default_queue_policy": {"max_queue_size": size}}}
+    assert apply_parameters("tensorrt_llm", given, EngineConfig()).config.limits.max_queue_size == 12
+    assert apply_parameters("ensemble", given, EngineConfig()).config == EngineConfig()
+    unlimited = {"dynamic_batching": {"default_queue_policy": {"max_queue_size": 0}}}
+    assert apply_parameters("tensorrt_llm", unlimited, EngineConfig()).config == EngineConfig()
+
+
+def test_bls_accumulates_and_refuses_a_draft_model() -> None:
+    assert applied(role="tensorrt_llm_bls", accumulate_tokens="true").triton.accumulate_tokens
+    named = apply_parameters("tensorrt_llm_bls", config_of(tensorrt_llm_model_name="mine"), EngineConfig())
+    assert named.config == EngineConfig() and "tensorrt_llm_model_name" in named.sentences[0]
+    with pytest.raises(ConfigError, match="tensorrt_llm_draft_model_name is 'd', which asks for draft models"):
+        applied(role="tensorrt_llm_bls", tensorrt_llm_draft_model_name="d")
+
+
+def test_the_page_of_parameters_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "parameters.md").read_text()
+    assert write_parameter_table.rendered(page) == page, "run python -m tools.write_parameter_table"
+
+
+# ---- loading a model -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig]:
+    """The configurations with which an engine was launched; it runs scripted."""
+    configs: list[EngineConfig] = []
+
+    def launch(config: EngineConfig, socket_path: str) -> ScriptedExecutor:
+        configs.append(config)
+        return attach()
+
+    def attach(socket_path: str = "", wait_s: float = 0) -> ScriptedExecutor:
+        return ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+
+    monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
+    monkeypatch.delenv("EVERBATCH_CONFIG", raising=False)
+    monkeypatch.setattr(assembly.Executor, "launch", launch)
+    monkeypatch.setattr(assembly.Executor, "attach", attach)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    return configs
+
+
+def load(model: str, **parameters: str) -> Any:
+    config = msgspec.json.encode({**config_of(**parameters), "model_transaction_policy": {"decoupled": True}})
+    return assembly.load_model({"model_name": model, "model_version": "1", "model_config": config.decode()})
+
+
+@pytest.mark.feature("W-03")
+def test_the_owner_launches_the_engine_with_its_parameters(
+    launched: list[EngineConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "everbatch.serving")
+    load("tensorrt_llm", max_tokens_in_paged_kv_cache="1280").finalize()
+    assert [config.kv_cache.max_tokens for config in launched] == [1280]
+    assert "kv_cache.max_tokens is 1280, from max_tokens_in_paged_kv_cache of config.pbtxt" in caplog.text
+
+
+@pytest.mark.feature("W-03")
+def test_an_unknown_gpt_model_type_fails_the_load_before_an_engine_starts(launched: list[EngineConfig]) -> None:
+    with pytest.raises(ConfigError, match="Invalid gpt_model_type"):
+        load("tensorrt_llm", gpt_model_type="inflight")
+    assert launched == []
+
+
+def test_another_model_takes_the_configuration_that_the_engine_tells(
+    launched: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = load_config(overrides=["limits.max_request_batch=1"])
+    executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+    executor.hello = msgspec.structs.replace(executor.hello, config=told)
+    monkeypatch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
+    server = load("ensemble")
+    request = InferenceRequest({"text_input": strings("a", "b"), "max_tokens": ints(1, 1)})
+    server.execute([request])
+    assert "2 rows, the limit is 1" in request.sender.error()
+    server.finalize()
+
+
+def test_a_model_that_was_loaded_before_the_engine_takes_it_as_soon_as_it_hears_of_it(
+    launched: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+    hello, executor.hello = executor.hello, None
+    monkeypatch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
+    monkeypatch.setattr(environment, "OWNER_START_S", 0.01)
+    server = load("ensemble")
+    told = load_config(overrides=["triton.exclude_input_in_output=true"])
+    executor.hello = msgspec.structs.replace(hello, config=told)
+    assert eventually(server.is_ready, 10)
+    request = InferenceRequest({"text_input": strings("the prompt"), "max_tokens": ints(1)})
+    server.execute([request])
+    assert executor.submitted.acquire(timeout=10)
+    executor.end(1, 5)
+    (text,) = request.sender.column("text_output")
+    assert not text.startswith(b"the prompt")
+    server.finalize()
+
+
+@pytest.mark.feature("W-03")
+def test_preprocessing_honours_its_own_parameters(
+    launched: list[EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="add_special_tokens 'maybe' in config.pbtxt"):
+        load("preprocessing", add_special_tokens="maybe")
+    executor = ScriptedExecutor(model_path=str(ROOT / "models" / "default"))
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="tokenizer"):
+        patch.setattr(assembly.Executor, "attach", lambda socket_path, wait_s: executor)
+        load("preprocessing", tokenizer_dir=str(tmp_path))
+    assert executor.was_shut_down, "nothing of a model that does not load is left running"
+
+    def ids(**parameters: str) -> list[int]:
+        server = load("preprocessing", **parameters)
+        request = InferenceRequest({"QUERY": strings("x = 1"), "REQUEST_OUTPUT_LEN": ints(1)})
+        server.execute([request])
+        (response,) = request.sender.wait()
+        server.finalize()
+        return np.asarray(response.outputs()["INPUT_ID"]).reshape(-1).tolist()
+
+    own = tokenizer_with_bos(tmp_path / "tokenizer", bos_id=2)
+    assert ids(tokenizer_dir=own) == ids(tokenizer_dir=own, add_special_tokens="Yes") == [2, *ids()]
+    assert ids(tokenizer_dir=own, add_special_tokens="0") == ids()
