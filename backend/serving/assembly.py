@@ -38,7 +38,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     executor = (_launch if role == OWNER else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
-    arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+    text = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
     return ModelServer(
         front.tensors,
         executor=executor,
@@ -49,7 +49,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         drain_grace_s=drain_grace_s(),
         error_prefix=front.error_prefix,
         report_health=_report_to(run_directory, args["model_name"]),
-        **arguments,
+        **text,
     )
 
 

@@ -119,11 +119,11 @@ class ModelServer:
         drain_grace_s: float = 10.0,
         check_text: Check | None = None,
         error_prefix: str = "",
+        prepare: Callable[[], bool] = lambda: True,
+        report_health: Callable[[Health], None] = lambda state: None,
         error_text: Callable[[str], str] | None = None,
         log_name: str = "",
         every_step: bool = False,
-        prepare: Callable[[], bool] = lambda: True,
-        report_health: Callable[[Health], None] = lambda state: None,
     ) -> None:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
 

@@ -34,6 +34,7 @@ MAY_USE_KERNELS = {"layers", "quant", "lora", "sampling", "guided", "models", "w
 ROOT_ARROWS = {
     "kernels": set(),
     "client": set(),
+    "gateway": set(),
     "deploy": {"backend.api", "client"},
     "model_repository": {"backend.serving"},
 }
@@ -93,8 +94,8 @@ def test_the_pure_side_names_no_heavy_library(path: Path) -> None:
     assert not heavy, f"{path} imports {heavy}"
 
 
-@pytest.mark.parametrize("path", python_files("client"), ids=str)
-def test_the_client_talks_to_triton_only(path: Path) -> None:
+@pytest.mark.parametrize("path", python_files("client", "gateway"), ids=str)
+def test_client_and_gateway_talk_to_triton_only(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imported_modules(parsed(path))} & {
         "torch",
         "transformers",

@@ -14,7 +14,7 @@ import pytest
 from deploy import ROOT, __version__, doctor, invocation, rundir
 from deploy.errors import UserError
 
-PACKAGES = ("backend", "client", "deploy", "kernels")
+PACKAGES = ("backend", "client", "deploy", "gateway", "kernels")
 DATA = ("model_repository", "models")
 
 

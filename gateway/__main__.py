@@ -1,0 +1,77 @@
+"""`python -m gateway`: serves the OpenAI-compatible endpoint until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from gateway.keys import KeysError
+from gateway.server import GatewayServer
+from gateway.settings import Settings
+
+_DEFAULTS = Settings()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag names a field of Settings."""
+    flags = argparse.ArgumentParser(
+        prog="python -m gateway", description="An OpenAI-compatible endpoint before Triton."
+    )
+    add = flags.add_argument
+    add("--triton", default=_DEFAULTS.triton, metavar="HOST:PORT", help="Triton's gRPC address")
+    add("--triton-model", default=_DEFAULTS.triton_model, metavar="NAME", help="the Triton model to ask")
+    add(
+        *("--model-name", "--model-names"),
+        dest="model_names",
+        action="append",
+        metavar="NAME",
+        help="a name clients may use as `model`; may be given several times",
+    )
+    add("--host", default=_DEFAULTS.host, help="address to listen at")
+    add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
+    add("--api-keys", type=Path, metavar="FILE", help="lines of NAME KEY; mode 0600")
+    add("--metrics-url", metavar="URL", help="Triton's metrics page, passed on at /metrics")
+    for name, kind, help_text in (
+        ("max-body-bytes", int, "of one request"),
+        ("body-timeout-s", float, "for a body to arrive"),
+        ("request-timeout-s", float, "for a reply to be complete"),
+        ("max-requests", int, "POST requests at once; more get 429"),
+        ("max-choices", int, "replies at once; more get 429"),
+        ("max-choices-per-request", int, "prompts times n of one request"),
+        ("shutdown-grace-s", float, "replies may run on so long after SIGTERM"),
+        ("store-count", int, "responses kept for previous_response_id, for each namespace"),
+        ("store-bytes", int, "of their texts"),
+        ("store-ttl-s", float, "since a response was last used"),
+    ):
+        add(f"--{name}", type=kind, default=getattr(_DEFAULTS, name.replace("-", "_")), metavar="N", help=help_text)
+    return flags
+
+
+def settings_of(arguments: list[str]) -> Settings:
+    values = vars(parser().parse_args(arguments))
+    values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
+    return Settings(**values)
+
+
+def main(arguments: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs values, which may be text of prompts
+    try:
+        server = GatewayServer(settings_of(arguments))
+    except KeysError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # raised once more when the server has ended
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Replies that take a while: work beside a watch for a client that leaves, for the time limit and for the shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import GatewayError, overloaded, unavailable
+from gateway.visit import visit_of
+
+LAST_WORD_TIMEOUT_S = 1.0
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+_JSON_HEADER = (b"content-type", b"application/json")
+
+
+class Running:
+    """The replies that are being generated: how many at most, and how they are ended at a shutdown."""
+
+    def __init__(self, max_choices: int) -> None:
+        self._max_choices = max_choices
+        self._workers: set[asyncio.Task[None]] = set()
+        self.choices = 0
+        self.stopping = False
+
+    def enter(self, choices: int) -> None:
+        """Take the places of so many replies. Raises GatewayError when there are not as many free."""
+        if self.stopping:
+            raise unavailable("the server is being stopped; try again later")
+        if self.choices + choices > self._max_choices:
+            raise overloaded(f"{self.choices} replies are being generated, the limit is {self._max_choices}; try later")
+        self.choices += choices
+
+    def leave(self, choices: int) -> None:
+        self.choices -= choices
+
+    def start(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        worker = asyncio.ensure_future(work)
+        self._workers.add(worker)
+        worker.add_done_callback(self._workers.discard)
+        return worker
+
+    def stop(self) -> None:
+        """End all replies: their clients get an error of status 503, as an event where the stream has begun."""
+        self.stopping = True
+        for worker in list(self._workers):
+            worker.cancel()
+
+
+class Outlet:
+    """The way to the client. A write waits until the client has read enough of what was written before."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def event(self, data: bytes) -> None:
+        """Send complete server-sent events. The first one begins the response."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_of_events(self, data: bytes = b"") -> None:
+        """Send the last events; there may be none."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def json(self, body: Any) -> None:
+        """Send the whole response: JSON data, or bytes that are JSON already."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = [_JSON_HEADER, (b"content-length", str(len(data)).encode())]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data})
+
+
+Work = Callable[[Outlet], Awaitable[None]]
+ErrorEvent = Callable[[GatewayError], bytes]
+
+
+def error_event(error: GatewayError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+class Answer(Response):
+    """Runs `work` as the response, within `choices` places and `timeout_s`.
+
+    `work` ends at once when the client leaves. Its GatewayError becomes the response while nothing has been sent, and
+    `on_error` of it the last event of a stream otherwise.
+    """
+
+    def __init__(
+        self, work: Work, running: Running, choices: int, timeout_s: float, on_error: ErrorEvent = error_event
+    ) -> None:
+        super().__init__()
+        self._work, self._running, self._choices, self._timeout_s = work, running, choices, timeout_s
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._running.enter(self._choices)
+        outlet = Outlet(send)
+        try:
+            visit_of(scope).left = await self._run(outlet, receive)
+        except GatewayError as error:
+            if not outlet.started:
+                raise
+            await self._last_word(outlet, error)
+        finally:
+            self._running.leave(self._choices)
+
+    async def _run(self, outlet: Outlet, receive: Receive) -> bool:
+        """Work until it is done or not wanted any more. Returns whether the client left."""
+        worker = self._running.start(self._work(outlet))
+        watch = asyncio.ensure_future(_left(receive))
+        try:
+            done, _ = await asyncio.wait({worker, watch}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            worker.cancel()
+            watch.cancel()
+            await asyncio.gather(worker, watch, return_exceptions=True)
+        if worker in done:  # the watch may have ended as well: a complete response ends it
+            if worker.cancelled():
+                raise unavailable("the server is being stopped; try again later")
+            worker.result()
+            return False
+        if watch in done:
+            return True
+        raise GatewayError(408, f"the reply took more than {self._timeout_s:g} s; ask for fewer tokens", code="timeout")
+
+    async def _last_word(self, outlet: Outlet, error: GatewayError) -> None:
+        try:
+            async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
+                await outlet.end_of_events(self._on_error(error))
+        except TimeoutError:
+            return  # the client reads nothing any more; the connection is closed without a last word
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,169 @@
+"""Replies of the Triton model in the shapes of chat completions and completions, whole and as streamed chunks.
+
+What is the same in every chunk of a choice is encoded once; of a token only its text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.choices import total_usage
+from gateway.triton_client import Piece, TokenLogProb, Usage
+
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every chunk of a request says first."""
+
+    id: str
+    object: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def values(self) -> dict[str, Any]:
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+
+
+def chat_logprobs(tokens: list[TokenLogProb] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {"content": [token_logprob(token) for token in tokens], "refusal": None}
+
+
+def token_logprob(token: TokenLogProb) -> dict[str, Any]:
+    """A token as chat completions and responses show it."""
+    top = [{"token": other.token, "logprob": other.logprob, "bytes": other.bytes} for other in token.top]
+    return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes, "top_logprobs": top}
+
+
+class TextLogProbs:
+    """The log-probabilities of one completion: four lists; offsets count characters from the text's beginning."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, tokens: list[TokenLogProb] | None) -> dict[str, Any] | None:
+        """Of the tokens that follow those of the call before."""
+        if tokens is None:
+            return None
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(bytes(token.bytes)))
+        return {
+            "tokens": [token.token for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _top(token: TokenLogProb) -> dict[str, float]:
+    """The most likely tokens, and the chosen one where it is not among them."""
+    return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}
+
+
+def chat_body(head: Head, replies: list[Piece]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": reply.text, "refusal": None},
+            "logprobs": chat_logprobs(reply.logprobs),
+            "finish_reason": reply.finish_reason,
+        }
+        for index, reply in enumerate(replies)
+    ]
+    return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), len(replies))}
+
+
+def completion_body(head: Head, replies: list[Piece], choices_per_prompt: int) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": reply.text,
+            "logprobs": TextLogProbs().of(reply.logprobs),
+            "finish_reason": reply.finish_reason,
+        }
+        for index, reply in enumerate(replies)
+    ]
+    return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), choices_per_prompt)}
+
+
+def usages_of(replies: list[Piece]) -> list[Usage]:
+    return [reply.usage or Usage() for reply in replies]
+
+
+class Chunks:
+    """The events of one streamed request. A subclass knows the shape of its choices."""
+
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
+        self._head, self._per_prompt, self._include_usage = head, choices_per_prompt, include_usage
+        self._usages = [Usage() for _ in range(choices)]
+        opening = b"data: " + encode(head.values())[:-1] + b',"choices":[{"index":'
+        self._openings = [opening + str(index).encode() + b"," for index in range(choices)]
+        self._closing = (b'}],"usage":null}' if include_usage else b"}]}") + b"\n\n"
+
+    def of(self, index: int, piece: Piece) -> bytes:
+        """The events for one piece; none when it has nothing that a client sees."""
+        if piece.usage is not None:
+            self._usages[index] = piece.usage
+        body = self._body(index, piece)
+        ends = b"" if piece.finish_reason is None else self._end(index, piece.finish_reason)
+        events = [self._openings[index] + part + self._closing for part in (*body, ends) if part]
+        return b"".join(events)
+
+    def last(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        usage = total_usage(self._usages, self._per_prompt)
+        return b"data: " + encode({**self._head.values(), "choices": [], "usage": usage}) + b"\n\n" + DONE
+
+    def _body(self, index: int, piece: Piece) -> list[bytes]:
+        raise NotImplementedError
+
+    def _end(self, index: int, reason: str) -> bytes:
+        raise NotImplementedError
+
+
+class ChatChunks(Chunks):
+    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
+        super().__init__(head, choices, choices, include_usage)
+        self._greeted = [False] * choices
+
+    def _body(self, index: int, piece: Piece) -> list[bytes]:
+        parts = []
+        if not self._greeted[index]:
+            self._greeted[index] = True
+            parts.append(b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
+        if piece.text or piece.logprobs:
+            logprobs = b"null" if piece.logprobs is None else encode(chat_logprobs(piece.logprobs))
+            delta = b'"delta":{"content":' + encode(piece.text) + b'},"logprobs":'
+            parts.append(delta + logprobs + b',"finish_reason":null')
+        return parts
+
+    def _end(self, index: int, reason: str) -> bytes:
+        return b'"delta":{},"logprobs":null,"finish_reason":' + encode(reason)
+
+
+class CompletionChunks(Chunks):
+    def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
+        super().__init__(head, choices, choices_per_prompt, include_usage)
+        self._logprobs = [TextLogProbs() for _ in range(choices)]
+
+    def _body(self, index: int, piece: Piece) -> list[bytes]:
+        if not (piece.text or piece.logprobs):
+            return []
+        logprobs = b"null" if piece.logprobs is None else encode(self._logprobs[index].of(piece.logprobs))
+        return [b'"text":' + encode(piece.text) + b',"logprobs":' + logprobs + b',"finish_reason":null']
+
+    def _end(self, index: int, reason: str) -> bytes:
+        return b'"text":"","logprobs":null,"finish_reason":' + encode(reason)

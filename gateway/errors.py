@@ -1,0 +1,105 @@
+"""Errors as OpenAI's clients expect them: a status, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+RETRY_OVERLOAD_S = 1
+RETRY_UNAVAILABLE_S = 2
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_STATUS_OF_CODE = {
+    "INVALID_ARGUMENT": 400,
+    "UNSUPPORTED": 400,
+    "OUT_OF_RANGE": 400,
+    "FAILED_PRECONDITION": 400,
+    "ALREADY_EXISTS": 400,
+    "NOT_FOUND": 404,
+    "DEADLINE_EXCEEDED": 408,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "CANCELLED": 503,
+}
+_OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
+_CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
+# keys of the Triton model -> what OpenAI calls them; None: nothing that a client gave
+_PARAMETERS = {
+    "messages": "messages",
+    "prompt": "prompt",
+    "prompt_token_ids": "prompt",
+    "max_tokens": "max_tokens",
+    "include_stop_in_output": "include_stop_str_in_output",
+} | {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"),
+        *("logprobs", "echo"),
+    )
+}
+
+
+class GatewayError(Exception):
+    """A request is refused or failed. `retry_after`: seconds after which another try makes sense."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer, and of an error event in a stream."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def overloaded(message: str) -> GatewayError:
+    return GatewayError(429, message, code="rate_limit_exceeded", retry_after=RETRY_OVERLOAD_S)
+
+
+def unavailable(message: str) -> GatewayError:
+    return GatewayError(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+
+
+def from_triton(text: str) -> GatewayError:
+    """The error that Triton answered with, by the code its text begins with. A text without one is not passed on."""
+    found = _CODED.match(text)
+    if found is None:
+        if "unknown model" in text or "is not ready" in text or "unavailable" in text:
+            return unavailable("the model is not loaded; try again when /health answers 200")
+        return GatewayError(500, "the server failed at this request; its log says why", code="internal_error")
+    code, message = found.groups()
+    status = _STATUS_OF_CODE.get(code, 500)
+    if status == 429 or (status == 503 and _OVERLOAD.search(message)):
+        return overloaded(message)
+    if status == 503:
+        return unavailable(message)
+    first_word = re.match(r"\w*", message)
+    param = _PARAMETERS.get(first_word.group()) if first_word else None
+    return GatewayError(status, message, param, _openai_code(status, message))
+
+
+def _openai_code(status: int, message: str) -> str | None:
+    if status == 400 and "max_seq_len" in message:
+        return "context_length_exceeded"
+    return "internal_error" if status == 500 else None

@@ -1,0 +1,171 @@
+"""What every request passes first: who it is, how much there may be of it, and the one line it leaves in the log.
+
+Neither a key nor any text of a prompt or a reply is ever logged: of a failure only its kind and its place are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.counters import Counters
+from gateway.errors import GatewayError, overloaded
+from gateway.keys import Keys, namespace_of
+from gateway.settings import Settings
+from gateway.visit import SCOPE_KEY, Visit
+
+OPEN_TO_ALL = ("/health", "/openapi.json")
+_log = logging.getLogger("everbatch.gateway")
+
+
+class Front:
+    """The ASGI application in front of the routes."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys | None, counters: Counters) -> None:
+        self._app, self._settings, self._keys, self._counters = app, settings, keys, counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit()
+        scope[SCOPE_KEY] = visit
+        began = time.perf_counter()
+        try:
+            await self._answer(scope, receive, _noting(send, visit), visit)
+        finally:
+            self._counters.in_flight -= visit.admitted
+            self._note(scope, visit, time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+        try:
+            headers = Headers(scope=scope)
+            visit.namespace = self._namespace(scope, headers)
+            if scope["method"] == "POST":
+                self._admit(visit)
+                visit.body = await self._body(headers, receive)
+                receive = _after_body(receive)
+            await self._app(scope, receive, send)
+        except GatewayError as error:
+            await _send_error(send, error)
+        except ConnectionResetError:
+            visit.left = True
+        except Exception as error:
+            _log_failure(error, visit)
+            if not visit.status:
+                text = f"the gateway failed at this request; its log says where, under {visit.request_id}"
+                await _send_error(send, GatewayError(500, text, code="internal_error"))
+
+    def _admit(self, visit: Visit) -> None:
+        """Count a request that may take long; the others are always answered. Raises GatewayError(429)."""
+        if self._counters.in_flight >= self._settings.max_requests:
+            raise overloaded(f"{self._settings.max_requests} requests are being answered, the limit; try again later")
+        visit.admitted = True
+        self._counters.in_flight += 1
+
+    def _namespace(self, scope: Scope, headers: Headers) -> str:
+        """The client's namespace. Raises GatewayError(401)."""
+        if self._keys is None or scope["path"] in OPEN_TO_ALL:
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        name = self._keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
+        if name is None:
+            text = "no valid API key; send the header Authorization: Bearer KEY"
+            raise GatewayError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return namespace_of(name)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises GatewayError 408 or 413; ConnectionResetError when the client leaves."""
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:18]) > self._settings.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                return await self._received(receive)
+        except TimeoutError:
+            seconds = self._settings.body_timeout_s
+            raise GatewayError(408, f"the body did not arrive within {seconds:g} s", code="timeout") from None
+
+    async def _received(self, receive: Receive) -> bytes:
+        data = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            data += message.get("body", b"")
+            if len(data) > self._settings.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(data)
+
+    def _too_large(self) -> GatewayError:
+        text = f"the body has more than {self._settings.max_body_bytes} bytes, the limit; send less"
+        return GatewayError(413, text, code="body_too_large")
+
+    def _note(self, scope: Scope, visit: Visit, seconds: float) -> None:
+        route = _route(scope)
+        counters = self._counters
+        counters.requests[route, visit.status] += 1
+        counters.disconnects += visit.left
+        counters.prompt_tokens += visit.prompt_tokens
+        counters.completion_tokens += visit.completion_tokens
+        _log.info(
+            "%s %s %s %.0f ms, %d prompt and %d completion tokens, %s%s",
+            scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "OTHER",
+            route,
+            visit.status or "-",
+            seconds * 1000,
+            visit.prompt_tokens,
+            visit.completion_tokens,
+            visit.request_id,
+            ", client left" if visit.left else "",
+        )
+
+
+def _route(scope: Scope) -> str:
+    """The route as it is declared, not the path that was asked for: anything may stand in that."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+def _noting(send: Send, visit: Visit) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            visit.status = message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", visit.request_id.encode())]
+        await send(message)
+
+    return noting
+
+
+def _after_body(receive: Receive) -> Receive:
+    """The body is taken: what the application may still hear is that the client has left."""
+    told = False
+
+    async def after_body() -> Message:
+        nonlocal told
+        if not told:
+            told = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        return await receive()
+
+    return after_body
+
+
+async def _send_error(send: Send, error: GatewayError) -> None:
+    data = msgspec.json.encode(error.body())
+    headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": data})
+
+
+def _log_failure(error: Exception, visit: Visit) -> None:
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    places = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
+    _log.error("%s: %s in %s", visit.request_id, type(error).__name__, places)

@@ -1,0 +1,138 @@
+"""What clients send: chat completions and completions of OpenAI's API, with the parameters that vLLM adds to them.
+
+A parameter that is known but not served is declared with its neutral value only, so that the page /openapi.json tells
+the truth, and is refused by name otherwise (gateway/invalid.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=1 << 24)]
+Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias], Field(json_schema_extra={"additionalProperties": False})
+]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Metadata = Annotated[dict[str, str], Field(max_length=16)]
+
+
+class Wire(BaseModel):
+    """A JSON object that is read strictly: right types, no unknown key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+
+class TextFormat(Wire):
+    type: Literal["text"]
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted, nothing is added
+
+
+class Sampling(Wire):
+    """How tokens are chosen: what all endpoints share."""
+
+    model: Annotated[str, Field(max_length=256)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: Metadata | None = None
+    # What vLLM adds.
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: bool | None = None
+    stop: str | Words | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Words | None = None
+    seed: Seed | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Biases | None = None
+
+
+class Completing(Sampling):
+    """What chat completions and completions share."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+
+
+class TextPart(Wire):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Wire):
+    """One turn. What an answer's message carries besides its text is taken back when it is empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
+
+
+class ChatRequest(Completing):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Known and refused, but for their neutral values.
+    response_format: TextFormat | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    reasoning_effort: Literal["none"] | None = None
+    # Accepted; they change nothing here.
+    parallel_tool_calls: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+Prompt = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)
+    ]
+)
+
+
+class CompletionRequest(Completing):
+    """POST /v1/completions"""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: None = None
+    response_format: TextFormat | None = None

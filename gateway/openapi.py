@@ -1,0 +1,51 @@
+"""The page /openapi.json: FastAPI's, with the bodies that the routes read by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gateway.messages import ChatRequest, CompletionRequest
+from gateway.outputs import ErrorBody
+from gateway.response_messages import ResponseRequest
+
+REFERENCE = "#/components/schemas/{model}"
+_REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+_EVENT = {
+    "type": "object",
+    "description": "A server-sent event; its data is a JSON object, or [DONE]",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is"},
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve it now"},
+}
+
+
+def body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """For `openapi_extra` of a route that reads `kind`."""
+    schema = {"$ref": REFERENCE.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answer_of(kind: type[BaseModel], streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+    """For `responses` of a route that answers with `kind`, or with events that tell how it grows."""
+    content: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
+    return {200: {"model": kind, "content": content, "description": "The reply"}, **ERRORS}
+
+
+def page(app: FastAPI, keys_are_asked_for: bool) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document["components"]["schemas"]
+    _, definitions = models_json_schema([(kind, "validation") for kind in _REQUESTS], ref_template=REFERENCE)
+    schemas.update(definitions.get("$defs", {}))
+    if keys_are_asked_for:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        document["paths"]["/health"]["get"]["security"] = []
+    return document

@@ -1,0 +1,31 @@
+"""What the gateway is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Times are in seconds, sizes in bytes."""
+
+    triton: str = "127.0.0.1:8001"  # HOST:PORT of Triton's gRPC
+    triton_model: str = "everbatch"
+    model_names: tuple[str, ...] = ("everbatch",)  # what clients may name as `model`; the first is the one listed first
+    host: str = "127.0.0.1"
+    port: int = 9000  # 0: any free one
+    api_keys: Path | None = None  # None: nobody needs a key
+    metrics_url: str | None = None  # Triton's metrics page; None: only the gateway's own counters are served
+    max_body_bytes: int = 4 * MIB
+    body_timeout_s: float = 30.0  # for the whole body to arrive
+    request_timeout_s: float = 600.0  # for the whole reply
+    max_requests: int = 256  # POST requests at once
+    max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
+    max_choices_per_request: int = 128  # prompts times n of one request
+    shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM
+    store_count: int = 1000  # responses kept for previous_response_id, for each namespace
+    store_bytes: int = 64 * MIB  # of their texts, for each namespace
+    store_ttl_s: float = 24 * 3600.0  # since a response was last used

@@ -1,0 +1,154 @@
+"""Requests to the Triton model: one gRPC stream for each reply, on one channel that connects again by itself.
+
+tritonclient's own asyncio client copies every response into numpy; here its generated stub is used directly, so that a
+token costs one parsed message and one parsed JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import msgspec
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+
+from gateway.errors import GatewayError, from_triton, unavailable
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
+MARGIN_S = 5.0  # the model's own timeout comes first: it gives a reason
+_READY_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One reply to generate: the JSON object for the model, and the id under which Triton knows it."""
+
+    request: dict[str, Any]
+    request_id: str
+    namespace: str
+    counts_prompt: bool = True  # false: another choice of the same prompt counts its tokens
+
+
+class TopToken(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+    token_id: int = -1
+
+
+class TokenLogProb(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    token_id: int = -1
+    top: list[TopToken] = []
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Piece(msgspec.Struct):
+    """One response of the model. The last one has a finish_reason, `stop` or `length`, and the usage."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogProb] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(Piece)
+
+
+class TritonLink:
+    """Belongs to the event loop it is made in."""
+
+    def __init__(self, url: str, model: str, timeout_s: float) -> None:
+        self._model, self._timeout_s = model, timeout_s
+        self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Yield the responses to one request. Leaving early cancels it at once. Raises GatewayError.
+
+        Nothing is read ahead: whoever reads slowly holds the stream back.
+        """
+        call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
+        try:
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                piece = _piece(answer)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+            raise unavailable("the server ended this reply early; try again")
+        except grpc.RpcError as error:
+            raise _from_rpc(error) from None
+        finally:
+            call.cancel()  # nothing happens when it is over
+
+    def _message(self, job: Job) -> Any:
+        message = service_pb2.ModelInferRequest(model_name=self._model, id=job.request_id)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        if job.namespace:
+            message.parameters["cache_salt"].string_param = job.namespace
+        tensor = message.inputs.add()
+        tensor.name, tensor.datatype = "request", "BYTES"
+        tensor.shape.append(1)
+        data = msgspec.json.encode({**job.request, "timeout_s": self._timeout_s})
+        message.raw_input_contents.append(struct.pack("<I", len(data)) + data)
+        return message
+
+    async def is_ready(self) -> bool:
+        """Whether Triton says that itself and the model are ready."""
+        try:
+            server = self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=_READY_TIMEOUT_S)
+            model = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self._model), timeout=_READY_TIMEOUT_S)
+            answers = await asyncio.gather(server, model)
+        except grpc.RpcError:
+            return False  # not reachable, or the model is unknown: not ready in either case
+        return all(answer.ready for answer in answers)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def _once(message: Any) -> AsyncIterator[Any]:
+    yield message
+
+
+def _piece(answer: Any) -> Piece:
+    if answer.error_message:
+        raise from_triton(answer.error_message)
+    contents = answer.infer_response.raw_output_contents
+    if not contents:
+        raise unavailable("the server ended this reply early; try again")
+    piece = _decoder.decode(memoryview(contents[0])[4:])  # the first four bytes are the length
+    if piece.finish_reason == "timeout":
+        raise GatewayError(408, "the reply was not ready in time; ask for fewer tokens", code="timeout")
+    if piece.finish_reason == "cancelled":
+        raise unavailable("the reply was cancelled on the server; try again")
+    return piece
+
+
+def _from_rpc(error: grpc.RpcError) -> GatewayError:
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return GatewayError(408, "no answer in time; ask for fewer tokens", code="timeout")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return unavailable("the inference server cannot be reached; try again when /health answers 200")
+    return from_triton(details)

@@ -1,0 +1,173 @@
+"""The OpenAI-compatible endpoint before a real server: the openai package, the default model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.wire import eventually, scrape, settled
+from tests.gateway.conftest import Served, serving
+from tests.gateway.test_limits import connect, post
+
+CHAT: Any = [{"role": "user", "content": "Write the function read_lines."}]
+GREEDY: Any = {"model": "everbatch", "temperature": 0}
+ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
+
+
+@pytest.fixture(scope="module")
+def served(server: Any) -> Iterator[Served]:
+    with serving(server.grpc_url, metrics_url=server.metrics_url) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+def streamed(client: openai.OpenAI, **values: Any) -> tuple[str, str | None, Any]:
+    """Text, finish reason, usage of a streamed chat."""
+    text, reason, usage = "", None, None
+    for chunk in client.chat.completions.create(
+        messages=CHAT, stream=True, stream_options={"include_usage": True}, **values
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    return text, reason, usage
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}])
+def test_a_streamed_chat_is_the_same_as_a_whole_one(sampling: Any, client: openai.OpenAI) -> None:
+    values = {"model": "everbatch", "max_completion_tokens": 40, **sampling}
+    whole = client.chat.completions.create(messages=CHAT, **values)
+    text, reason, usage = streamed(client, **values)
+    assert text and (text, reason) == (whole.choices[0].message.content, whole.choices[0].finish_reason)
+    assert whole.usage is not None and usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens > 0
+
+
+def test_exactly_max_tokens_are_generated_where_the_end_is_ignored(client: openai.OpenAI) -> None:
+    reply = client.completions.create(**GREEDY, prompt="def main(", max_tokens=33, extra_body={"ignore_eos": True})
+    assert reply.usage is not None and reply.usage.completion_tokens == 33
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_ids_and_lists_of_prompts_get_the_replies_of_single_ones(client: openai.OpenAI) -> None:
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    together = client.completions.create(**GREEDY, prompt=prompts, n=2, max_tokens=8)
+    alone = [client.completions.create(**GREEDY, prompt=ids, max_tokens=8).choices[0].text for ids in prompts]
+    assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
+
+
+def test_choices_have_the_replies_of_their_seeds(client: openai.OpenAI) -> None:
+    values: Any = {"model": "everbatch", "messages": CHAT, "max_tokens": 24, "temperature": 1.0}
+    both = client.chat.completions.create(**values, n=2, seed=7)
+    alone = [client.chat.completions.create(**values, seed=seed).choices[0].message.content for seed in (7, 8)]
+    assert [choice.message.content for choice in both.choices] == alone and alone[0] != alone[1]
+
+
+def test_a_stop_string_ends_the_reply_and_is_not_in_it(client: openai.OpenAI) -> None:
+    full = client.completions.create(**GREEDY, prompt="def main(", max_tokens=30).choices[0].text
+    stop = full[8:12]
+    for stream in (False, True):
+        reply: Any = client.completions.create(**GREEDY, prompt="def main(", max_tokens=30, stop=stop, stream=stream)
+        parts = [choice for part in (reply if stream else [reply]) for choice in part.choices]
+        assert "".join(part.text for part in parts) == full[: full.index(stop)]
+        assert parts[-1].finish_reason == "stop"
+
+
+def test_logprobs_name_the_tokens_of_the_text(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**GREEDY, messages=CHAT, max_tokens=6, logprobs=True, top_logprobs=2)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    text = b"".join(bytes(token.bytes or []) for token in logprobs.content).decode()
+    assert text.startswith(reply.choices[0].message.content or "-")
+    for token in logprobs.content:
+        assert token.logprob <= 0 and len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob == token.logprob, "greedy: the chosen one is the most likely"
+
+
+def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
+    plain = client.completions.create(**GREEDY, prompt="def main(", max_tokens=5).choices[0].text
+    assert client.completions.create(**GREEDY, prompt="def main(", max_tokens=5, echo=True).choices[0].text == (
+        "def main(" + plain
+    )
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_the_second_turn_of_a_conversation_finds_the_kv_of_the_first(server: Any, keys: Path) -> None:
+    """Of a tenant: who has no key shares whole blocks with strangers, and is told nothing of what was found."""
+    asked = "Write the function read_lines. " * 30
+    with serving(server.grpc_url, api_keys=keys) as served, served.client(ALICE) as client:
+        first = client.responses.create(**GREEDY, input=asked, max_output_tokens=60)
+        second = client.responses.create(
+            **GREEDY, input="Now one that writes.", previous_response_id=first.id, max_output_tokens=5
+        )
+        chat: Any = [{"role": "user", "content": asked}, {"role": "assistant", "content": first.output_text}]
+        again = client.chat.completions.create(
+            **GREEDY, messages=[*chat, {"role": "user", "content": "Now one that writes."}], max_tokens=5
+        )
+    assert first.usage is not None and second.usage is not None
+    before = first.usage.input_tokens
+    assert second.usage.input_tokens > before and second.usage.input_tokens_details.cached_tokens >= before - 32
+    assert again.choices[0].message.content == second.output_text
+
+
+def test_tenants_find_nothing_of_each_other_in_the_cache(server: Any, keys: Path) -> None:
+    prompt = "def tenants(" + "argument, " * 40
+    cached = []
+    with serving(server.grpc_url, api_keys=keys) as served:
+        for key in (ALICE, BOB, ALICE):
+            with served.client(key) as client:
+                usage = client.completions.create(**GREEDY, prompt=prompt, max_tokens=2).usage
+                assert usage is not None and usage.prompt_tokens_details is not None
+                cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[:2] == [0, 0] and cached[2] is not None and cached[2] > 0
+
+
+def test_a_client_that_leaves_frees_its_place_in_the_batch(server: Any, served: Served) -> None:
+    body = {"model": "everbatch", "prompt": "def main(", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with connect(served) as connection:
+        connection.sendall(post(json.dumps(body).encode()))
+        assert b" 200 " in connection.recv(1000)
+        left = time.monotonic()
+    assert eventually(lambda: scrape(server.metrics_url)["everbatch_requests{state=active}"] == 0, 10)
+    assert served.gateway.running.choices == 0 and time.monotonic() - left < 10
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"prompt": [1 << 30]}, None),
+        ({"prompt": [5] * 100_000}, None),
+        ({"prompt": "a", "logit_bias": {"999999999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_the_server_refuses_is_a_400(values: Any, param: str | None, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="everbatch", **values)
+    assert param is None or caught.value.param == param
+
+
+def test_health_and_metrics_are_tritons(server: Any, served: Served, client: openai.OpenAI) -> None:
+    assert served.request("GET", "/health")[0] == 200
+    client.completions.create(**GREEDY, prompt="def main(", max_tokens=3)
+    settled(server.metrics_url)
+    page = served.request("GET", "/metrics")[1]
+    assert "everbatch_requests" in page and "everbatch_gateway_completion_tokens_total" in page

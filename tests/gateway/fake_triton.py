@@ -1,0 +1,181 @@
+"""Triton's gRPC with a model `everbatch` that follows the contract and says what the prompt tells it to.
+
+The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
+tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
+stream without a last response. Anything else is answered with WORDS.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+WORDS = ["Hello", " wörld", " 🌍", "!"]
+KEYS = {
+    *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
+    *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
+}
+
+
+@dataclass
+class Seen:
+    """A request as it arrived."""
+
+    body: dict[str, Any]
+    id: str
+    namespace: str
+    ended: threading.Event = field(default_factory=threading.Event)
+    ended_at: float = 0.0
+    said: int = 0
+
+    def text(self) -> str:
+        if "messages" in self.body:
+            return str(self.body["messages"][-1]["content"])
+        return str(self.body.get("prompt", ""))
+
+    def end(self) -> None:
+        self.ended_at = time.monotonic()
+        self.ended.set()
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Listens at `url` within `with`."""
+
+    def __init__(self) -> None:
+        self.requests: list[Seen] = []
+        self.ready = True
+        self._server: grpc.Server | None = None
+        self.url = "127.0.0.1:0"
+
+    def __enter__(self) -> FakeTriton:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Listen; after a stop at the same address again."""
+        self._server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port(self.url)}"
+        self._server.start()
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.stop(0).wait(10)
+
+    def last(self) -> Seen:
+        return self.requests[-1]
+
+    def wait_for(self, count: int = 1) -> list[Seen]:
+        """The requests, once there are so many."""
+        deadline = time.monotonic() + 10
+        while len(self.requests) < count:
+            assert time.monotonic() < deadline, f"{len(self.requests)} requests of {count} came"
+            time.sleep(0.002)
+        return self.requests
+
+    def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self.ready)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=self.ready and request.name == "everbatch")
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        message = next(requests)
+        raw = message.raw_input_contents[0]
+        assert struct.unpack("<I", raw[:4])[0] == len(raw) - 4
+        seen = Seen(json.loads(raw[4:]), message.id, message.parameters["cache_salt"].string_param)
+        self.requests.append(seen)
+        context.add_callback(seen.end)
+        unknown = set(seen.body) - KEYS
+        if unknown:
+            yield error(f"[INVALID_ARGUMENT] unknown keys {sorted(unknown)}")
+            return
+        yield from self._answers(seen, context)
+
+    def _answers(self, seen: Seen, context: Any) -> Iterator[Any]:
+        command, _, rest = seen.text().partition(" ")
+        if command == "error":
+            yield error(rest)
+        elif command == "late":
+            yield piece(seen, [" tick"], None)
+            yield error(rest.removeprefix("error "))
+        elif command == "cut":
+            yield piece(seen, [" tick"], None)
+        elif command == "hold":
+            yield piece(seen, [" tick"], None)
+            seen.ended.wait(30)
+        elif command == "timeout":
+            yield piece(seen, [" tick"], "timeout")
+        elif command == "flood":
+            yield from flood(seen, int(rest))
+        else:
+            yield from plain(seen)
+
+
+def plain(seen: Seen) -> Iterator[Any]:
+    """WORDS, two tokens in the second response; cut at max_tokens; said again as often as asked for without a limit."""
+    limit = seen.body.get("max_tokens") or len(WORDS)
+    words = [WORDS[i % len(WORDS)] for i in range(min(limit, len(WORDS)))]
+    reason = "length" if limit < len(WORDS) else "stop"
+    if seen.body.get("echo"):
+        words[0] = seen.text() + words[0]
+    if not seen.body.get("stream"):
+        yield piece(seen, words, reason)
+        return
+    groups = [group for group in (words[:1], words[1:3], words[3:]) if group]
+    for group in groups[:-1]:
+        yield piece(seen, group, None)
+    yield piece(seen, groups[-1], reason)
+
+
+def flood(seen: Seen, count: int) -> Iterator[Any]:
+    for _ in range(count - 1):
+        yield piece(seen, ["x" * 1024], None)
+    yield piece(seen, ["x" * 1024], "stop")
+
+
+def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
+    first = seen.said
+    seen.said += len(words)
+    value: dict[str, Any] = {"text": "".join(words), "token_ids": list(range(first, seen.said))}
+    count = seen.body.get("logprobs")
+    if count is not None:
+        value["logprobs"] = [{**logprob(word, -0.5), "top": others(word, count)} for word in words]
+    if reason is not None:
+        usage = {"prompt_tokens": 7, "completion_tokens": seen.said, "cached_tokens": 3}
+        value |= {"finish_reason": reason, "stop_reason": None, "usage": usage}
+    answer = service_pb2.ModelStreamInferResponse()
+    response = answer.infer_response
+    response.model_name, response.id = "everbatch", seen.id
+    response.parameters["triton_final_response"].bool_param = reason is not None
+    output = response.outputs.add()
+    output.name, output.datatype = "response", "BYTES"
+    output.shape.append(1)
+    data = json.dumps(value).encode()
+    response.raw_output_contents.append(struct.pack("<I", len(data)) + data)
+    return answer
+
+
+def logprob(word: str, value: float) -> dict[str, Any]:
+    return {"token_id": 1, "token": word, "bytes": list(word.encode()), "logprob": value}
+
+
+def others(word: str, count: int) -> list[dict[str, Any]]:
+    return [logprob(text, -0.5 - i) for i, text in enumerate([word, "a", "b", "c", "d"][:count])]
+
+
+def error(text: str) -> Any:
+    return service_pb2.ModelStreamInferResponse(error_message=text)

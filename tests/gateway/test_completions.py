@@ -1,0 +1,84 @@
+"""/v1/completions as the openai package uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.fake_triton import WORDS, FakeTriton
+
+TEXT = "".join(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("a", [{"prompt": "a"}]),
+        (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        ([1, 2], [{"prompt_token_ids": [1, 2]}]),
+        ([[1, 2], [3]], [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_text_or_ids_or_a_list_of_them(
+    prompt: Any, sent: list[dict[str, Any]], stream: bool, client: openai.OpenAI, triton: FakeTriton
+) -> None:
+    texts = dict.fromkeys(range(len(sent)), "")
+    reply: Any = client.completions.create(model="everbatch", prompt=prompt, seed=1, max_tokens=9, stream=stream)
+    for part in reply if stream else [reply]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == dict.fromkeys(range(len(sent)), TEXT)
+    given = [{key: value for key, value in seen.body.items() if "prompt" in key} for seen in triton.requests]
+    assert sorted(given, key=str) == sorted(sent, key=str)
+
+
+def test_two_prompts_with_n_are_counted_once_each(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="everbatch", prompt=["a", "b"], n=2, max_tokens=9)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert reply.usage is not None and (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
+
+
+def test_without_max_tokens_sixteen_are_asked_for(client: openai.OpenAI, triton: FakeTriton) -> None:
+    client.completions.create(model="everbatch", prompt="a")
+    assert triton.last().body["max_tokens"] == 16
+
+
+def test_a_reply_cut_at_max_tokens_says_length(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="everbatch", prompt="a", max_tokens=2)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (WORDS[0] + WORDS[1], "length")
+
+
+def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
+    assert client.completions.create(model="everbatch", prompt="say ", echo=True).choices[0].text == "say " + TEXT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_four_lists_and_offsets_count_characters(stream: bool, client: openai.OpenAI) -> None:
+    reply: Any = client.completions.create(model="everbatch", prompt="a", max_tokens=9, logprobs=2, stream=stream)
+    parts = [part.choices[0].logprobs for part in (reply if stream else [reply]) if part.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == WORDS
+    assert [value for part in parts for value in part.token_logprobs] == [-0.5] * 4
+    offsets = [0, len(WORDS[0]), len(WORDS[0] + WORDS[1]), len(WORDS[0] + WORDS[1] + WORDS[2])]
+    assert [offset for part in parts for offset in part.text_offset] == offsets
+    assert parts[0].top_logprobs[0] == {WORDS[0]: -0.5, "a": -1.5}
+
+
+def test_the_chosen_token_is_among_the_most_likely_even_when_none_is_asked_for(client: openai.OpenAI) -> None:
+    logprobs = client.completions.create(model="everbatch", prompt="a", max_tokens=1, logprobs=0).choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs == [{WORDS[0]: -0.5}]
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, 1), (3, 3), (3, 1)])
+def test_best_of_that_asks_for_nothing_more_is_taken(n: int, best_of: int, client: openai.OpenAI) -> None:
+    assert len(client.completions.create(model="everbatch", prompt="a", n=n, best_of=best_of).choices) == n
+
+
+def test_stream_ends_with_usage_and_done(served: Any) -> None:
+    body = {"model": "everbatch", "prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+    status, text, headers = served.request("POST", "/v1/completions", body)
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    events = text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""] and '"total_tokens":11' in events[-3]

@@ -1,0 +1,231 @@
+"""Errors in OpenAI's shape: the status, the parameter's name, and a sentence with value, limit and remedy."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.errors import from_triton
+from tests.gateway.conftest import Served, serving
+from tests.gateway.fake_triton import FakeTriton
+
+CHAT = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "everbatch", "prompt": "hi"}
+RESPONSE = {"model": "everbatch", "input": "hi"}
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+NO_TEXT = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
+CALLED = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+# path, what is added to a good request, the parameter that is named, what the sentence says
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("chat/completions", {"nonsense": 1}, "nonsense", "unknown parameter nonsense"),
+    ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be less than or equal to 2"),
+    ("chat/completions", {"temperature": "hot"}, "temperature", "temperature is 'hot'; it should be a valid number"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be greater than or equal to 1"),
+    ("chat/completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it should be a valid integer"),
+    ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "send one of them"),
+    ("chat/completions", {"n": 0}, "n", "n is 0"),
+    ("chat/completions", {"n": 129}, "n", "less than or equal to 128"),
+    ("chat/completions", {"messages": []}, "messages", "messages is a list; list should have at least 1 item"),
+    ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
+    ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "messages[0].role is 'x'"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages", "role user has no content"),
+    ("chat/completions", {"messages": IMAGE}, "messages[0].content[0].type", "is 'image_url'; it should be 'text'"),
+    (
+        "chat/completions",
+        {"messages": NO_TEXT},
+        "messages[0].content[0].text",
+        "text is 5; it should be a valid string",
+    ),
+    ("chat/completions", {"messages": CALLED}, "messages[0].tool_calls", "tool_calls asks for guided decoding"),
+    ("chat/completions", {"tools": [FUNCTION]}, "tools", "tools asks for guided decoding, which is not there yet"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice", "guided decoding"),
+    ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "guided decoding"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "guided decoding"),
+    ("chat/completions", {"modalities": ["text", "audio"]}, "modalities", "text only"),
+    ("chat/completions", {"audio": {"voice": "v", "format": "wav"}}, "audio", "text only"),
+    ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+    ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    ("chat/completions", {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias.x is 'x'; string should match"),
+    ("chat/completions", {"logit_bias": {"1": 101}}, "logit_bias", "101; it should be less than or equal to 100"),
+    ("chat/completions", {"stop": 5}, "stop", "stop is 5; it should be a valid string, or it should be a valid list"),
+    ("completions", {"suffix": "x"}, "suffix", "suffix is not served here"),
+    ("completions", {"best_of": 4, "n": 2}, "best_of", "best_of is 4; only 1 or n (2) is served"),
+    ("completions", {"prompt": []}, "prompt", "at least 1 item"),
+    ("completions", {"prompt": [[]]}, "prompt[0]", "at least 1 item"),
+    ("completions", {"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a valid string"),
+    ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n is 130, the limit is 128"),
+    ("completions", {"echo": True, "logprobs": 1}, "logprobs", "log-probabilities of the prompt"),
+    ("completions", {"messages": []}, "messages", "unknown parameter messages"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "tools", "guided decoding"),
+    ("responses", {"text": {"format": {"type": "json_object"}}}, "text", "guided decoding"),
+    ("responses", {"background": True}, "background", "is not served here"),
+    ("responses", {"truncation": "auto"}, "truncation", "send less input"),
+    ("responses", {"previous_response_id": "resp_0"}, "previous_response_id", "send the earlier turns as input"),
+    ("responses", {"stream_options": {"include_usage": True}}, "stream_options.include_usage", "last event"),
+]
+
+
+@pytest.mark.parametrize(("path", "added", "param", "sentence"), REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(
+    path: str, added: dict[str, Any], param: str, sentence: str, served: Served, triton: FakeTriton
+) -> None:
+    good = {"chat/completions": CHAT, "completions": COMPLETION, "responses": RESPONSE}[path]
+    status, body, _ = served.request("POST", f"/v1/{path}", {**good, **added})
+    assert status == 400 and set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"].startswith(param) and sentence in error["message"], error
+    assert len(error["message"]) < 500 and not triton.requests
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_parameter_is_named(path: str, missing: int, served: Served) -> None:
+    good = {"chat/completions": CHAT, "completions": COMPLETION, "responses": RESPONSE}[path]
+    name = list(good)[missing]
+    status, body, _ = served.request("POST", f"/v1/{path}", {key: good[key] for key in good if key != name})
+    assert (status, body["error"]["param"], body["error"]["message"]) == (400, name, f"{name} is missing")
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "the body is no JSON object"),
+        (b'{"model": "\\ud800"}', "not valid JSON"),
+        (b'{"model": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"model": "everbatch", "prompt": "a", "temperature": NaN}', "finite number"),
+        (b'{"model": "everbatch", "prompt": "a", "temperature": 1e999}', "finite number"),
+        (b'{"model": "everbatch", "prompt": "a", "seed": 1' + b"0" * 100 + b"}", "seed is"),
+    ],
+)
+def test_a_body_that_is_no_proper_json_is_refused(data: bytes, sentence: str, served: Served) -> None:
+    status, body, _ = served.request("POST", "/v1/completions", data)
+    assert status == 400 and sentence in body["error"]["message"]
+
+
+# what Triton says, the status of the answer, its code, whether it says when to try again
+TRITONS: list[tuple[str, int, str | None, bool]] = [
+    ("[INVALID_ARGUMENT] temperature is 0.1, odd", 400, None, False),
+    ("[INVALID_ARGUMENT] 9,000 tokens are more than model.max_seq_len", 400, "context_length_exceeded", False),
+    ("[UNSUPPORTED] min_p is not supported", 400, None, False),
+    ("[UNAVAILABLE] the queue is full, limits.max_queue_size is 5", 429, "rate_limit_exceeded", True),
+    ("[UNAVAILABLE] the engine is starting", 503, "service_unavailable", True),
+    ("[DEADLINE_EXCEEDED] too late", 408, None, False),
+    ("[CANCELLED] cancelled", 503, "service_unavailable", True),
+    ("[INTERNAL] broken", 500, "internal_error", False),
+    ("Request for unknown model: 'everbatch' is not found", 503, "service_unavailable", True),
+    ("Traceback: secret path", 500, "internal_error", False),
+]
+
+
+@pytest.mark.parametrize(("text", "status", "code", "again"), TRITONS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_model_becomes_a_status(
+    text: str, status: int, code: str | None, again: bool, stream: bool, served: Served
+) -> None:
+    body = {"model": "everbatch", "prompt": f"error {text}", "stream": stream}
+    found, answer, headers = served.request("POST", "/v1/completions", body)
+    assert (found, answer["error"]["code"], "retry-after" in headers) == (status, code, again)
+    assert "secret" not in answer["error"]["message"] and "[" not in answer["error"]["message"]
+
+
+def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
+    assert from_triton("[INVALID_ARGUMENT] prompt_token_ids holds 99").param == "prompt"
+    assert from_triton("[INVALID_ARGUMENT] timeout_s is 0").param is None
+
+
+def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenAI) -> None:
+    stream = client.completions.create(model="everbatch", prompt="late error [UNAVAILABLE] engine died", stream=True)
+    assert next(stream).choices[0].text == " tick"
+    with pytest.raises(openai.APIError, match="engine died"):
+        list(stream)
+
+
+@pytest.mark.parametrize("prompt", ["cut", "late error [INTERNAL] x"])
+def test_a_reply_that_ends_early_is_no_reply(prompt: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="everbatch", prompt=prompt)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_reply_that_was_not_ready_in_time_is_408(n: int, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(model="everbatch", prompt="timeout", n=n)
+    assert caught.value.status_code == 408
+
+
+def test_an_unknown_model_is_404_and_the_known_ones_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["everbatch"]
+    assert client.models.retrieve("everbatch").owned_by == "everbatch"
+    for call in (
+        lambda: client.models.retrieve("gpt"),
+        lambda: client.completions.create(model="gpt", prompt="a"),
+        lambda: client.responses.create(model="gpt", input="a"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+
+def test_embeddings_are_refused_in_a_sentence(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="embeddings are not served here"):
+        client.embeddings.create(model="everbatch", input="a")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", "/docs", 404), ("GET", "/v1/completions", 405)]
+    + [("PUT", "/v1/models", 405), ("GET", "/v1/responses/resp_0", 404), ("DELETE", "/v1/responses/resp_0", 404)],
+)
+def test_unknown_routes_and_methods(method: str, path: str, status: int, served: Served) -> None:
+    found, body, headers = served.request(method, path)
+    assert found == status and body["error"]["message"]
+    assert ("allow" in headers) == (status == 405)
+
+
+@pytest.mark.parametrize("headers", [{"Content-Type": "text/plain"}, {"Content-Encoding": "gzip"}])
+def test_another_kind_of_body_is_415(headers: dict[str, str], served: Served) -> None:
+    status, body, _ = served.request("POST", "/v1/completions", COMPLETION, headers)
+    assert status == 415 and "send" in body["error"]["message"]
+
+
+def test_without_triton_everything_is_503_until_it_is_back() -> None:
+    with FakeTriton() as triton, serving(triton.url) as served:
+        assert served.request("GET", "/health")[0] == 200
+        triton.stop()
+        assert served.request("GET", "/health")[0] == 503
+        status, body, headers = served.request("POST", "/v1/completions", COMPLETION)
+        assert (status, body["error"]["code"]) == (503, "service_unavailable") and "retry-after" in headers
+        triton.start()
+        for _ in range(300):
+            status = served.request("GET", "/health")[0]
+            if status == 200:
+                break
+        assert served.request("POST", "/v1/completions", COMPLETION)[0] == 200
+
+
+def test_health_follows_the_readiness_of_triton(served: Served, triton: FakeTriton) -> None:
+    triton.ready = False
+    try:
+        status, body, _ = served.request("GET", "/health")
+        assert status == 503 and body["error"]["code"] == "service_unavailable"
+    finally:
+        triton.ready = True
+    assert served.request("GET", "/health")[:2] == (200, {"status": "ready"})
+
+
+def test_a_line_that_is_no_http_does_not_end_the_server(served: Served) -> None:
+    host, _, port = served.address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert b"400" in connection.recv(1000)
+    assert served.request("GET", "/health")[0] == 200

@@ -1,0 +1,157 @@
+"""Clients that leave, and the server that is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from gateway.settings import Settings
+from tests.gateway.conftest import Served, serving
+from tests.gateway.fake_triton import FakeTriton
+from tests.gateway.test_limits import connect, post
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def hold(path: str, stream: bool, n: int) -> bytes:
+    if path == "/v1/responses":
+        return post(json.dumps({"model": "everbatch", "input": "hold", "stream": stream}).encode(), path)
+    return post(json.dumps({"model": "everbatch", "prompt": "hold", "stream": stream, "n": n}).encode(), path)
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "n"),
+    [("/v1/completions", True, 1), ("/v1/completions", False, 1), ("/v1/completions", True, 3)]
+    + [("/v1/completions", False, 3), ("/v1/responses", True, 1), ("/v1/responses", False, 1)],
+)
+def test_a_client_that_leaves_ends_its_replies_within_100_ms(
+    path: str, stream: bool, n: int, served: Served, triton: FakeTriton
+) -> None:
+    """The quickest of five: what a loaded machine adds is not the gateway's."""
+    times = []
+    for _ in range(5):
+        triton.requests.clear()
+        with connect(served) as connection:
+            connection.sendall(hold(path, stream, n))
+            seen = list(triton.wait_for(n))
+            if stream:
+                assert b" 200 " in connection.recv(1000)
+            left = time.monotonic()
+        assert all(one.ended.wait(10) for one in seen)
+        times.append(max(one.ended_at for one in seen) - left)
+    assert min(times) < 0.1, times
+    assert served.gateway.running.choices == 0 or eventually_idle(served)
+
+
+def eventually_idle(served: Served) -> bool:
+    deadline = time.monotonic() + 10
+    while served.gateway.running.choices and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return served.gateway.running.choices == 0
+
+
+def test_leaving_the_iterator_of_the_async_client_ends_the_reply(served: Served, triton: FakeTriton) -> None:
+    async def leave() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(model="everbatch", prompt="hold", stream=True)
+            async with stream:
+                async for _ in stream:
+                    break
+
+    asyncio.run(leave())
+    assert triton.last().ended.wait(10)
+
+
+def test_a_client_that_left_is_counted(served: Served, triton: FakeTriton) -> None:
+    before = served.gateway.counters.disconnects
+    with connect(served) as connection:
+        connection.sendall(hold("/v1/completions", False, 1))
+        triton.wait_for(1)
+    deadline = time.monotonic() + 10
+    while served.gateway.counters.disconnects == before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert served.gateway.counters.disconnects == before + 1
+
+
+@pytest.mark.parametrize("margin", ["gateway.triton_client.MARGIN_S", "gateway.core.MARGIN_S"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_longer_than_the_time_limit_is_408(
+    margin: str, stream: bool, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives up first: the link on its deadline, or the answer on its own."""
+    monkeypatch.setattr(margin, 0.0)
+    with serving(triton.url, request_timeout_s=0.2) as served:
+        body = {"model": "everbatch", "prompt": "hold", "stream": stream}
+        status, answer, _ = served.request("POST", "/v1/completions", body)
+    error = json.loads(answer.split("data: ")[2])["error"] if stream else answer["error"]
+    assert (status, error["code"], error["type"]) == (200 if stream else 408, "timeout", "timeout_error")
+    assert triton.last().ended.wait(10)
+
+
+def test_a_server_that_stops_lets_replies_end_and_then_ends_them_with_an_error(triton: FakeTriton) -> None:
+    served = Served(Settings(triton=triton.url, port=0, shutdown_grace_s=0.2))
+    served.start()
+    with connect(served) as streaming, connect(served) as waiting:
+        streaming.sendall(hold("/v1/completions", True, 1))
+        assert b" 200 " in streaming.recv(1000)
+        waiting.sendall(hold("/v1/completions", False, 1))
+        seen = list(triton.wait_for(2))
+        served.stop()
+        last = b"".join(iter(lambda: streaming.recv(1000), b""))
+        whole = b"".join(iter(lambda: waiting.recv(1000), b""))
+    assert b'"error"' in last and b"is being stopped" in last and last.endswith(b"0\r\n\r\n")
+    assert b" 503 " in whole.split(b"\r\n")[0] and b"retry-after" in whole
+    assert all(one.ended.wait(10) for one in seen)
+
+
+def start(triton: FakeTriton, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    """`python -m gateway` and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "--triton", triton.url, "--port", "0", *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    return process, line.strip().rpartition("//")[2].removesuffix("/v1")
+
+
+def test_the_command_serves_until_sigterm_and_ends_with_0(triton: FakeTriton) -> None:
+    process, address = start(triton, "--model-name", "a", "--model-name", "b")
+    try:
+        with openai.OpenAI(base_url=f"http://{address}/v1", api_key="x", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["a", "b"]
+            assert client.completions.create(model="b", prompt="x").choices[0].text
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 0 and "POST /v1/completions 200" in log and "Traceback" not in log
+
+
+def test_the_command_refuses_a_file_of_keys_that_others_may_read(triton: FakeTriton, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice alice-key-0123456789\n")
+    os.chmod(file, 0o644)
+    process, line = start(triton, "--api-keys", str(file))
+    assert process.wait(30) == 2 and "chmod 600 mends that" in line
+    process.communicate()
+
+
+def test_the_command_says_when_its_port_is_taken(triton: FakeTriton) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process, line = start(triton, "--port", str(taken.getsockname()[1]))
+        _, rest = process.communicate(timeout=30)
+    assert process.returncode != 0 and "address already in use" in line + rest

@@ -1,0 +1,77 @@
+"""The store of responses keeps its bounds."""
+
+from __future__ import annotations
+
+import gc
+
+from gateway.store import OVERHEAD_BYTES, ResponseStore, Stored
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stored(name: str, parent: Stored | None = None, text: str = "x") -> Stored:
+    return Stored(name, ({"role": "user", "content": text},), parent, b"")
+
+
+def test_the_least_recently_used_response_goes_first() -> None:
+    store = ResponseStore(2, 1 << 20, 60, Clock())
+    for name in ("a", "b"):
+        store.put("ns", stored(name))
+    assert store.get("ns", "a") is not None
+    store.put("ns", stored("c"))
+    assert [store.get("ns", name) is not None for name in ("a", "b", "c")] == [True, False, True]
+
+
+def test_a_response_is_forgotten_when_it_was_not_used_for_the_time_limit() -> None:
+    clock = Clock()
+    store = ResponseStore(9, 1 << 20, 60, clock)
+    store.put("ns", stored("a"))
+    clock.now = 50
+    assert store.get("ns", "a") is not None
+    clock.now = 105
+    assert store.get("ns", "a") is not None
+    clock.now = 166
+    assert store.get("ns", "a") is None and store.held() == (0, 0)
+
+
+def test_namespaces_neither_see_nor_displace_each_other() -> None:
+    store = ResponseStore(1, 1 << 20, 60, Clock())
+    store.put("alice", stored("a"))
+    store.put("bob", stored("b"))
+    assert store.get("alice", "a") is not None and store.get("bob", "a") is None
+    assert not store.delete("bob", "a") and store.delete("alice", "a")
+
+
+def test_the_bytes_of_turns_that_are_still_continued_stay_counted() -> None:
+    """Else a conversation whose first responses were displaced would hold more than the limit."""
+    store = ResponseStore(9, 4 * (OVERHEAD_BYTES + 1000), 60, Clock())
+    parent = None
+    for name in "abcdefgh":
+        parent = stored(name, parent, "x" * 990)
+        store.put("ns", parent)
+    held = store.held()
+    del parent
+    gc.collect()
+    assert held == (0, held[1]) and held[1] > 4 * OVERHEAD_BYTES, "the conversation outgrew its limit: it is gone"
+    assert store.held() == (0, 0)
+
+
+def test_a_response_larger_than_the_limit_is_not_kept() -> None:
+    store = ResponseStore(9, 2000, 60, Clock())
+    store.put("ns", stored("small"))
+    store.put("ns", stored("large", text="x" * 2000))
+    assert store.get("ns", "large") is None and store.held() == (0, 0)
+
+
+def test_a_conversation_of_many_turns_is_told_in_order() -> None:
+    store = ResponseStore(5000, 1 << 30, 60, Clock())
+    parent = None
+    for i in range(5000):
+        parent = stored(str(i), parent, str(i))
+        store.put("ns", parent)
+    assert parent is not None and [turn["content"] for turn in parent.conversation()] == [str(i) for i in range(5000)]
