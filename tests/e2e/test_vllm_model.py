@@ -40,19 +40,24 @@ instance_group [
   }
 ]
 """
+PARAMETERS = """
+parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "true" } }
+parameters: { key: "ENABLE_VLLM_HEALTH_CHECK" value: { string_value: "true" } }
+"""
 ENGINE_ARGS = {"model": "facebook/opt-125m", "gpu_memory_utilization": 0.5, "enforce_eager": True}
 
 
-def add_model(repository: Path, name: str, **engine_args: Any) -> None:
+def add_model(repository: Path, name: str, config: str = CONFIG, **engine_args: Any) -> None:
     (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(CONFIG)
+    (repository / name / "config.pbtxt").write_text(config)
     (repository / name / "1" / "model.json").write_text(json.dumps(ENGINE_ARGS | engine_args))
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("repository")
-    (directory / "tensorrt_llm").symlink_to(ROOT / "model_repository" / "tensorrt_llm")
+    for name in ("tensorrt_llm", "everbatch"):
+        (directory / name).symlink_to(ROOT / "model_repository" / name)
     (directory / "vllm_model").symlink_to(ROOT / "deploy" / "profiles" / "vllm" / "vllm_model")
     add_model(directory, "vllm_opt")
     return directory
@@ -328,7 +333,7 @@ def test_an_unknown_engine_argument_fails_the_load_by_name_and_a_copy_under_any_
     server: TritonServer, repository: Path
 ) -> None:
     add_model(repository, "vllm_mistyped", gpu_memory_utilisation=0.5)
-    add_model(repository, "any_other_name")
+    add_model(repository, "any_other_name", CONFIG + PARAMETERS)
     status, text = load(server, "vllm_mistyped")
     assert status == 400 and "'gpu_memory_utilisation', which is no engine argument of vLLM" in text
     assert load(server, "any_other_name")[0] == 200

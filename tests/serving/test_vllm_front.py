@@ -355,4 +355,6 @@ def test_the_engine_is_asked_for_log_probabilities_only_where_they_are_told(tool
     assert asked(sampling=greedy, return_logprobs=True) == (True, 2)
     assert asked(sampling=greedy | {"logprobs": 0}, return_logprobs=True) == (True, 1)
     assert asked(return_logprobs=True) == (False, 0)
+    assert asked(sampling={"temperature": 0, "logprobs": True}, return_logprobs=True) == (True, 1)
+    assert asked(sampling={"temperature": 0, "logprobs": False}, return_logprobs=True) == (False, 0)
     assert asked(return_cumulative_logprob=True) == (True, 0)

@@ -59,10 +59,12 @@ def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConf
 
     Numbers and bools may be strings. Raises InvalidRequest for a wrong value, Unsupported for what this version lacks.
     """
-    if tensor:
-        asked: VllmSampling = read_json(TENSOR, tensor, VllmSampling, strict=False)
-    else:
-        asked = from_json("the request's parameters", parameters.others, VllmSampling, strict=False)
+    source = TENSOR if tensor else "the request's parameters"
+    given: dict[str, Any] = read_json(TENSOR, tensor, dict) if tensor else dict(parameters.others)
+    for name in ("logprobs", "prompt_logprobs"):
+        if isinstance(given.get(name), bool):  # as OpenAI's chats have it, which Triton's OpenAI frontend hands on
+            given[name] = 1 if given[name] else None
+    asked: VllmSampling = from_json(source, given, VllmSampling, strict=False)
     _refuse_what_is_missing(asked)
     _check(asked, limits)
     return msgspec.structs.replace(asked, seed=None) if asked.seed == RANDOM_SEED else asked
