@@ -237,6 +237,41 @@ def test_unknown_parameters_are_refused_or_warned_about(server: TritonServer) ->
     assert "request parameter 'temprature' is not known and has no effect, did you mean temperature" in log
 
 
+@pytest.mark.parametrize(
+    ("fields", "riddle"),
+    [
+        ({"stop": ["x"]}, "attempt to access JSON non-boolean as boolean"),
+        ({"stream": 1}, "attempt to access JSON non-boolean as boolean"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "attempt to access JSON non-string as string"),
+        ({"max_tokens": "64"}, "attempt to access JSON non-signed-integer as signed-integer"),
+        ({"stop_sequences": ["x"]}, "parameter 'stop_sequences' has invalid type"),
+    ],
+)
+def test_the_page_on_http_quotes_what_triton_answers(server: TritonServer, fields: dict[str, Any], riddle: str) -> None:
+    body = {"text_input": "a", "max_tokens": 1, **fields}
+    _, text = post(f"{server.http_url}/v2/models/ensemble/generate", body)
+    page = " ".join((ROOT / "docs" / "http.md").read_text().split())
+    assert riddle in text and riddle.replace("stop_sequences", "X") in page
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_words": ["\n", "###"]},
+        {"stop_words": "###"},
+        {"text_input": "", "messages": json.dumps([{"role": "user", "content": "Hi"}])},
+        {"temperature": 1},
+        {"id": "r7", "timeout": 2_000_000, "cache_salt": "alice"},
+        {"parameters": {"n": 1}},
+    ],
+)
+def test_the_forms_that_the_page_on_http_calls_right_are_right(server: TritonServer, fields: dict[str, Any]) -> None:
+    status, text = post(
+        f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 1, **fields}
+    )
+    assert status == 200, text
+
+
 def test_the_statistics_line_agrees_with_the_metrics(server: TritonServer) -> None:
     """As tensorrtllm_backend's custom_metrics_verification_tests.py reads both: verbose logging is switched on by a client."""
     values = settled(server)

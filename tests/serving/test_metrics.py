@@ -6,12 +6,16 @@ from datetime import datetime
 import msgspec
 import pytest
 
-from backend.api import EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
+from backend.api import EngineConfig, EngineCounters, EngineStats, IterationStats, KvCacheStats, PerfMetrics
+from backend.core.messages import Hello
 from backend.serving import pb
+from backend.serving.assembly import is_true
+from backend.serving.books import Books
 from backend.serving.ended import EndedRow
 from backend.serving.families import ENGINE_FAMILIES, statistics_line
 from backend.serving.metrics import MetricsPublisher, up_to
-from tests.serving.fake_triton import Metric, MetricFamily
+from tests.serving.fake_triton import Logger, Metric, MetricFamily
+from tests.serving.scripted import MODEL
 
 LABELS = {"model": "tensorrt_llm", "version": "1"}
 
@@ -178,3 +182,30 @@ def test_the_time_of_a_step_is_told_in_microseconds() -> None:
     publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True)
     publisher.publish_engine(stats(timestamp_ns=1_700_000_000_123_456_789), ready=True)
     assert metrics()["nv_trt_llm_general_metrics", "timestamp"].current == 1_700_000_000_123_456
+
+
+def test_the_owner_writes_the_line_to_tritons_verbose_log() -> None:
+    Logger.verbose.clear()
+    books = Books(LABELS, log_requests=False, owner=True, vllm_hello=lambda: None)
+    books.publish_engine(None, ready=False)
+    books.publish_engine(stats(num_active_requests=9), ready=True)
+    (line,) = Logger.verbose
+    assert json.loads(line)["Active Request Count"] == 9
+
+
+def test_vllms_families_appear_once_the_engine_is_known() -> None:
+    said: list[Hello] = []
+    books = Books(LABELS, log_requests=False, owner=False, vllm_hello=lambda: said[0] if said else None)
+    books.publish_rows()
+    assert not any(family.name.startswith("vllm:") for family in MetricFamily.created)
+    said.append(Hello(1, MODEL, "", EngineConfig()))
+    books.publish_rows()
+    assert metrics()["vllm:request_prompt_tokens", ""].buckets == [1, 2, 5, 10, 20, 50]  # of 64 tokens at most
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("true", True), ("TRUE", True), ("1", True), ("false", False), ("", False)]
+)
+def test_a_parameter_of_the_model_config_switches_vllms_families_on(text: str, meant: bool) -> None:
+    assert is_true({"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": text}}}, "REPORT_CUSTOM_METRICS") is meant
+    assert is_true({}, "REPORT_CUSTOM_METRICS") is False
