@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tokenizers
@@ -73,16 +71,16 @@ def test_magic_queries_name_the_special_tokens(tools: TextTools, query: str) -> 
     assert tokenised(tools, query)["INPUT_ID"].tolist() == [[expected]]
 
 
-def test_a_model_without_special_tokens_says_so_and_one_without_bos_answers_with_eos(tools: TextTools) -> None:
-    def like(**config: Any) -> TextTools:
-        text = (MODEL_DIRECTORY / "tokenizer.json").read_text()
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(text), config)
-        return TextTools(tokenizer, tools.template)
+def test_a_special_token_that_the_model_lacks_is_minus_one(tools: TextTools) -> None:
+    text = (MODEL_DIRECTORY / "tokenizer.json").read_text()
+    bare = TextTools(Tokenizer(tokenizers.Tokenizer.from_str(text)), tools.template)
+    for query in ("<BOS>", "<EOS>", ""):
+        assert tokenised(bare, query)["INPUT_ID"].tolist() == [[(1 << 32) - 1]]
 
-    ends = like(eos_token="<|im_end|>")
-    assert tokenised(ends, "<BOS>")["INPUT_ID"].tolist() == [[ends.tokenizer.token_to_id("<|im_end|>")]]
-    with pytest.raises(Unsupported, match="QUERY is <EOS>, and the model's tokenizer names no such token"):
-        tokenised(like(), "<EOS>")
+
+def test_an_empty_query_has_one_id_the_bos_that_clients_drop(tools: TextTools) -> None:
+    assert tokenised(tools, "")["INPUT_ID"].tolist() == [[tools.tokenizer.bos_id]]
+    assert tokenised(tools, "")["REQUEST_INPUT_LEN"].tolist() == [[1]]
 
 
 @pytest.mark.feature("W-09")

@@ -5,7 +5,7 @@
                      sequence_length UINT32 [1, beams]: how many of
                      these tokens the client has shown already         ->  OUTPUT STRING [beams]: the text of the others
 
-The engine has no part in them. Queries `<BOS>` and `<EOS>` ask for the special token of that name.
+The engine has no part in them. Queries `<BOS>` and `<EOS>` ask for the special token of that name; NO_TOKEN: there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backend.api import InvalidRequest, Unsupported
+from backend.api import InvalidRequest
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES
 from backend.serving.outputs import Answer, Arrays, text_array
@@ -24,6 +24,8 @@ from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.text.detokenizer import IncrementalDetokenizer
 from backend.text.tokenizer import Tokenizer
+
+NO_TOKEN = (1 << 32) - 1  # -1 as UINT32
 
 PREPROCESSING = ModelTensors(
     "turbomind_preprocessing",
@@ -73,16 +75,12 @@ def preprocess(batch: Batch, context: ServingContext, parameters: Parameters, to
 
 
 def _query_ids(query: str, tokenizer: Tokenizer) -> list[int]:
-    """Raises Unsupported for a special token that the model lacks. One without a BOS answers with its EOS: clients ask only to
-    drop it from the beginning of later turns, where neither stands.
-    """
-    if query not in ("<BOS>", "<EOS>"):
-        return tokenizer.encode(query)
-    end = tokenizer.eos_id if tokenizer.eos_id is not None else next(iter(tokenizer.eos_ids), None)
-    token_id = end if query == "<EOS>" or tokenizer.bos_id is None else tokenizer.bos_id
-    if token_id is None:
-        raise Unsupported(f"QUERY is {query}, and the model's tokenizer names no such token; name it there")
-    return [token_id]
+    """Never empty: clients look at the first id even of an empty query, to drop a BOS."""
+    end = tokenizer.eos_id if tokenizer.eos_id is not None else next(iter(tokenizer.eos_ids), NO_TOKEN)
+    if query == "<EOS>":
+        return [end]
+    begin = [NO_TOKEN if tokenizer.bos_id is None else tokenizer.bos_id]
+    return begin if query == "<BOS>" else tokenizer.encode(query) or begin
 
 
 def check_tokens(batch: Batch, context: ServingContext) -> None:
