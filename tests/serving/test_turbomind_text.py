@@ -37,12 +37,13 @@ def tokenised(tools: TextTools, query: str, **inputs: np.ndarray) -> dict[str, n
     return answer(TURBOMIND_PREPROCESSING, tools, QUERY=strings(query), **inputs)
 
 
-def text_of(tools: TextTools, ids: list[int], offset: int) -> str:
+def text_of(tools: TextTools, ids: list[int], offset: int, **inputs: np.ndarray) -> str:
     found = answer(
         TURBOMIND_POSTPROCESSING,
         tools,
         TOKENS_BATCH=np.array([[ids]], np.uint32).reshape(1, 1, -1),
         sequence_length=np.array([[offset]], np.uint32),
+        **inputs,
     )["OUTPUT"]
     assert found.shape == (1,)
     return found[0].decode()
@@ -96,6 +97,14 @@ def test_the_pieces_of_a_stream_are_its_text_and_no_character_is_split(tools: Te
     ids = tools.tokenizer.encode(text)
     pieces = [text_of(tools, ids[: n + 1], n) for n in range(len(ids))]
     assert "".join(pieces) == text and "" in pieces and "\ufffd" not in "".join(pieces)
+
+
+def test_special_tokens_are_shown_on_request(tools: TextTools) -> None:
+    ids = tools.tokenizer.encode("a<|im_end|>")
+    assert text_of(tools, ids, 0) == "a" == text_of(tools, ids, 0, skip_special_tokens=np.array([[True]]))
+    assert text_of(tools, ids, 0, skip_special_tokens=np.array([[False]])) == "a<|im_end|>"
+    with pytest.raises(InvalidRequest, match="both true and false"):
+        text_of(tools, ids, 0, skip_special_tokens=np.array([[True, False]]))
 
 
 def test_more_tokens_than_a_sequence_has_and_offsets_of_no_row_are_refused(tools: TextTools) -> None:

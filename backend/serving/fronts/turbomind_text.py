@@ -48,6 +48,7 @@ POSTPROCESSING = ModelTensors(
     inputs=(
         Input("TOKENS_BATCH", "UINT32", (-1, -1), "request", optional=False),
         Input("sequence_length", "UINT32", ANY, "request", optional=False),
+        Input("skip_special_tokens", "BOOL", ANY, "request"),  # of clients from v0.4 on
     ),
     outputs=(Output("OUTPUT", "STRING", (-1, -1), "always"),),
     max_batch_size=1,
@@ -98,8 +99,19 @@ def check_tokens(batch: Batch, context: ServingContext) -> None:
 
 def postprocess(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     tokens, offsets = _read_tokens(batch)
-    texts = [_text_after(tools.tokenizer, ids, offset) for ids, offset in zip(tokens.tolist(), offsets.tolist())]
+    skip = _skips_special_tokens(batch)
+    texts = [_text_after(tools.tokenizer, ids, offset, skip) for ids, offset in zip(tokens.tolist(), offsets.tolist())]
     return [Work(None, Answer([("OUTPUT", text_array(texts))]))]
+
+
+def _skips_special_tokens(batch: Batch) -> bool:
+    """Clients send one value for each row of tokens, all the same. Raises InvalidRequest when they differ."""
+    values = batch.vector("skip_special_tokens", 0)
+    if values is None or values.size == 0:
+        return True
+    if values.any() != values.all():
+        raise InvalidRequest("skip_special_tokens holds both true and false; send several requests")
+    return bool(values[0])
 
 
 def _read_tokens(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -113,11 +125,11 @@ def _read_tokens(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
     return tokens, offsets
 
 
-def _text_after(tokenizer: Tokenizer, ids: list[int], offset: int) -> str:
+def _text_after(tokenizer: Tokenizer, ids: list[int], offset: int, skip_special_tokens: bool) -> str:
     """The text that the tokens from `offset` on add to that of the tokens before. A character that is not whole yet waits for the
     call that brings its end, so that the texts of all calls of a stream, one after the other, are its text.
     """
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     detokenizer.push(ids[:offset])  # what the client has shown
     return detokenizer.push(ids[offset:])
 
