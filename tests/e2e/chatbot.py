@@ -74,9 +74,9 @@ class Chatbot:
 
     def stream(self, prompt: str, max_tokens: int, start: bool = False, end: bool = False) -> Iterator[Piece]:
         """A turn. Raises InferenceServerException for an error response."""
-        ids = self.preprocess(prompt) if prompt else np.array([[1]], np.uint32)
-        if prompt and not start and ids[0][0] == self.bos_id:
-            ids = ids[:, 1:]
+        ids = self._prompt_ids(prompt, start)
+        if end and max_tokens == 0:
+            ids = np.array([[1]], np.uint32)
         if start:
             self.sequence_length, self.history = 0, []
         before = self.sequence_length + ids.shape[-1]
@@ -102,7 +102,12 @@ class Chatbot:
         list(self.stream("", 0, end=True))
 
     def stop(self, end: bool = False) -> None:
-        list(self.infer(np.array([[1]], np.uint32), 0, START=False, END=end, STOP=True, step=self.sequence_length))
+        ids = self._prompt_ids("", start=False)
+        list(self.infer(ids, 0, START=False, END=end, STOP=True, step=self.sequence_length))
+
+    def _prompt_ids(self, prompt: str, start: bool) -> np.ndarray:
+        ids = self.preprocess(prompt)
+        return ids[:, 1:] if not start and ids[0][0] == self.bos_id else ids
 
     def resume(self) -> None:
         """Begin the session anew with the whole history, and generate nothing."""

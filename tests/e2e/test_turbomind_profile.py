@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from deploy.triton_server import TritonServer
 from tests.e2e.chatbot import Chatbot, Piece
-from tests.e2e.wire import TokenClient, eventually, post, scrape, settled, to_input
+from tests.e2e.wire import TokenClient, events, eventually, post, scrape, settled, to_input
 
 PROMPTS = ("def read(path):\n", "\n\ndef write(path, text):\n", "\n\nclass File:\n")
 pytestmark = pytest.mark.feature("W-09")
@@ -204,10 +204,13 @@ def test_the_end_rides_on_the_last_data(server: TritonServer, empty_final: bool)
     assert finals == [False] * (len(got) - 1) + [True]
 
 
-def test_preprocessing_and_postprocessing_over_http(server: TritonServer, bot: Chatbot) -> None:
+def test_the_models_over_http_and_with_wrong_types(server: TritonServer, bot: Chatbot) -> None:
     status, text = post(f"{server.http_url}/v2/models/preprocessing/generate", {"QUERY": "def main("})
     ids = bot.preprocess("def main(")[0].tolist()
     assert status == 200 and str(ids).replace(" ", "") in text
+    body = {"input_ids": [10, 11, 12], "input_lengths": 3, "request_output_len": 5}
+    status, text = post(f"{server.http_url}/v2/models/turbomind/generate_stream", body)
+    assert status == 200 and events(text)[-1]["output_ids"] == [10, 11, 12, *stateless(server, [10, 11, 12], 5)]
     with pytest.raises(InferenceServerException, match="unexpected datatype|data-type"):
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             client.infer("preprocessing", [to_input("QUERY", np.array([[1]], np.int32))])

@@ -78,6 +78,11 @@ def test_the_inputs_of_a_turn_reach_the_engine() -> None:
     assert asked(end_id=(1 << 32) - 1).end_ids == ()
 
 
+def test_a_client_that_bans_the_end_of_the_text_wants_output_of_full_length() -> None:
+    assert asked(bad_words_list=[[9], [1]]).end_ids == ()
+    assert asked(bad_words_list=[[9, 8], [2, -1]]).end_ids == (9,), "a word that only begins with it is another word"
+
+
 @pytest.mark.feature("W-09")
 def test_what_is_left_out_has_turbominds_defaults() -> None:
     session = asked().session

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tokenizers
@@ -39,12 +37,13 @@ def tokenised(tools: TextTools, query: str, **inputs: np.ndarray) -> dict[str, n
     return answer(TURBOMIND_PREPROCESSING, tools, QUERY=strings(query), **inputs)
 
 
-def text_of(tools: TextTools, ids: list[int], offset: int) -> str:
+def text_of(tools: TextTools, ids: list[int], offset: int, **inputs: np.ndarray) -> str:
     found = answer(
         TURBOMIND_POSTPROCESSING,
         tools,
         TOKENS_BATCH=np.array([[ids]], np.uint32).reshape(1, 1, -1),
         sequence_length=np.array([[offset]], np.uint32),
+        **inputs,
     )["OUTPUT"]
     assert found.shape == (1,)
     return found[0].decode()
@@ -73,16 +72,16 @@ def test_magic_queries_name_the_special_tokens(tools: TextTools, query: str) -> 
     assert tokenised(tools, query)["INPUT_ID"].tolist() == [[expected]]
 
 
-def test_a_model_without_special_tokens_says_so_and_one_without_bos_answers_with_eos(tools: TextTools) -> None:
-    def like(**config: Any) -> TextTools:
-        text = (MODEL_DIRECTORY / "tokenizer.json").read_text()
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(text), config)
-        return TextTools(tokenizer, tools.template)
+def test_a_special_token_that_the_model_lacks_is_minus_one(tools: TextTools) -> None:
+    text = (MODEL_DIRECTORY / "tokenizer.json").read_text()
+    bare = TextTools(Tokenizer(tokenizers.Tokenizer.from_str(text)), tools.template)
+    for query in ("<BOS>", "<EOS>", ""):
+        assert tokenised(bare, query)["INPUT_ID"].tolist() == [[(1 << 32) - 1]]
 
-    ends = like(eos_token="<|im_end|>")
-    assert tokenised(ends, "<BOS>")["INPUT_ID"].tolist() == [[ends.tokenizer.token_to_id("<|im_end|>")]]
-    with pytest.raises(Unsupported, match="QUERY is <EOS>, and the model's tokenizer names no such token"):
-        tokenised(like(), "<EOS>")
+
+def test_an_empty_query_has_one_id_the_bos_that_clients_drop(tools: TextTools) -> None:
+    assert tokenised(tools, "")["INPUT_ID"].tolist() == [[tools.tokenizer.bos_id]]
+    assert tokenised(tools, "")["REQUEST_INPUT_LEN"].tolist() == [[1]]
 
 
 @pytest.mark.feature("W-09")
@@ -98,6 +97,14 @@ def test_the_pieces_of_a_stream_are_its_text_and_no_character_is_split(tools: Te
     ids = tools.tokenizer.encode(text)
     pieces = [text_of(tools, ids[: n + 1], n) for n in range(len(ids))]
     assert "".join(pieces) == text and "" in pieces and "\ufffd" not in "".join(pieces)
+
+
+def test_special_tokens_are_shown_on_request(tools: TextTools) -> None:
+    ids = tools.tokenizer.encode("a<|im_end|>")
+    assert text_of(tools, ids, 0) == "a" == text_of(tools, ids, 0, skip_special_tokens=np.array([[True]]))
+    assert text_of(tools, ids, 0, skip_special_tokens=np.array([[False]])) == "a<|im_end|>"
+    with pytest.raises(InvalidRequest, match="both true and false"):
+        text_of(tools, ids, 0, skip_special_tokens=np.array([[True, False]]))
 
 
 def test_more_tokens_than_a_sequence_has_and_offsets_of_no_row_are_refused(tools: TextTools) -> None:

@@ -89,15 +89,16 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list
     _check_length(batch, max_tokens, context.model.max_seq_len)
     prompt = read_prompt(batch, 0, context.model.vocab_size, context.model.max_seq_len)
     session = _read_session(batch, max_tokens)
+    bad_words = decode_word_list("bad_words_list", batch.matrix("bad_words_list", 0), limits)
     request = Request(
         input_token_ids=prompt,
         max_tokens=max_tokens,
         streaming=True,
         sampling_config=_read_sampling(batch),
         output_config=OutputConfig(**batch.fields("output", 0), return_history=True),
-        end_ids=_end_ids(batch, context),
+        end_ids=_end_ids(batch, context.model.eos_ids, bad_words),
         stop_words=decode_word_list("stop_words_list", batch.matrix("stop_words_list", 0), limits),
-        bad_words=decode_word_list("bad_words_list", batch.matrix("bad_words_list", 0), limits),
+        bad_words=bad_words,
         session=session,
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
@@ -129,11 +130,13 @@ def _check_length(batch: Batch, max_tokens: int, max_seq_len: int) -> None:
         )
 
 
-def _end_ids(batch: Batch, context: ServingContext) -> tuple[int, ...]:
-    """The request's end_id, which is none if all its bits are set; else those of the model."""
+def _end_ids(batch: Batch, eos_ids: tuple[int, ...], bad_words: list[list[int]]) -> tuple[int, ...]:
+    """The request's end_id, which is none if all its bits are set; else those of the model. Whoever bans one of these, as clients
+    do that want an output of full length, wants no end at all.
+    """
     end_id = batch.scalar("end_id", 0)
     if end_id is None:
-        return context.model.eos_ids
+        return () if any([eos_id] in bad_words for eos_id in eos_ids) else eos_ids
     return () if end_id == UINT32_MINUS_ONE else (end_id,)
 
 

@@ -5,7 +5,7 @@
                      sequence_length UINT32 [1, beams]: how many of
                      these tokens the client has shown already         ->  OUTPUT STRING [beams]: the text of the others
 
-The engine has no part in them. Queries `<BOS>` and `<EOS>` ask for the special token of that name.
+The engine has no part in them. Queries `<BOS>` and `<EOS>` ask for the special token of that name; NO_TOKEN: there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backend.api import InvalidRequest, Unsupported
+from backend.api import InvalidRequest
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES
 from backend.serving.outputs import Answer, Arrays, text_array
@@ -24,6 +24,8 @@ from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.text.detokenizer import IncrementalDetokenizer
 from backend.text.tokenizer import Tokenizer
+
+NO_TOKEN = (1 << 32) - 1  # -1 as UINT32
 
 PREPROCESSING = ModelTensors(
     "turbomind_preprocessing",
@@ -46,6 +48,7 @@ POSTPROCESSING = ModelTensors(
     inputs=(
         Input("TOKENS_BATCH", "UINT32", (-1, -1), "request", optional=False),
         Input("sequence_length", "UINT32", ANY, "request", optional=False),
+        Input("skip_special_tokens", "BOOL", ANY, "request"),  # of clients from v0.4 on
     ),
     outputs=(Output("OUTPUT", "STRING", (-1, -1), "always"),),
     max_batch_size=1,
@@ -73,16 +76,12 @@ def preprocess(batch: Batch, context: ServingContext, parameters: Parameters, to
 
 
 def _query_ids(query: str, tokenizer: Tokenizer) -> list[int]:
-    """Raises Unsupported for a special token that the model lacks. One without a BOS answers with its EOS: clients ask only to
-    drop it from the beginning of later turns, where neither stands.
-    """
-    if query not in ("<BOS>", "<EOS>"):
-        return tokenizer.encode(query)
-    end = tokenizer.eos_id if tokenizer.eos_id is not None else next(iter(tokenizer.eos_ids), None)
-    token_id = end if query == "<EOS>" or tokenizer.bos_id is None else tokenizer.bos_id
-    if token_id is None:
-        raise Unsupported(f"QUERY is {query}, and the model's tokenizer names no such token; name it there")
-    return [token_id]
+    """Never empty: clients look at the first id even of an empty query, to drop a BOS."""
+    end = tokenizer.eos_id if tokenizer.eos_id is not None else next(iter(tokenizer.eos_ids), NO_TOKEN)
+    if query == "<EOS>":
+        return [end]
+    begin = [NO_TOKEN if tokenizer.bos_id is None else tokenizer.bos_id]
+    return begin if query == "<BOS>" else tokenizer.encode(query) or begin
 
 
 def check_tokens(batch: Batch, context: ServingContext) -> None:
@@ -100,8 +99,19 @@ def check_tokens(batch: Batch, context: ServingContext) -> None:
 
 def postprocess(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     tokens, offsets = _read_tokens(batch)
-    texts = [_text_after(tools.tokenizer, ids, offset) for ids, offset in zip(tokens.tolist(), offsets.tolist())]
+    skip = _skips_special_tokens(batch)
+    texts = [_text_after(tools.tokenizer, ids, offset, skip) for ids, offset in zip(tokens.tolist(), offsets.tolist())]
     return [Work(None, Answer([("OUTPUT", text_array(texts))]))]
+
+
+def _skips_special_tokens(batch: Batch) -> bool:
+    """Clients send one value for each row of tokens, all the same. Raises InvalidRequest when they differ."""
+    values = batch.vector("skip_special_tokens", 0)
+    if values is None or values.size == 0:
+        return True
+    if values.any() != values.all():
+        raise InvalidRequest("skip_special_tokens holds both true and false; send several requests")
+    return bool(values[0])
 
 
 def _read_tokens(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -115,11 +125,11 @@ def _read_tokens(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
     return tokens, offsets
 
 
-def _text_after(tokenizer: Tokenizer, ids: list[int], offset: int) -> str:
+def _text_after(tokenizer: Tokenizer, ids: list[int], offset: int, skip_special_tokens: bool) -> str:
     """The text that the tokens from `offset` on add to that of the tokens before. A character that is not whole yet waits for the
     call that brings its end, so that the texts of all calls of a stream, one after the other, are its text.
     """
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     detokenizer.push(ids[:offset])  # what the client has shown
     return detokenizer.push(ids[offset:])
 
