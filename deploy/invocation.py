@@ -19,7 +19,7 @@ from deploy.errors import UserError
 from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 
-MODEL_LOAD_THREADS = 16  # All models load together: those that wait for the engine must not keep its owner from loading.
+MODEL_LOAD_THREADS = 16  # all models load together, else those that wait for the engine keep its owner from loading
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt

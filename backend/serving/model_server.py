@@ -18,11 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from backend.api import (
     EngineConfig,
-    EngineStats,
     EngineUnavailable,
     ErrorCode,
     EverbatchError,
@@ -31,21 +30,19 @@ from backend.api import (
     RequestId,
     Response,
     Result,
-    SessionId,
 )
-from backend.core.messages import Hello
 from backend.serving import pb
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import Health
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
-from backend.serving.reading import Batch, NamedTensor
+from backend.serving.protocols import EngineClient, TritonRequest
+from backend.serving.pump import ResponsePump, Row, Stream
+from backend.serving.reading import Batch
 from backend.serving.requests import (
     NO_PARAMETERS,
     Parameters,
-    RequestHeader,
     ServingContext,
     StopSession,
     Work,
@@ -66,44 +63,9 @@ NOT_TAKEN_IN = "the request could not be taken in; see the server's log"
 _END = Result([[]], is_final=True, is_sequence_final=True)
 ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs no engine
 
-OnResponse = Callable[[Response], None]
 Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
 T = TypeVar("T")
-
-
-class TritonRequest(RequestHeader, Protocol):
-    """The part of Triton's InferenceRequest that is used here."""
-
-    def inputs(self) -> Iterable[NamedTensor]: ...
-
-    def get_response_sender(self) -> ResponseSender: ...
-
-
-class EngineClient(Protocol):
-    """The part of backend.executor.Executor that is used here."""
-
-    @property
-    def hello(self) -> Hello | None: ...
-
-    def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
-
-    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None: ...
-
-    def stop_session(
-        self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""
-    ) -> RequestId: ...
-
-    def latest_stats(self) -> EngineStats | None: ...
-
-    def is_ready(self) -> bool: ...
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the engine will not be started again. Only the model that owns the engine knows."""
-        ...
-
-    def shutdown(self) -> None: ...
 
 
 class ModelServer:
