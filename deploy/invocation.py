@@ -20,8 +20,7 @@ from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE
 from deploy.repository import BACKENDS, own_backends
 
-# All models load together: those that wait for the engine must not keep its owner from loading.
-MODEL_LOAD_THREADS = 16
+MODEL_LOAD_THREADS = 16  # all models load together, else those that wait for the engine keep its owner from loading
 RESTRICTED_APIS = "model-repository,shared-memory,logging,trace"
 ADMIN_HEADER = "x-everbatch-admin"
 INSTALL_SERVER = "pip install --no-deps nvidia-pytriton==0.7.0"  # the pin of requirements/server.txt

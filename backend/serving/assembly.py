@@ -19,11 +19,11 @@ from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
 from backend.executor import Executor
 from backend.serving import pb
-from backend.serving.engine_client import EngineClient
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
 from backend.serving.model_server import ModelServer
+from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
 from backend.serving.upstream_parameters import OWN_TOKENIZER, apply_parameters, set_parameters

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from backend.api import (
     EngineConfig,
@@ -33,17 +33,16 @@ from backend.api import (
 from backend.serving.books import Books
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.dialect import PLAIN, Dialect
-from backend.serving.engine_client import EngineClient
 from backend.serving.environment import Health
 from backend.serving.free_parameters import FreeParameters
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.load import EngineLoad
-from backend.serving.pump import ResponsePump, ResponseSender, Row, Stream
-from backend.serving.reading import Batch, NamedTensor
+from backend.serving.protocols import EngineClient, TritonRequest
+from backend.serving.pump import ResponsePump, Row, Stream
+from backend.serving.reading import Batch
 from backend.serving.requests import (
     NO_PARAMETERS,
     Parameters,
-    RequestHeader,
     ServingContext,
     StopSession,
     Work,
@@ -67,14 +66,6 @@ ANSWERED = Response(RequestId(0), result_or_none=_END)  # ends a row that needs 
 Check = Callable[[Batch, ServingContext], None]
 Parse = Callable[[Batch, ServingContext, Parameters], list[Work]]
 T = TypeVar("T")
-
-
-class TritonRequest(RequestHeader, Protocol):
-    """The part of Triton's InferenceRequest that is used here."""
-
-    def inputs(self) -> Iterable[NamedTensor]: ...
-
-    def get_response_sender(self) -> ResponseSender: ...
 
 
 class ModelServer:

@@ -249,11 +249,6 @@ def test_each_optional_input_of_preprocessing_may_be_left_out(client: Any, left_
         ("preprocessing", {**query(), "QUERY": texts(PROMPT)}, "shape"),
         ("preprocessing", {**query(), "IMAGE_URL": words("a.png")}, "IMAGE_URL asks for image or video input"),
         (
-            "preprocessing",
-            {**query(), "EMBEDDING_BIAS_WORDS": words("a")},
-            "EMBEDDING_BIAS_WORDS has 1 entries and EMBEDDING_BIAS_WEIGHTS 0",
-        ),
-        (
             "postprocessing",
             {"TOKENS_BATCH": np.ones((1, 1, 3), np.int32), "SEQUENCE_LENGTH": one(4, np.int32)},
             "SEQUENCE_LENGTH holds 4, allowed is 0 to 3",

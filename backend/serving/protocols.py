@@ -1,14 +1,25 @@
-"""What a ModelServer asks of the engine, so that tests can bring an engine of their own."""
+"""What a ModelServer is given: Triton's requests and the executor, as far as it uses them. Tests bring their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from backend.api import EngineStats, Request, RequestId, Response, SessionId
 from backend.core.messages import Hello
+from backend.serving.pump import ResponseSender
+from backend.serving.reading import NamedTensor
+from backend.serving.requests import RequestHeader
 
 OnResponse = Callable[[Response], None]
+
+
+class TritonRequest(RequestHeader, Protocol):
+    """The part of Triton's InferenceRequest that is used here."""
+
+    def inputs(self) -> Iterable[NamedTensor]: ...
+
+    def get_response_sender(self) -> ResponseSender: ...
 
 
 class EngineClient(Protocol):
