@@ -67,9 +67,9 @@ class History:
         raise error
 
     def _leave_out(self) -> bool:
-        """Drop the oldest turns, a quarter of all text at least. False when only the newest is left."""
+        """Drop the oldest turns, a quarter of the text at least. False when only the newest is left."""
         first = 1 if self._system else 0
-        too_much = LEFT_OUT_SHARE * sum(len(message["content"]) for message in self.messages)
+        too_much = LEFT_OUT_SHARE * sum(len(message["content"]) for message in self.messages[first:])
         last, dropped = first, 0
         while last < len(self.messages) - 1 and dropped < max(too_much, 1):
             dropped += len(self.messages[last]["content"]) + len(self.messages[last + 1]["content"])

@@ -17,7 +17,7 @@ _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
     " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs".split()
 )
-# What statuses mean whose text names no code: Triton's own, and those of a gateway or proxy in front of it.
+# What statuses mean that say more than that there is an error: Triton's own, and those of a gateway or proxy in front of it.
 _CODES = {404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
 _CODES[504] = "DEADLINE_EXCEEDED"
 
@@ -87,12 +87,11 @@ def request_headers(api_key: str) -> dict[str, str]:
 
 
 def status_error(status: int, body: bytes, url: str, *, has_key: bool) -> ClientError:
-    """The error of a status that is no success. A code that the text names goes before that of the status."""
+    """The error of a status that is no success. What the status says goes before a code that the text names."""
     if status == 401:
         return no_entry(url, has_key=has_key)
     message = _error_text(body.decode(errors="replace").strip()) or f"the server answered status {status}"
-    named = code_in(message)
-    return client_error(message, named if named != "UNKNOWN" else _CODES.get(status, "UNKNOWN"))
+    return client_error(message, _CODES.get(status, code_in(message)))
 
 
 def read_answer(body: bytes) -> TextChunk:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from client.chat import run_chat
 from client.errors import ClientError
 from client.messages import GenerateRequest, TextChunk
 from client.statistics import AnswerClock
-from client.terminal import printable, run_chat, run_generate
+from client.terminal import printable, run_generate
 from deploy import ROOT
 from tests.client.test_conversation import ScriptedClient
 
@@ -67,7 +68,17 @@ def test_no_model_moves_the_cursor(text: str, shown: str) -> None:
 
 
 def test_the_client_imports_nothing_of_the_server() -> None:
-    allowed = {"client", "grpc", "tritonclient", "typer", "rich", *sys.stdlib_module_names}
+    allowed = {
+        "client",
+        "grpc",
+        "tritonclient",
+        "typer",
+        "rich",
+        "aiohttp",
+        "yarl",
+        "prompt_toolkit",
+        *sys.stdlib_module_names,
+    }
     for path in Path(ROOT, "client").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

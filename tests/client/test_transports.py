@@ -11,11 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from client import http_transport
+from client import http_messages, http_transport
 from client.client import EverbatchClient
 from client.errors import ClientError
-from client.http_transport import HttpTransport
-from client.messages import GenerateRequest
 from tests.client.servers import GrpcServer, grpc_answer, grpc_server, http_server
 from tests.client.test_terminal import Ticks
 
@@ -200,7 +198,7 @@ def test_the_deadline_is_that_of_the_whole_stream(monkeypatch: pytest.MonkeyPatc
     ticks = Ticks()
     monkeypatch.setattr(http_transport, "time", SimpleNamespace(monotonic=ticks))
     with http_server({"text_output": "h"}, WHOLE) as server:
-        stream = HttpTransport(server.url, "ensemble").stream(GenerateRequest("x"), 10.0, "")
+        stream = EverbatchClient(server.url).stream("x", timeout_s=10.0)
         assert next(stream).text == "h"
         ticks.now = 10.5
         with pytest.raises(ClientError, match="within 10 s") as caught:
@@ -217,4 +215,4 @@ def test_a_status_that_is_no_success_raises_the_servers_reason(status: int, code
 
 
 def test_the_page_of_a_gateway_is_not_shown() -> None:
-    assert http_transport._error_text("<html><body>413 Request Entity Too Large</body></html>") == ""
+    assert http_messages._error_text("<html><body>413 Request Entity Too Large</body></html>") == ""
