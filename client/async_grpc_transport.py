@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -40,6 +41,10 @@ class AsyncGrpcTransport:
                 if chunk.final:
                     return
             raise Unavailable(NO_END)
+        except asyncio.CancelledError:
+            if self._closed and not _task_is_cancelled():
+                raise Cancelled(f"the request to {settings.address.url} was cancelled") from None
+            raise
         except grpc.RpcError as error:
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         finally:
@@ -59,3 +64,8 @@ class AsyncGrpcTransport:
             else:
                 self._channel = grpc.aio.insecure_channel(address.authority, options=CHANNEL_OPTIONS)
         return self._channel
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import aiohttp
 from yarl import URL
 
-from client.errors import Cancelled, no_http, no_server, no_tls, no_trust, too_late
+from client.errors import Cancelled, ClientError, no_http, no_server, no_tls, no_trust, too_late
 from client.http_messages import (
     FinalMark,
     broken,
@@ -56,6 +56,8 @@ class AsyncHttpTransport:
                             yield chunk
                             if chunk.final:
                                 return
+                if self._closed:
+                    raise self._cancelled()
                 yield mark.end()
             finally:
                 response.close()  # It hangs up, which cancels what has not ended.
@@ -70,7 +72,10 @@ class AsyncHttpTransport:
         except aiohttp.ClientResponseError:
             raise no_http(self._url) from None
         except (aiohttp.ClientError, OSError):  # What was read is cut short, for example.
-            raise Cancelled("the client was closed") if self._closed else broken(self._url) from None
+            raise self._cancelled() if self._closed else broken(self._url) from None
+
+    def _cancelled(self) -> ClientError:
+        return Cancelled(f"the request to {self._url} was cancelled")
 
     async def close(self) -> None:
         self._closed = True

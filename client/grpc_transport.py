@@ -51,6 +51,8 @@ class GrpcTransport:
                     return
             raise Unavailable(NO_END)
         except grpc.RpcError as error:
+            if self._closed:
+                raise Cancelled(f"the request to {settings.address.url} was cancelled") from None
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         finally:
             call.cancel()  # Nothing happens when the stream is over already.

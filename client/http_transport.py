@@ -34,20 +34,22 @@ class HttpTransport:
         self._settings = settings
         self._url = settings.address.url
         self._lock = threading.Lock()
-        self._open: set[Connection] = set()  # under the lock, as is the next
+        self._open: set[socket.socket] = set()  # under the lock, as is the next
         self._closed = False
 
     def stream(self, request: GenerateRequest, timeout_s: float, request_id: str) -> Generator[TextChunk, None, None]:
         """Yield chunks until the final one. Leaving the iteration early disconnects, which cancels. Raises
         ClientError.
         """
+        if self._closed:
+            raise Cancelled("the client is closed; make another")
         body = request_body(request, timeout_s, request_id)
         deadline = time.monotonic() + timeout_s
-        connection = self._connect(timeout_s)
+        connection, sock = self._connect(timeout_s)
         try:
             response = self._send(connection, request_path(request, self._settings.model), body)
             if request.stream:
-                yield from with_final_mark(self._events(connection, response, deadline))
+                yield from with_final_mark(self._events(sock, response, deadline))
             else:
                 yield read_answer(response.read())
         except TimeoutError:
@@ -60,16 +62,14 @@ class HttpTransport:
             raise self._broken() from None
         finally:
             with self._lock:
-                self._open.discard(connection)
+                self._open.discard(sock)
             connection.close()
 
     def close(self) -> None:
         """End all connections: whoever waits for one is told that it was cancelled."""
         with self._lock:
             self._closed = True
-            sockets = [connection.sock for connection in self._open]
-        for sock in sockets:
-            if sock is not None:
+            for sock in self._open:
                 _hang_up(sock)
 
     def _broken(self) -> ClientError:
@@ -77,7 +77,8 @@ class HttpTransport:
             return Cancelled(f"the request to {self._url} was cancelled")
         return broken(self._url)
 
-    def _connect(self, timeout_s: float) -> Connection:
+    def _connect(self, timeout_s: float) -> tuple[Connection, socket.socket]:
+        """The socket besides, which the connection forgets as soon as a response has begun that ends with it."""
         address = self._settings.address
         if address.tls:
             context = self._settings.ssl_context()
@@ -96,8 +97,8 @@ class HttpTransport:
             raise no_server(self._url) from None
         with self._lock:
             if not self._closed:
-                self._open.add(connection)
-                return connection
+                self._open.add(connection.sock)
+                return connection, connection.sock
         connection.close()
         raise Cancelled("the client is closed; make another")
 
@@ -109,16 +110,15 @@ class HttpTransport:
             return response
         raise status_error(response.status, response.read(), self._url, has_key=bool(settings.api_key))
 
-    def _events(
-        self, connection: Connection, response: http.client.HTTPResponse, deadline: float
-    ) -> Iterator[TextChunk]:
+    def _events(self, sock: socket.socket, response: http.client.HTTPResponse, deadline: float) -> Iterator[TextChunk]:
         while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            if connection.sock is not None:
-                connection.sock.settimeout(remaining)
+            sock.settimeout(remaining)
             line = response.readline()
+            if not line and self._closed:
+                raise self._broken()
             if not line:
                 return
             if (answer := parse_event(line)) is not None:
