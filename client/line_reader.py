@@ -7,12 +7,9 @@ import termios
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # a terminal then marks where a paste begins and ends
 
@@ -29,7 +26,11 @@ def on_terminal() -> bool:
 
 
 def line_reader(console: Console) -> LineReader:
-    return EditingReader() if on_terminal() else PlainReader(console)
+    if on_terminal():
+        from client.editor import EditingReader  # It takes a fifth of a second.
+
+        return EditingReader()
+    return PlainReader(console)
 
 
 class PlainReader:
@@ -47,40 +48,6 @@ class PlainReader:
         except KeyboardInterrupt:
             self._console.print()
             return ""
-
-
-class EditingReader:
-    """Line editing and a history; a paste is one turn however many lines it has, and of any length."""
-
-    def __init__(self) -> None:
-        from prompt_toolkit import PromptSession  # It takes a fifth of a second.
-        from prompt_toolkit.formatted_text import FormattedText
-
-        prompt = FormattedText([("ansigreen bold", "> ")])
-        self._session: PromptSession[str] = PromptSession(
-            prompt, key_bindings=_newline_keys(), prompt_continuation="  ", enable_suspend=True
-        )
-
-    def read(self) -> str | None:
-        try:
-            return self._session.prompt()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            return ""
-
-
-def _newline_keys() -> KeyBindings:
-    """Alt-Enter begins a new line of the turn; Enter sends it."""
-    from prompt_toolkit.key_binding import KeyBindings
-
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
 
 
 @contextmanager
