@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+from client.async_client import AsyncEverbatchClient
 from client.client import EverbatchClient
-from client.errors import ClientError
+from client.errors import (
+    Cancelled,
+    ClientError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+)
 from client.messages import Completion, GenerateRequest, Session, TextChunk
+from client.options import GenerateOptions
+from client.retry import Retry
 
-__all__ = ["ClientError", "Completion", "EverbatchClient", "GenerateRequest", "Session", "TextChunk"]
+__all__ = [
+    "AsyncEverbatchClient",
+    "Cancelled",
+    "ClientError",
+    "Completion",
+    "DeadlineExceeded",
+    "EverbatchClient",
+    "GenerateOptions",
+    "GenerateRequest",
+    "InvalidArgument",
+    "NotFound",
+    "Retry",
+    "Session",
+    "TextChunk",
+    "Unauthenticated",
+    "Unavailable",
+    "Unreachable",
+]

@@ -10,10 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from client.options import GenerateOptions
+
 if TYPE_CHECKING:
     from client.client import EverbatchClient
 
-Url = Annotated[str | None, typer.Option(help="Server: HOST:PORT for gRPC, http://HOST:PORT for HTTP.")]
+Url = Annotated[
+    str | None, typer.Option(help="Server: HOST:PORT or grpcs://HOST:PORT for gRPC, http:// or https:// for HTTP.")
+]
 ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
 MaxTokens = Annotated[int, typer.Option(min=0, help="Maximum number of tokens of a reply.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
@@ -30,6 +34,13 @@ ApiKey = Annotated[
         envvar="EVERBATCH_API_KEY",
         help="Key for a gateway in front of the server. Every user of this machine can read it in the command line, so "
         "the environment variable is the better place.",
+    ),
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EVERBATCH_CA_FILE",
+        help="Certificates (PEM) to trust in place of the system's, for https:// and grpcs://.",
     ),
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds a reply may take.")]
@@ -54,6 +65,7 @@ def generate_command(
     protocol: Protocol = None,
     namespace: Namespace = "",
     api_key: ApiKey = None,
+    ca_file: CaFile = None,
     timeout: Timeout = 600.0,
     quiet: Annotated[bool, typer.Option(help="No statistics.")] = False,
 ) -> None:
@@ -61,11 +73,17 @@ def generate_command(
     from client.terminal import run_generate
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    options = dict(
+    options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
         stop_words=list(stop or ()),
     )  # fmt: skip
-    _run(lambda: run_generate(connect(url, protocol, model_name, namespace, api_key), text, options, timeout, quiet))
+
+    def action() -> int:
+        return run_generate(
+            connect(url, protocol, model_name, namespace, api_key, ca_file), text, options, timeout, quiet
+        )
+
+    _run(action)
 
 
 @app.command("chat")
@@ -81,26 +99,29 @@ def chat_command(
     protocol: Protocol = None,
     namespace: Namespace = "",
     api_key: ApiKey = None,
+    ca_file: CaFile = None,
 ) -> None:
-    """Talk with the model; every turn reuses the KV cache of those before. /reset, /quit, Ctrl-C ends a reply."""
-    from client.terminal import run_chat
+    """Talk with the model; every turn reuses the KV cache of those before. /help, /reset, /exit; Ctrl-C ends a reply."""
+    from client.chat import run_chat
 
-    options = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(lambda: run_chat(connect(url, protocol, model_name, namespace, api_key), system, options))
+    options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    _run(lambda: run_chat(connect(url, protocol, model_name, namespace, api_key, ca_file), system, options))
 
 
 def connect(
-    url: str | None, protocol: str | None, model_name: str, namespace: str, api_key: str | None = None
+    url: str | None,
+    protocol: str | None,
+    model_name: str,
+    namespace: str,
+    api_key: str | None = None,
+    ca_file: str | None = None,
 ) -> EverbatchClient:
-    """A client; http:// in the URL chooses HTTP unless `protocol` says otherwise."""
+    """A client of the arguments of the command line. Raises ValueError."""
+    from client.address import parse_address
     from client.client import EverbatchClient
 
-    chosen = protocol or ("http" if (url or "").startswith("http://") else "grpc")
-    if chosen == "grpc":
-        return EverbatchClient(url, "grpc", model_name, namespace, api_key)
-    if chosen == "http":
-        return EverbatchClient(url, "http", model_name, namespace, api_key)
-    raise ValueError(f"--protocol is {chosen!r}, grpc or http is expected")
+    chosen = parse_address(url, protocol).protocol  # It refuses what is neither.
+    return EverbatchClient(url, chosen, model_name, namespace, api_key, ca_file=ca_file)
 
 
 def _run(action: Callable[[], int]) -> None:

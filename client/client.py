@@ -1,4 +1,4 @@
-"""EverbatchClient: text in, text out, over gRPC or HTTP.
+"""EverbatchClient: text in, text out, over gRPC or HTTP, plain or with TLS.
 
 with EverbatchClient("127.0.0.1:8001") as client:
     for chunk in client.stream("def main(", max_tokens=64):
@@ -8,22 +8,27 @@ with EverbatchClient("127.0.0.1:8001") as client:
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack, overload
 
-from client.messages import Completion, GenerateRequest, TextChunk, check_api_key, check_namespace
+from client.address import ProtocolName
+from client.checks import check_request_id, check_timeout
+from client.errors import ClientError
+from client.messages import Completion, GenerateRequest, Message, TextChunk
+from client.options import GenerateOptions, make_request
+from client.retry import Retry
+from client.settings import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, Settings, make_settings
 
-API_KEY_VARIABLE = "EVERBATCH_API_KEY"
-DEFAULT_TIMEOUT_S = 600.0
-DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
+if TYPE_CHECKING:
+    from client.conversation import Conversation
 
 
 class Transport(Protocol):
     """A protocol by which requests reach a server."""
-
-    url: str
 
     def stream(
         self, request: GenerateRequest, timeout_s: float, request_id: str
@@ -37,12 +42,18 @@ class EverbatchClient:
     def __init__(
         self,
         url: str | None = None,
-        protocol: Literal["grpc", "http"] = "grpc",
-        model: str = "ensemble",
+        protocol: ProtocolName | None = None,
+        model: str = DEFAULT_MODEL,
         namespace: str = "",
         api_key: str | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: Retry | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        """`url`: HOST:PORT (gRPC) or http://HOST:PORT; a server on this machine with its default ports when unset.
+        """`url`: HOST:PORT or grpc://HOST:PORT (gRPC), grpcs://HOST:PORT (gRPC with TLS), http://HOST:PORT or
+        https://HOST:PORT; a server on this machine with its default ports when unset. `protocol`: for a URL that does not
+        say it; gRPC when unset.
 
         `namespace`: of every request that names none itself; only requests of one namespace share sessions and, token
         by token, cached KV. Empty: anonymous.
@@ -50,65 +61,125 @@ class EverbatchClient:
         `api_key`: for a gateway in front of the server, sent as `Authorization: Bearer KEY`. None: the environment
         variable EVERBATCH_API_KEY, where it is set. Empty: no key is sent.
 
-        Raises ValueError for an unknown protocol, and for a namespace or a key that cannot be sent.
+        `timeout_s`: seconds that a request may take, its repetitions and all of its answer included, unless it names
+        others. `retry`: how often it is sent again after UNAVAILABLE; None: the defaults of Retry.
+
+        `ca_file`: certificates in PEM form to trust, in place of the system's (HTTP) or gRPC's own.
+
+        Raises TypeError and ValueError that name the argument. No connection is made yet.
         """
-        check_namespace(namespace)
-        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-        check_api_key(key)
-        self._namespace = namespace
-        if protocol not in DEFAULT_URLS:
-            raise ValueError(f"protocol is {protocol!r}, grpc or http is expected")
-        address = url or DEFAULT_URLS[protocol]
-        if protocol == "grpc":
-            from client.grpc_transport import GrpcTransport  # These imports take half a second.
-
-            self._transport: Transport = GrpcTransport(
-                address.removeprefix("grpc://").removeprefix("http://"), model, key
-            )
-        else:
-            from client.http_transport import HttpTransport
-
-            self._transport = HttpTransport(address, model, key)
+        self._settings = make_settings(
+            url, protocol, model, namespace, api_key, timeout_s=timeout_s, retry=retry, ca_file=ca_file
+        )
+        self._transport = open_transport(self._settings)
 
     @property
     def url(self) -> str:
-        return self._transport.url
+        return self._settings.address.url
 
     @property
     def namespace(self) -> str:
         """The namespace of requests that name none. It cannot be changed: a conversation would lose its session."""
-        return self._namespace
+        return self._settings.namespace
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The whole answer at once; arguments as for stream(). Raises ClientError."""
+        request = make_request(prompt, messages, options, stream=False)
+        return Completion.from_chunks(self.send(request, timeout_s=timeout_s, request_id=request_id))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The whole reply to `messages`, by the model's chat template. Raises ClientError."""
+        return self.generate(messages=messages, timeout_s=timeout_s, request_id=request_id, **options)
 
     def stream(
         self,
         prompt: str | None = None,
         *,
-        messages: list[dict[str, str]] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        messages: Sequence[Message] | None = None,
+        timeout_s: float | None = None,
         request_id: str = "",
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Generator[TextChunk, None, None]:
-        """Yield pieces of text as they are generated; the last has `final` set. `options`: fields of GenerateRequest.
+        """Yield pieces of text as they are generated; the last has `final` set. `request_id`: for a `stop` request.
 
-        Closing the iterator (or leaving the loop) cancels the request. Raises ClientError, also in mid-stream, and
-        ValueError before anything is sent.
+        Closing the iterator (or leaving the loop) cancels the request. Raises TypeError and ValueError before anything is
+        sent, and ClientError from the iterator, also in mid-stream.
         """
-        request = GenerateRequest(prompt=prompt, messages=messages, **options)
-        request.check()
+        request = make_request(prompt, messages, options)
         return self.send(request, timeout_s=timeout_s, request_id=request_id)
 
     def send(
-        self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, request_id: str = ""
+        self, request: GenerateRequest, *, timeout_s: float | None = None, request_id: str = ""
     ) -> Generator[TextChunk, None, None]:
-        """stream() for a request that is already a value. `timeout_s`: seconds from now until the final chunk."""
-        if request.namespace is None:
-            request = replace(request, namespace=self.namespace)
-        return self._transport.stream(request, timeout_s, request_id)
+        """stream() for a request that is already a value. `timeout_s`: seconds from the first step of the iteration until
+        the final chunk.
+        """
+        request, patience = prepared(self._settings, request, timeout_s, request_id)
+        return repeated(self._transport, self._settings.retry, request, patience, request_id)
 
-    def generate(self, prompt: str | None = None, **options: Any) -> Completion:
-        """The whole answer at once; arguments as for stream(). Raises ClientError."""
-        options.setdefault("stream", False)
-        return Completion.from_chunks(self.stream(prompt, **options))
+    def conversation(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> Conversation:
+        """A conversation of several turns in a session of the server; `options` hold for every turn."""
+        from client.conversation import Conversation
+
+        return Conversation(self, system, **options)
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[str | Sequence[Message]],
+        *,
+        concurrency: int = ...,
+        progress: bool = ...,
+        on_error: Literal["raise"] = ...,
+        timeout_s: float | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[str | Sequence[Message]],
+        *,
+        concurrency: int = ...,
+        progress: bool = ...,
+        on_error: Literal["return"],
+        timeout_s: float | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion | ClientError]: ...
+
+    def map(
+        self,
+        prompts: Iterable[str | Sequence[Message]],
+        *,
+        concurrency: int = 8,
+        progress: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion] | list[Completion | ClientError]:
+        """Whole answers to many prompts (texts, or lists of messages), in their order; `concurrency` at the same time.
+
+        `timeout_s`: for each. `progress`: a bar on standard error. `on_error`: "raise" cancels the rest at the first
+        ClientError and raises it, "return" puts it in the place of the answer. Ctrl-C cancels all.
+        """
+        from client.batch import run_batch
+
+        return run_batch(self._settings, prompts, concurrency, progress, on_error, timeout_s, options)
 
     def close(self) -> None:
         """End the connection; streams that still run on it are cancelled."""
@@ -121,3 +192,49 @@ class EverbatchClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def open_transport(settings: Settings) -> Transport:
+    if settings.address.protocol == "grpc":
+        from client.grpc_transport import GrpcTransport  # These imports take half a second.
+
+        return GrpcTransport(settings)
+    from client.http_transport import HttpTransport
+
+    return HttpTransport(settings)
+
+
+def prepared(
+    settings: Settings, request: GenerateRequest, timeout_s: float | None, request_id: str
+) -> tuple[GenerateRequest, float]:
+    """The request with what the client adds, checked, and the seconds it has. Raises TypeError and ValueError."""
+    patience = settings.timeout_s if timeout_s is None else timeout_s
+    check_timeout(patience)
+    check_request_id(request_id)
+    if request.namespace is None:
+        request = replace(request, namespace=settings.namespace)
+    request.check()
+    return request, float(patience)
+
+
+def repeated(
+    transport: Transport, retry: Retry, request: GenerateRequest, timeout_s: float, request_id: str
+) -> Generator[TextChunk, None, None]:
+    """The chunks of a request, sent again after UNAVAILABLE as long as nothing has come and time is left."""
+    deadline = time.monotonic() + timeout_s
+    attempt = 0
+    while True:
+        received = False
+        try:
+            remaining_s = deadline - time.monotonic() if attempt else timeout_s
+            with closing(transport.stream(request, remaining_s, request_id)) as chunks:
+                for chunk in chunks:
+                    received = True
+                    yield chunk
+            return
+        except ClientError as error:
+            pause_s = None if received or not request.repeatable else retry.pause_s(attempt, error)
+            if pause_s is None or time.monotonic() + pause_s >= deadline:
+                raise
+        time.sleep(pause_s)
+        attempt += 1

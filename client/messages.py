@@ -6,10 +6,13 @@ Text models take rank-2 tensors [1, 1] ([1, n] for word lists). What is None is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from client.checks import check_messages, check_namespace, check_texts, check_type, check_value
+
+Message = Mapping[str, Any]  # role and content, and whatever else the model's chat template reads; JSON can hold it
 # wire name -> (datatype, attribute of GenerateRequest)
 INPUTS: dict[str, tuple[str, str]] = {
     "text_input": ("BYTES", "prompt"),
@@ -29,43 +32,15 @@ INPUTS: dict[str, tuple[str, str]] = {
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
 }
-MAX_NAMESPACE = 256  # The server allows so many characters.
-FP32_MAX = (2 - 2**-23) * 2.0**127
-RANGES: dict[str, tuple[float, float]] = {
-    "INT32": (-(2**31), 2**31 - 1),
-    "UINT64": (0, 2**64 - 1),
-    "FP32": (-FP32_MAX, FP32_MAX),  # JSON has no infinity and no NaN.
-}
-
-
-def check_namespace(namespace: str) -> None:
-    """Raise ValueError for a namespace that the server would refuse or that cannot be sent."""
-    if len(namespace) > MAX_NAMESPACE:
-        raise ValueError(
-            f"namespace has {len(namespace)} characters, the limit is {MAX_NAMESPACE}; send a hash of it, for example"
-        )
-    # The server sees a C string: what follows would be lost, and strangers would share a namespace.
-    if "\0" in namespace:
-        raise ValueError("namespace holds a zero character, which ends a text for the server; leave it out")
-    check_text("namespace", namespace)
-
-
-def check_api_key(api_key: str) -> None:
-    """Raise ValueError for a key that no header can carry. The message does not hold the key."""
-    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-        raise ValueError("the API key holds a space or a character that is not printable ASCII; send the key alone")
-
-
-def check_text(name: str, text: str) -> None:
-    """Raise ValueError for half a surrogate pair: what Python makes of bytes that are no text. UTF-8 cannot hold it."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{name} holds half of a surrogate pair; send a text that can be written as UTF-8")
+WORD_LISTS = ("stop_words", "bad_words")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation the server remembers by `id`; each request holds the whole of it and the server reuses what it
-    knows.
+    """A conversation that the server remembers by `id` (0 to 2**64 - 1) within the namespace of the request.
+
+    `full_history`: each request holds the whole conversation, and the server reuses what it knows of it; without it, a
+    request holds what is new.
     """
 
     id: int
@@ -75,6 +50,14 @@ class Session:
     stop: bool = False
     full_history: bool = True
 
+    def tensors(self) -> dict[str, tuple[str, list[Any]]]:
+        """Wire name -> (datatype, values). Raises TypeError and ValueError for a field of another type or range."""
+        found = {"CORRID": ("UINT64", [check_value("session.id", "UINT64", self.id)])}
+        for name in ("start", "end", "stop"):
+            found[name.upper()] = ("INT32", [int(check_value(f"session.{name}", "BOOL", getattr(self, name)))])
+        whole = check_value("session.full_history", "BOOL", self.full_history)
+        return found | {"session_full_history": ("BOOL", [whole])}
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -83,7 +66,7 @@ class GenerateRequest:
     """
 
     prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: Sequence[Message] | None = None
     max_tokens: int = 64
     temperature: float | None = None
     top_k: int | None = None
@@ -94,20 +77,22 @@ class GenerateRequest:
     seed: int | None = None
     min_tokens: int | None = None
     end_id: int | None = None
-    stop_words: list[str] = field(default_factory=list)
-    bad_words: list[str] = field(default_factory=list)
+    stop_words: Sequence[str] = field(default_factory=list)
+    bad_words: Sequence[str] = field(default_factory=list)
     exclude_input: bool = True
     return_log_probs: bool | None = None
     stream: bool = True
     session: Session | None = None
     namespace: str | None = None  # None stands for the client's own namespace
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be sent twice without harm: a turn that adds to its session might be added twice."""
+        return self.session is None or self.session.full_history or self.session.start
+
     def check(self) -> None:
-        """Raise ValueError for what no server could accept."""
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is needed")
-        if self.max_tokens < 0:
-            raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
+        """Raise TypeError or ValueError, naming the field, for what no server could accept."""
+        self.tensors()
         check_namespace(self.namespace or "")
 
     def parameters(self, timeout_s: float) -> dict[str, int | str]:
@@ -116,31 +101,50 @@ class GenerateRequest:
         return found | {"cache_salt": self.namespace} if self.namespace else found
 
     def tensors(self) -> dict[str, tuple[str, list[Any]]]:
-        """Wire name -> (datatype, values), in wire order. Raises ValueError for a value that its type cannot hold."""
-        self.check()
+        """Wire name -> (datatype, values), in wire order. Raises TypeError for a value of another type and ValueError
+        for one that its type cannot hold.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages is needed")
         found: dict[str, tuple[str, list[Any]]] = {}
         for name, (datatype, attribute) in INPUTS.items():
-            value = getattr(self, attribute)
-            if value is not None and value != []:
-                found[name] = (datatype, value if isinstance(value, list) else [value])
+            values = self._values(datatype, attribute)
+            if values:
+                found[name] = (datatype, values)
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens is {self.max_tokens}, at least 0 is expected")
         if self.messages is not None:
             found["text_input"] = ("BYTES", [""])  # the model asks for it always
-            found["messages"] = ("BYTES", [json.dumps(self.messages, ensure_ascii=False)])
+            found["messages"] = ("BYTES", [self._messages_json()])
         for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
             found[name] = ("BOOL", [True])
         if self.session is not None:
-            found["CORRID"] = ("UINT64", [self.session.id])
-            for name, value in (("START", self.session.start), ("END", self.session.end), ("STOP", self.session.stop)):
-                found[name] = ("INT32", [int(value)])
-            found["session_full_history"] = ("BOOL", [self.session.full_history])
-        for name, (datatype, values) in found.items():
-            _check_values(name, datatype, values)
+            check_type("session", self.session, Session, "a Session")
+            found |= self.session.tensors()
         return found
 
     def json_body(self) -> dict[str, Any]:
         """Body of HTTP generate: one-element tensors as scalars, word lists as lists."""
-        lists = {"stop_words", "bad_words"}
-        return {name: values if name in lists else values[0] for name, (_, values) in self.tensors().items()}
+        return {name: values if name in WORD_LISTS else values[0] for name, (_, values) in self.tensors().items()}
+
+    def _values(self, datatype: str, attribute: str) -> list[Any]:
+        value = getattr(self, attribute)
+        if attribute in WORD_LISTS:
+            return check_texts(attribute, value)
+        optional = type(self).__dataclass_fields__[attribute].default is None
+        return [] if value is None and optional else [check_value(attribute, datatype, value)]
+
+    def _messages_json(self) -> str:
+        check_messages(self.messages)
+        try:
+            plain = [dict(message) for message in self.messages or ()]
+            text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise TypeError(
+                "messages hold a value that JSON cannot say; send texts, numbers, lists and dicts"
+            ) from None
+        check_value("messages", "BYTES", text)
+        return text
 
 
 @dataclass(frozen=True)
@@ -214,15 +218,6 @@ class Completion:
             generation_s=(last - first) / 1e9 if first and last and last >= first else None,
             log_probs=probs or None,
         )
-
-
-def _check_values(name: str, datatype: str, values: list[Any]) -> None:
-    if datatype == "BYTES":
-        for text in values:
-            check_text(name, text)
-    minimum, maximum = RANGES.get(datatype, (0, 0))
-    if datatype in RANGES and not all(minimum <= value <= maximum for value in values):
-        raise ValueError(f"{name} is {values[0]}, allowed is {minimum} to {maximum}")
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:

@@ -28,9 +28,13 @@ class AnswerClock:
     def text(self) -> str:
         return "".join(chunk.text for chunk in self.chunks)
 
+    def completion(self) -> Completion:
+        """The answer so far, put together."""
+        return Completion.from_chunks(self.chunks)
+
     def summary(self) -> str:
         """For example: 64 tokens, 81.3 tokens/s, first after 25 ms, reused 212 of 230 prompt tokens, length."""
-        whole = Completion.from_chunks(self.chunks)
+        whole = self.completion()
         parts = [f"{whole.num_output_tokens} token{'s' * (whole.num_output_tokens != 1)}"]
         if self._first is not None:
             # The server's clock is used where the server tells it, because chunks may reach a busy client in a bunch.

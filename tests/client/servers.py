@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.grpc_transport import encode_values
+from client.grpc_messages import encode_values
 
+# Self-made for localhost and 127.0.0.1, valid for a hundred years, and trusted by nobody but the tests:
+# openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 36500 -subj "/CN=localhost"
+#   -addext "subjectAltName=DNS:localhost,IP:127.0.0.1" -keyout key.pem -out certificate.pem
+CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"
+KEY_FILE = Path(__file__).parent / "tls" / "key.pem"
 Answers = Callable[["GrpcServer"], Iterator[Any]]
 
 
@@ -49,11 +56,15 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @contextmanager
-def grpc_server(answers: Answers) -> Iterator[GrpcServer]:
+def grpc_server(answers: Answers, *, tls: bool = False, threads: int = 2) -> Iterator[GrpcServer]:
     servicer = GrpcServer(answers)
-    server = grpc.server(ThreadPoolExecutor(2))
+    server = grpc.server(ThreadPoolExecutor(threads))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    servicer.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if tls:
+        credentials = grpc.ssl_server_credentials([(KEY_FILE.read_bytes(), CERTIFICATE.read_bytes())])
+        servicer.url = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    else:
+        servicer.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
         yield servicer
@@ -72,6 +83,15 @@ class HttpServer(ThreadingHTTPServer):
         self.keys: list[str | None] = []  # the header Authorization of each request
         self.answers, self.status = answers, status
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def use_tls(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(CERTIFICATE, KEY_FILE)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.url = f"https://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing on standard error: a client that leaves, or does not trust, is part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -92,8 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def http_server(*answers: dict[str, Any], status: int = 200) -> Iterator[HttpServer]:
+def http_server(*answers: dict[str, Any], status: int = 200, tls: bool = False) -> Iterator[HttpServer]:
     with HttpServer(answers, status) as server:
+        if tls:
+            server.use_tls()
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

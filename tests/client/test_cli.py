@@ -61,7 +61,7 @@ def test_an_address_without_http_is_spoken_to_over_grpc(options: list[str]) -> N
         (["generate", "x", "--namespace", "n" * 257], "namespace has 257 characters, the limit is 256"),
         (["chat", "--namespace", "n" * 257], "namespace has 257 characters, the limit is 256"),
         (["generate", "x", "--temperature", "1e39"], "temperature is 1e+39"),
-        (["generate", "x\udcff"], "text_input holds half of a surrogate pair"),
+        (["generate", "x\udcff"], "prompt holds half of a surrogate pair"),
         (["generate", "x", "--protocol", "ftp"], "'ftp', grpc or http is expected"),
         (["generate", "x", "--url", "127.0.0.1:9"], "no server answers at 127.0.0.1:9"),
     ],

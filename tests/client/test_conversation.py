@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from client import conversation
+from client import history
 from client.conversation import Conversation
 from client.errors import ClientError
 from client.messages import GenerateRequest, TextChunk
@@ -81,15 +81,15 @@ def test_a_session_that_cannot_be_begun_is_an_error_and_not_tried_for_ever() -> 
 
 
 def test_a_session_that_stays_busy_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "BUSY_PAUSE_S", 0.0)
+    monkeypatch.setattr(history, "BUSY_PAUSE_S", 0.0)
     client = ScriptedClient(*[ClientError("session error 3 (busy): running")] * 100)
     with pytest.raises(ClientError, match="busy"):
         say(Conversation(client), "one")  # type: ignore[arg-type]
-    assert len(client.requests) == 1 + conversation.BUSY_RETRIES
+    assert len(client.requests) == 1 + history.BUSY_RETRIES
 
 
 def test_a_session_that_is_busy_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "BUSY_PAUSE_S", 0.0)
+    monkeypatch.setattr(history, "BUSY_PAUSE_S", 0.0)
     client = ScriptedClient(["a"], ClientError("session error 3 (busy): running"), ["b"])
     talk = Conversation(client)  # type: ignore[arg-type]
     say(talk, "one")
@@ -97,10 +97,10 @@ def test_a_session_that_is_busy_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_failed_turn_leaves_the_conversation_as_it_was() -> None:
-    client = ScriptedClient(["a"], ClientError("session error 6 (too_long): no room"), ["b"])
+    client = ScriptedClient(["a"], ClientError("[INVALID_ARGUMENT] temperature is 200"), ["b"])
     talk = Conversation(client)  # type: ignore[arg-type]
     say(talk, "one")
-    with pytest.raises(ClientError, match="too_long"):
+    with pytest.raises(ClientError, match="temperature"):
         say(talk, "two")
     assert roles(talk) == ["user", "assistant"]
     assert say(talk, "three") == "b"
@@ -164,3 +164,57 @@ def test_the_end_lets_the_server_forget_and_survives_a_server_that_is_gone() -> 
     client.script = [["b"], ClientError("no server answers")]
     say(talk, "two")
     talk.end()
+
+
+# ---- a full context --------------------------------------------------------------------------------------------------
+
+FULL = [
+    "[INVALID_ARGUMENT] session error 6 (too_long): history and prompt have 99 tokens, the limit is 64; start afresh",
+    "[INVALID_ARGUMENT] the prompt has 99 tokens, the limit is 63: shorten it, or serve with a larger model.max_seq_len",
+    "[INVALID_ARGUMENT] 9 prompt tokens and 9 output tokens need 9 KV blocks, the pool has 4 of 2 tokens; lower max_tokens",
+    "[INVALID_ARGUMENT] messages has 900 bytes, the limit is 640 (64 for each token of model.max_seq_len); shorten it",
+    "[INVALID_ARGUMENT] there are 1025 messages, allowed is 1 to 1024; drop older ones",
+]
+
+
+def contents(request: GenerateRequest) -> list[str]:
+    return [message["content"] for message in request.messages or ()]
+
+
+@pytest.mark.parametrize("reason", FULL)
+def test_a_full_context_leaves_out_the_oldest_turns_and_never_the_system_message(reason: str) -> None:
+    client = ScriptedClient(["a" * 8], ["b" * 8], ["c" * 8], ClientError(reason), ClientError(reason), ["d"])
+    talk = Conversation(client, "be brief")  # type: ignore[arg-type]
+    for text in ("one", "two", "three"):
+        say(talk, text)
+    assert say(talk, "four") == "d"
+    assert contents(client.requests[-1]) == ["be brief", "three", "c" * 8, "four"]
+    assert talk.left_out == 2 and contents(client.requests[-2])[:2] == ["be brief", "two"]
+    assert {request.session.id for request in client.requests} == {client.requests[0].session.id}  # type: ignore[union-attr]
+
+
+def test_a_quarter_of_the_text_is_left_out_at_once() -> None:
+    client = ScriptedClient(*[["a"]] * 16, ClientError(FULL[0]), ["b"])
+    talk = Conversation(client)  # type: ignore[arg-type]
+    for _ in range(16):
+        say(talk, "x")
+    say(talk, "y")
+    assert talk.left_out == 5, "8 of 33 characters would be less than a quarter"
+
+
+def test_a_turn_that_fits_nowhere_is_refused_and_no_old_turn_is_lost() -> None:
+    client = ScriptedClient(["a"], ClientError(FULL[0]), ClientError(FULL[0]), ["b"])
+    talk = Conversation(client)  # type: ignore[arg-type]
+    say(talk, "one")
+    with pytest.raises(ClientError, match="too_long"):
+        say(talk, "far too long")
+    assert contents(client.requests[-1]) == ["far too long"]
+    say(talk, "two")
+    assert contents(client.requests[-1]) == ["one", "a", "two"] and talk.left_out == 0
+
+
+def test_an_option_of_a_conversation_is_checked_when_it_begins() -> None:
+    with pytest.raises(TypeError, match="'max_token' is no option; did you mean max_tokens"):
+        Conversation(ScriptedClient(), max_token=5)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(TypeError, match="session is no option of a conversation"):
+        Conversation(ScriptedClient(), session=None)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.client import EverbatchClient
 from client.errors import ClientError
+from client.retry import NEVER
 
 
 class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -45,13 +46,13 @@ def refusing() -> Iterator[tuple[Refusing, str]]:
 def test_an_error_has_the_code_that_its_text_names(refusing: tuple[Refusing, str], message: str, code: str) -> None:
     servicer, url = refusing
     servicer.message = message
-    with EverbatchClient(url) as client, pytest.raises(ClientError) as caught:
+    with EverbatchClient(url, retry=NEVER) as client, pytest.raises(ClientError) as caught:
         client.generate("a", timeout_s=20)
     assert (caught.value.code, str(caught.value)) == (code, message)
 
 
 def test_no_metadata_is_sent_that_tritonserver_does_not_survive(refusing: tuple[Refusing, str]) -> None:
     servicer, url = refusing
-    with EverbatchClient(url) as client, pytest.raises(ClientError):
+    with EverbatchClient(url, retry=NEVER) as client, pytest.raises(ClientError):
         client.generate("a", timeout_s=20)
     assert "triton_grpc_error" not in servicer.metadata[0]

@@ -9,7 +9,7 @@ import pytest
 
 from client.client import EverbatchClient
 from client.errors import ClientError
-from client.http_transport import _error_text, code_in, decode_answer, parse_event, with_final_mark
+from client.http_messages import _error_text, code_in, decode_answer, parse_event, with_final_mark
 from client.messages import TextChunk
 
 

@@ -65,8 +65,8 @@ def test_a_number_its_tensor_cannot_hold_is_refused_and_named(value: float) -> N
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("text_input", {"prompt": "\ud800"}),
-        ("stop_words", {"prompt": "x", "stop_words": ["a", "\udfff"]}),
+        ("prompt", {"prompt": "\ud800"}),
+        (r"stop_words\[1\]", {"prompt": "x", "stop_words": ["a", "\udfff"]}),
         ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}),
     ],
 )
@@ -111,7 +111,7 @@ def test_every_input_is_declared_by_the_text_model_with_the_same_type() -> None:
 
 
 def test_every_output_that_is_read_is_declared_by_the_text_model() -> None:
-    from client.http_transport import _OURS
+    from client.http_messages import _OURS
 
     config = ROOT / "model_repository" / "ensemble" / "config.pbtxt"
     declared = set(re.findall(r'name: "(\w+)"', config.read_text().split("output [")[1]))
@@ -149,12 +149,12 @@ def test_a_finish_reason_of_a_running_request_is_none(reason: str) -> None:
 
 # ---- gRPC ------------------------------------------------------------------------------------------------------------
 
-grpc_transport = pytest.importorskip("client.grpc_transport")
+grpc_messages = pytest.importorskip("client.grpc_messages")
 
 
 def test_the_grpc_request_is_rank_two_with_raw_contents_and_a_deadline() -> None:
     request = GenerateRequest(prompt="é", stop_words=["a", "bc"], max_tokens=3, session=Session(7))
-    message = grpc_transport.encode_request(request, "ensemble", "r1", timeout_s=2.5)
+    message = grpc_messages.encode_request(request, "ensemble", "r1", timeout_s=2.5)
     raw = dict(zip((tensor.name for tensor in message.inputs), message.raw_input_contents, strict=True))
     shapes = {tensor.name: list(tensor.shape) for tensor in message.inputs}
     assert message.id == "r1" and message.model_name == "ensemble"
@@ -178,7 +178,7 @@ def test_the_grpc_request_is_rank_two_with_raw_contents_and_a_deadline() -> None
     ],
 )
 def test_values_survive_encoding(datatype: str, values: list[object]) -> None:
-    assert grpc_transport.decode_values(datatype, grpc_transport.encode_values(datatype, values)) == values
+    assert grpc_messages.decode_values(datatype, grpc_messages.encode_values(datatype, values)) == values
 
 
 def response(final: bool | None, **outputs: tuple[str, list[object]]) -> service_pb2.ModelInferResponse:
@@ -190,7 +190,7 @@ def response(final: bool | None, **outputs: tuple[str, list[object]]) -> service
     for name, (datatype, values) in outputs.items():
         output = message.outputs.add()
         output.name, output.datatype = name, datatype
-        message.raw_output_contents.append(grpc_transport.encode_values(datatype, values))
+        message.raw_output_contents.append(grpc_messages.encode_values(datatype, values))
     return message
 
 
@@ -198,9 +198,9 @@ def test_a_response_becomes_a_chunk_with_the_servers_final_flag() -> None:
     message = response(
         True, text_output=("BYTES", ["hi"]), finish_reason=("BYTES", ["length"]), num_output_tokens=("INT32", [2])
     )
-    assert grpc_transport.decode_response(message) == TextChunk("hi", True, "length", num_output_tokens=2)
+    assert grpc_messages.decode_response(message) == TextChunk("hi", True, "length", num_output_tokens=2)
 
 
 def test_an_empty_final_response_is_an_empty_final_chunk() -> None:
-    assert grpc_transport.decode_response(response(True)) == TextChunk("", final=True)
-    assert grpc_transport.decode_response(response(None)).final is False
+    assert grpc_messages.decode_response(response(True)) == TextChunk("", final=True)
+    assert grpc_messages.decode_response(response(None)).final is False

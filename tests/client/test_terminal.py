@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from client.chat import run_chat
 from client.errors import ClientError
 from client.messages import GenerateRequest, TextChunk
 from client.statistics import AnswerClock
-from client.terminal import printable, run_chat, run_generate
+from client.terminal import printable, run_generate
 from deploy import ROOT
 from tests.client.test_conversation import ScriptedClient
 
@@ -67,7 +68,17 @@ def test_no_model_moves_the_cursor(text: str, shown: str) -> None:
 
 
 def test_the_client_imports_nothing_of_the_server() -> None:
-    allowed = {"client", "grpc", "tritonclient", "typer", "rich", *sys.stdlib_module_names}
+    allowed = {
+        "client",
+        "grpc",
+        "tritonclient",
+        "typer",
+        "rich",
+        "aiohttp",
+        "yarl",
+        "prompt_toolkit",
+        *sys.stdlib_module_names,
+    }
     for path in Path(ROOT, "client").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -115,9 +126,9 @@ def generate(client: Talking, prompt: str = "x", *, quiet: bool = True) -> int:
     return run_generate(client, prompt, {}, 1.0, quiet)  # type: ignore[arg-type]
 
 
-def chat(client: Talking, typed: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def chat(client: Talking, typed: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    return run_chat(client, None, {})  # type: ignore[arg-type]
+    return run_chat(client, None, options)  # type: ignore[arg-type]
 
 
 def test_prompt_and_reply_are_cleaned_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +174,41 @@ def test_a_line_that_is_no_command_is_not_sent_and_a_reset_forgets(monkeypatch: 
     talk = [request for request in client.requests if request.messages is not None]
     assert [len(request.messages or ()) for request in talk] == [1, 1]
     assert talk[0].session.id != talk[1].session.id  # type: ignore[union-attr]
+
+
+TOO_LONG = ClientError("[INVALID_ARGUMENT] the prompt has 99 tokens, the limit is 63: shorten it", "INVALID_ARGUMENT")
+
+
+def test_turns_that_are_left_out_of_a_full_context_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = Talking(["a"], ["b"], TOO_LONG, ["c"], [""])
+    assert chat(client, "one\ntwo\nthree\n", monkeypatch) == 0
+    assert "the context was full: the oldest turn was left out" in capsys.readouterr().out
+    assert [message["content"] for message in client.requests[3].messages or ()] == ["two", "b", "three"]
+
+
+def test_a_turn_that_fits_nowhere_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(Talking(TOO_LONG, ["a"], [""]), "one\ntwo\n", monkeypatch) == 0
+    assert "shorten it; send less, or start afresh with /reset" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("max_tokens", "told"), [(5, False), (50, True)])
+def test_a_reply_that_the_context_cuts_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_tokens: int, told: bool
+) -> None:
+    class Cut(Talking):
+        def send(self, request: GenerateRequest, *, timeout_s: float = 1.0) -> Generator[TextChunk, None, None]:
+            yield TextChunk("a", True, "length", num_output_tokens=5)
+
+    assert chat(Cut(), "one\n", monkeypatch, max_tokens=max_tokens) == 0
+    assert ("which cut this reply" in capsys.readouterr().out) is told
+
+
+@pytest.mark.parametrize("leave", ["/exit", "/quit"])
+def test_a_chat_is_left_by_its_commands(leave: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Talking()
+    assert chat(client, f" {leave} \none\n", monkeypatch) == 0
+    assert client.requests == [] and client.closed

@@ -5,17 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from client import http_transport
+from client import http_messages, http_transport
 from client.client import EverbatchClient
-from client.errors import ClientError
-from client.http_transport import HttpTransport
-from client.messages import GenerateRequest
+from client.errors import Cancelled, ClientError
 from tests.client.servers import GrpcServer, grpc_answer, grpc_server, http_server
 from tests.client.test_terminal import Ticks
 
@@ -149,6 +148,55 @@ def assert_no_grpc(address: str) -> None:
     assert caught.value.code == "UNREACHABLE"
 
 
+# ---- closing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def endless_grpc() -> Iterator[str]:
+    """The URL of a server that sends one chunk and nothing more."""
+
+    def answers(server: GrpcServer) -> Iterator[Any]:
+        yield grpc_answer("h")
+        yield from silence(server)
+
+    with grpc_server(answers) as server:
+        yield server.url
+
+
+@contextmanager
+def endless_http() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b'HTTP/1.1 200 OK\r\n\r\ndata: {"text_output": "h"}\n\n')
+                while connection.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize("serve", [endless_grpc, endless_http])
+def test_closing_the_client_ends_streams_that_other_threads_wait_for(
+    serve: Callable[[], AbstractContextManager[str]],
+) -> None:
+    with serve() as url:
+        client = EverbatchClient(url)
+        stream = client.stream("x")
+        assert next(stream).text == "h"
+        closing = threading.Timer(0.05, client.close)
+        closing.start()
+        with pytest.raises(Cancelled, match="was cancelled"):
+            next(stream)
+        closing.join()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        client.generate("x")
+
+
 # ---- gRPC ------------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +248,7 @@ def test_the_deadline_is_that_of_the_whole_stream(monkeypatch: pytest.MonkeyPatc
     ticks = Ticks()
     monkeypatch.setattr(http_transport, "time", SimpleNamespace(monotonic=ticks))
     with http_server({"text_output": "h"}, WHOLE) as server:
-        stream = HttpTransport(server.url, "ensemble").stream(GenerateRequest("x"), 10.0, "")
+        stream = EverbatchClient(server.url).stream("x", timeout_s=10.0)
         assert next(stream).text == "h"
         ticks.now = 10.5
         with pytest.raises(ClientError, match="within 10 s") as caught:
@@ -217,4 +265,4 @@ def test_a_status_that_is_no_success_raises_the_servers_reason(status: int, code
 
 
 def test_the_page_of_a_gateway_is_not_shown() -> None:
-    assert http_transport._error_text("<html><body>413 Request Entity Too Large</body></html>") == ""
+    assert http_messages._error_text("<html><body>413 Request Entity Too Large</body></html>") == ""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from client import cli, messages, terminal
-from client.conversation import Conversation
+from client import async_client, cli, client, messages, terminal
 from client.grpc_transport import GrpcTransport
+from client.history import History
 from client.http_transport import HttpTransport
 from client.statistics import AnswerClock
 from tests.mutants.changes import Plant, change
 
-RAISED = 'raise ClientError("the server ended the stream without a final response", "UNAVAILABLE")'
+RAISED = "raise Unavailable(NO_END)"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "unknown_session_is_begun_for_ever": (
-        change(Conversation, "_send", (" and self._known", "")),
+        change(History, "_pause_after", (" and self._known", "")),
         ["tests/client/test_conversation.py::test_a_session_that_cannot_be_begun_is_an_error_and_not_tried_for_ever"],
     ),
     "session_is_ended_in_the_clients_namespace": (
-        change(Conversation, "end", ('namespace = self._options.get("namespace")', "namespace = None")),
+        change(History, "_end_request", ('namespace = self._options.get("namespace")', "namespace = None")),
         ["tests/client/test_conversation.py::test_a_namespace_among_the_options_holds_for_every_turn_and_for_the_end"],
     ),
     "count_of_zero_is_no_count": (
@@ -33,7 +33,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ["tests/client/test_transports.py::test_a_stream_that_ends_without_a_final_response_is_an_error"],
     ),
     "each_event_renews_the_deadline": (
-        change(HttpTransport, "_events", ("remaining = deadline - time.monotonic()", "remaining = timeout_s")),
+        change(HttpTransport, "_events", ("remaining = deadline - time.monotonic()", "remaining = 10.0")),
         ["tests/client/test_transports.py::test_the_deadline_is_that_of_the_whole_stream"],
     ),
     "token_without_text_is_no_first_token": (
@@ -47,5 +47,21 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "error_exits_with_success": (
         change(cli, "_run", ("status = 1", "status = 0")),
         ["tests/client/test_cli.py::test_an_error_is_one_sentence_and_the_exit_status_one"],
+    ),
+    "request_is_repeated_after_its_first_token": (
+        change(client, "repeated", ("None if received or not", "None if not")),
+        ["tests/client/test_retry.py::test_nothing_is_sent_again_once_a_token_has_come"],
+    ),
+    "request_is_repeated_after_its_first_token_with_asyncio": (
+        change(async_client, "repeated", ("None if received or not", "None if not")),
+        ["tests/client/test_retry.py::test_nothing_is_sent_again_once_a_token_has_come"],
+    ),
+    "turn_that_adds_to_its_session_is_sent_twice": (
+        change(messages.GenerateRequest, "repeatable", (" or self.session.full_history", " or True")),
+        ["tests/client/test_retry.py::test_a_turn_that_would_be_added_twice_is_not_sent_again"],
+    ),
+    "failed_turn_keeps_old_turns_out": (
+        change(History, "_finish", ("self.messages, self.left_out = self._before", "self.messages.pop()")),
+        ["tests/client/test_conversation.py::test_a_turn_that_fits_nowhere_is_refused_and_no_old_turn_is_lost"],
     ),
 }

@@ -1,0 +1,103 @@
+"""What `chat` does with a client and a terminal."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+from rich.markup import escape
+
+from client.client import EverbatchClient
+from client.conversation import Conversation
+from client.errors import ClientError
+from client.line_reader import line_reader, mark_pastes, typing_kept
+from client.options import GenerateOptions
+from client.statistics import AnswerClock
+from client.terminal import write
+
+HELP = """/reset  start afresh: the conversation so far is forgotten
+/help   these lines
+/exit   leave, as do /quit and Ctrl-D
+Ctrl-C ends a reply, and the chat goes on. Alt-Enter begins a new line, Enter sends. A paste of many lines is one turn.
+When the conversation no longer fits into the model's context, the oldest turns are left out, and you are told."""
+LEAVE = ("/exit", "/quit")
+
+
+def run_chat(client: EverbatchClient, system: str | None, options: GenerateOptions) -> int:
+    """Converse until /exit or end of input. Returns 0. Raises ClientError when no server answers at the first turn."""
+    console = Console()
+    chat = Chat(console, Conversation(client, system, **options), options.get("max_tokens", 0))
+    reader = line_reader(console)
+    _dim(console, f"{client.url}: /help tells the commands, /exit or Ctrl-D leaves, Ctrl-C ends a reply")
+    try:
+        with typing_kept():
+            while (text := reader.read()) is not None and text.strip() not in LEAVE:
+                chat.take(text)
+        chat.conversation.end()
+    finally:
+        client.close()
+    return 0
+
+
+class Chat:
+    """A conversation, and what is shown of it."""
+
+    def __init__(self, console: Console, conversation: Conversation, max_tokens: int) -> None:
+        self.conversation = conversation
+        self._console = console
+        self._max_tokens = max_tokens
+        self._turns = 0
+
+    def take(self, text: str) -> None:
+        """A command or a turn; nothing for blanks. Raises ClientError when no server answers at the first turn."""
+        word = text.strip()
+        if word == "/reset":
+            self.conversation.end()
+            self.conversation.reset()
+            _dim(self._console, "new conversation")
+        elif word == "/help":
+            _dim(self._console, HELP)
+        elif word.startswith("/") and "\n" not in word:
+            _dim(self._console, f"{escape(word.split()[0])} is no command; there are /reset, /help and /exit")
+        elif word:
+            self._turn(text.rstrip())
+            self._turns += 1
+
+    def _turn(self, text: str) -> None:
+        """One reply with its statistics; errors are shown, and end the program only when there never was a server."""
+        clock = AnswerClock()
+        left_out = self.conversation.left_out
+        stream = self.conversation.say(text)
+        mark_pastes()
+        try:
+            for chunk in stream:
+                clock.add(chunk)
+                write(chunk.text)
+        except KeyboardInterrupt:
+            stream.close()  # This cancels the request. The conversation keeps what was shown.
+            write(" ...")
+        except ClientError as error:
+            if self._turns == 0 and error.code == "UNREACHABLE":
+                raise
+            write("\n" * bool(clock.text))
+            self._show_error(error)
+            return
+        write("" if clock.text.endswith("\n") else os.linesep)
+        _dim(self._console, clock.summary())
+        self._tell_of_a_full_context(clock, self.conversation.left_out - left_out)
+
+    def _show_error(self, error: ClientError) -> None:
+        remedy = "; send less, or start afresh with /reset" if error.is_too_long else ""
+        self._console.print(f"[red]{escape(str(error))}{remedy}[/red]", highlight=False, soft_wrap=True)
+
+    def _tell_of_a_full_context(self, clock: AnswerClock, left_out: int) -> None:
+        if left_out:
+            turns = "the oldest turn was" if left_out == 1 else f"the {left_out} oldest turns were"
+            _dim(self._console, f"the context was full: {turns} left out, and the model no longer knows of it")
+        answer = clock.completion()
+        if answer.finish_reason == "length" and answer.num_output_tokens < self._max_tokens:
+            _dim(self._console, "the context is full, which cut this reply; the next turn leaves the oldest out")
+
+
+def _dim(console: Console, text: str) -> None:
+    console.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)

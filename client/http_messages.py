@@ -1,0 +1,124 @@
+"""Requests and answers as JSON: generate (one answer) and generate_stream (server-sent events). Both transports over HTTP
+use it.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from client.errors import ClientError, Unavailable, client_error, code_in, no_entry
+from client.messages import GenerateRequest, TextChunk
+
+_OURS = frozenset(
+    "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
+    " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs".split()
+)
+# What statuses mean that say more than that there is an error: Triton's own, and those of a gateway or proxy in front of it.
+_CODES = {404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
+_CODES[504] = "DEADLINE_EXCEEDED"
+
+
+def decode_answer(answer: dict[str, Any], final: bool) -> TextChunk:
+    """A TextChunk from the JSON object of one response (one element is a scalar, several are a list)."""
+    outputs = {name: value if isinstance(value, list) else [value] for name, value in answer.items() if name in _OURS}
+    return TextChunk.from_outputs(outputs, final)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line `data: {...}`; None for the blank lines between events. Raises ClientError."""
+    text = line.decode(errors="replace").strip()
+    if not text.startswith("data:"):
+        return None
+    return _load(text[len("data:") :])
+
+
+class FinalMark:
+    """Marks the last chunk as final: over HTTP the end of the stream is the only sign, so a chunk without text is held
+    until the next comes. A chunk that carries a finish reason is known to be the last and is not held back.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[TextChunk] = []
+
+    def push(self, chunk: TextChunk) -> list[TextChunk]:
+        """The chunks that may be handed over now."""
+        before, self._held = self._held, []
+        if chunk.finish_reason is not None:
+            return [*before, replace(chunk, final=True)]
+        if chunk.text:
+            return [*before, chunk]
+        self._held = [chunk]
+        return before
+
+    def end(self) -> TextChunk:
+        """The final chunk of a stream that has ended without a finish reason."""
+        return replace(self._held[0], final=True) if self._held else TextChunk("", final=True)
+
+
+def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
+    """The chunks, of which the last is marked as final."""
+    mark = FinalMark()
+    for chunk in chunks:
+        for ready in mark.push(chunk):
+            yield ready
+            if ready.final:
+                return
+    yield mark.end()
+
+
+def request_body(request: GenerateRequest, timeout_s: float, request_id: str) -> bytes:
+    """The JSON of generate and generate_stream."""
+    body = request.json_body() | request.parameters(timeout_s)
+    return json.dumps(body | {"id": request_id} if request_id else body).encode()
+
+
+def request_path(request: GenerateRequest, model: str) -> str:
+    verb = "generate_stream" if request.stream else "generate"
+    return f"/v2/models/{urllib.parse.quote(model, safe='')}/{verb}"
+
+
+def request_headers(api_key: str) -> dict[str, str]:
+    key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return {"Content-Type": "application/json", **key}
+
+
+def status_error(status: int, body: bytes, url: str, *, has_key: bool) -> ClientError:
+    """The error of a status that is no success. What the status says goes before a code that the text names."""
+    if status == 401:
+        return no_entry(url, has_key=has_key)
+    message = _error_text(body.decode(errors="replace").strip()) or f"the server answered status {status}"
+    return client_error(message, _CODES.get(status, code_in(message)))
+
+
+def read_answer(body: bytes) -> TextChunk:
+    """The answer of generate. Raises ClientError for one that is an error."""
+    return decode_answer(_load(body.decode(errors="replace")), final=True)
+
+
+def broken(url: str) -> ClientError:
+    """The error of a connection that ended in the middle."""
+    return Unavailable(f"the connection to {url} broke: the server was stopped or started again")
+
+
+def _load(text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise Unavailable("the answer is cut short, or no JSON: the server was stopped, or is another") from None
+    if "error" in answer:
+        raise client_error(str(answer["error"]))
+    return dict(answer)
+
+
+def _error_text(text: str) -> str:
+    """The message in a body `{"error": ...}` or `data: {"error": ...}`; the body itself when it is neither. Empty for
+    the page of a gateway, which is HTML.
+    """
+    try:
+        return str(json.loads(text.removeprefix("data:"))["error"])
+    except (ValueError, KeyError, TypeError):
+        return "" if text.startswith("<") else text[:300]

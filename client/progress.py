@@ -1,0 +1,43 @@
+"""The bar of a batch, on standard error."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from client.errors import ClientError
+from client.messages import Completion
+
+
+class BatchProgress:
+    """Answers so far of all, output tokens and their speed, errors, and the time that is left. Nothing unless `shown`."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
+        self._task = self._progress.add_task("answers", total=total, note="")
+        self._began = time.monotonic()
+        self._tokens = self._errors = 0
+
+    def add(self, answer: Completion | ClientError) -> None:
+        """Count one more answer."""
+        if isinstance(answer, ClientError):
+            self._errors += 1
+        else:
+            self._tokens += answer.num_output_tokens
+        speed = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        note = f"{self._tokens} tokens, {speed:.0f} tokens/s" + f", {self._errors} errors" * bool(self._errors)
+        self._progress.update(self._task, advance=1, note=note)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
