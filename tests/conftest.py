@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.compiled_once import share_native_kernels
 from tests.early import Early
 from tests.quick import Quick, Slowest
 
@@ -23,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
     config.pluginmanager.register(Early())
+    share_native_kernels()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,12 +14,12 @@ from tests.early import Child
 HERE = Path(__file__).parent
 
 
-def tests_of(folder: str, variable: str) -> Child:
+def process_of(folder: str, variable: str) -> Child:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / folder)]
     return Child(command, os.environ | {variable: "1"})
 
 
-@pytest.mark.early(plan=tests_of)
+@pytest.mark.early(plan=process_of)
 @pytest.mark.parametrize("folder, variable", [("interpreted", "TRITON_INTERPRET"), ("compiled", "EVERBATCH_TRITON")])
 def test_every_kernel_is_proven(folder: str, variable: str, child: subprocess.CompletedProcess[str]) -> None:
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
