@@ -115,9 +115,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
 
 @pytest.mark.parametrize("kv", ["auto", "int4"])
 def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
-    requests = [request(14, 6, n) for n in (1, 2)]  # two blocks each, at the end
+    requests = [request(16, 18, n) for n in (1, 2)]
     roomy = finish(make_core(directory, "triton", Replays(), kv, look_ahead=True), requests)
-    core = make_core(directory, "triton", Replays(), kv, blocks=3, look_ahead=True, max_chunk_tokens=7)
+    core = make_core(directory, "triton", Replays(), kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
     cramped = finish(core, requests)
     assert core.counters.pauses_total > 0
     assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
