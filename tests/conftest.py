@@ -1,5 +1,5 @@
-"""What all tests share: the marks, `--quick`, the slowest files, and one torch thread, so that sessions do not fight for
-cores.
+"""What all tests share: the marks, `--quick`, processes that begin early, the slowest files, and one torch thread, so that
+sessions do not fight for cores.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.compiled_once import share_native_kernels
+from tests.early import Early
 from tests.quick import Quick, Slowest
 
 
@@ -18,8 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(*ids): the test closes these rows of the feature list")
     config.addinivalue_line("markers", "slow(reason): left out by --quick")
+    config.addinivalue_line("markers", "early(plan): the process of the fixture `child` (tests/early.py)")
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
+    config.pluginmanager.register(Early())
+    share_native_kernels()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.early import Child
+
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("folder, variable", [("interpreted", "TRITON_INTERPRET"), ("compiled", "EVERBATCH_TRITON")])
-def test_every_kernel_is_proven(folder: str, variable: str) -> None:
-    environment = os.environ | {variable: "1"}
+def process_of(folder: str, variable: str) -> Child:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return Child(command, os.environ | {variable: "1"})
+
+
+@pytest.mark.early(plan=process_of)
+@pytest.mark.parametrize("folder, variable", [("interpreted", "TRITON_INTERPRET"), ("compiled", "EVERBATCH_TRITON")])
+def test_every_kernel_is_proven(folder: str, variable: str, child: subprocess.CompletedProcess[str]) -> None:
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    assert "passed" in child.stdout

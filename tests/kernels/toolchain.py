@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -24,7 +25,12 @@ class Compiled:
     stack_bytes: int  # spilled to local memory
     local_bytes: int
     shared_bytes: int
-    sass: str
+    cubin: bytes
+
+    @property
+    def sass(self) -> str:
+        """The disassembly, made when it is asked for: it takes longer than all the rest of a variant that Triton has cached."""
+        return _disassembled(self.cubin)
 
     def count(self, mnemonic: str) -> int:
         """The number of instructions that have this mnemonic."""
@@ -60,15 +66,20 @@ def compile_variant(variant: Variant, architecture: int) -> Compiled:
     source = ASTSource(variant.kernel, types, constants, attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    with tempfile.TemporaryDirectory() as scratch:
-        cubin = Path(scratch) / "kernel.cubin"
-        cubin.write_bytes(made.asm["cubin"])
-        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
-        sass = _run("nvdisasm", "-c", cubin)
+    cubin = made.asm["cubin"]
+    usage = _run("cuobjdump", "--dump-resource-usage", cubin)
     numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(numbers["REG"], numbers["STACK"], numbers["LOCAL"], made.metadata.shared, sass)
+    return Compiled(numbers["REG"], numbers["STACK"], numbers["LOCAL"], made.metadata.shared, cubin)
 
 
-def _run(tool: str, *arguments: object) -> str:
-    command = [str(TOOLS / tool), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@cache
+def _disassembled(cubin: bytes) -> str:
+    return _run("nvdisasm", "-c", cubin)
+
+
+def _run(tool: str, option: str, cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(TOOLS / tool), option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -10,19 +10,23 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu.build import NativeUnavailable, asan_environment
+from tests.early import Child
 from tests.native.harness import SANITIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [f"tests/native/test_{name}.py" for name in ("linear", "rows", "bad_rows", "decoder", "screen")]
 
 
-@pytest.mark.skipif(SANITIZE in os.environ, reason="this is the sanitized process")
-def test_nothing_is_read_or_written_outside_its_memory() -> None:
+def sanitized() -> Child:
     try:
         environment = os.environ | asan_environment() | {SANITIZE: "1"}
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout
+    return Child(command, environment, str(ROOT))
+
+
+@pytest.mark.early(plan=sanitized)
+def test_nothing_is_read_or_written_outside_its_memory(child: subprocess.CompletedProcess[str]) -> None:
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    assert "passed" in child.stdout and "skipped" not in child.stdout

@@ -18,6 +18,7 @@ from backend.sampling.sampler import Sampler
 from kernels.cpu.build import NativeUnavailable, asan_environment, load
 from kernels.cpu.isa import supported_isas
 from kernels.cpu.sampling import NativeSampling
+from tests.early import Child
 from tests.sampling.conftest import SANITIZE, run_cases
 from tests.sampling.native import KINDS, Parameters, draw, logits_of
 from tests.sampling.reference import Case
@@ -81,8 +82,7 @@ def test_the_logits_are_the_same_afterwards_bit_for_bit(library: CDLL) -> None:
     assert torch.equal(seen[0], before)
 
 
-@pytest.mark.skipif(bool(os.environ.get(SANITIZE)), reason="this is the sanitized process")
-def test_nothing_is_read_or_written_outside_its_memory() -> None:
+def sanitized() -> Child:
     """The kernel's and the rules' tests, in a process with AddressSanitizer."""
     files = [f"tests/sampling/test_{name}.py" for name in ("native_kernel", "sampler_rules", "sampler_choice")]
     try:
@@ -90,7 +90,10 @@ def test_nothing_is_read_or_written_outside_its_memory() -> None:
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
     options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "not 128256"]
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout
+    return Child([sys.executable, "-m", "pytest", *options, *files], environment, str(ROOT))
+
+
+@pytest.mark.early(plan=sanitized)
+def test_nothing_is_read_or_written_outside_its_memory(child: subprocess.CompletedProcess[str]) -> None:
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    assert "passed" in child.stdout and "skipped" not in child.stdout

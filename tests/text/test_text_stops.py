@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -15,6 +16,8 @@ from backend.text.tokenizer import Tokenizer
 
 SMALL = st.text(alphabet="abé🙂", max_size=40)
 STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=6), min_size=1, max_size=16)
+
+EXAMPLES = int(os.environ.get("EVERBATCH_EXAMPLES", "2000"))
 
 
 def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -36,7 +39,7 @@ def naive_holdback(text: str, stops: list[str]) -> int:
     return max((k for stop in stops for k in range(len(stop)) if k <= len(text) and text.endswith(stop[:k])), default=0)
 
 
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(text=SMALL, stops=STOPS, include=st.booleans(), seed=st.integers(0, 2**32))
 def test_any_split_gives_what_the_oracle_gives_on_the_whole_text(
     text: str, stops: list[str], include: bool, seed: int
