@@ -109,7 +109,9 @@ class RunDirectory:
 
     def _claimed_for_another(self, model: str) -> bool:
         pid, start, claimed_for = self._owner.read_text().split(maxsplit=2)
-        return claimed_for != model and _start_of(int(pid)) == start  # Else a later process has got the claimant's number.
+        return (
+            claimed_for != model and _start_of(int(pid)) == start
+        )  # Else a later process has got the claimant's number.
 
     def disclaim(self) -> None:
         """Take the claim back, because this process could not start the engine."""
