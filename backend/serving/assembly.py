@@ -36,9 +36,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
     model_config = json.loads(args["model_config"])
     role = _role(args["model_name"], model_config)
     config, run_directory = engine_config(), RunDirectory.of_this_server()
-    owner = role == OWNER and run_directory.claim(
-        args["model_name"]
-    )  # another model of that role is a client like all others
+    # A second model of the owner's role is a client like all others.
+    owner = role == OWNER and run_directory.claim(args["model_name"])
     executor = (_launch if owner else _attach)(args["model_name"], config, run_directory)
     front = FRONTS[role]
     tools = ToolsLoader(executor)
