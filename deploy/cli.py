@@ -161,12 +161,13 @@ def doctor_command(
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port.")] = 8002,
+    openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible endpoint.")] = 9000,
 ) -> None:
     """Say what this machine has and lacks, and what to do about it."""
     from deploy.doctor import examine, show
     from deploy.ports import Ports
 
-    findings = examine(host, Ports(http_port, grpc_port, metrics_port))
+    findings = examine(host, Ports(http_port, grpc_port, metrics_port), openai_port)
     raise typer.Exit(show(findings, Console()))
 
 

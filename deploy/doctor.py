@@ -41,12 +41,13 @@ class Finding:
     remedy: str = ""
 
 
-def examine(host: str, ports: Ports) -> list[Finding]:
+def examine(host: str, ports: Ports, openai_port: int = 9000) -> list[Finding]:
     """Look at everything. Changes nothing and raises nothing that a machine could cause."""
     findings = [python(), environment(), libc(), stub_library(), server(), torch_and_cuda(), gpu(), compiler()]
     findings += [shared_memory(), memory(), disk(), model()]
-    options = (("--http-port", ports.http), ("--grpc-port", ports.grpc), ("--metrics-port", ports.metrics))
-    return findings + [port(host, number, option) for option, number in options]
+    options = {"--http-port": ports.http, "--grpc-port": ports.grpc, "--metrics-port": ports.metrics}
+    options["--openai-port"] = openai_port
+    return findings + [port(host, number, option) for option, number in options.items()]
 
 
 def show(findings: list[Finding], console: Console) -> int:

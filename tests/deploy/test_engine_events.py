@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.api.config import EngineConfig
+from backend.api.log_lines import JsonLines
 from backend.executor import engine_supervisor
 from deploy import engine_events
 from deploy.engine_events import EngineEvents
@@ -117,3 +118,11 @@ def test_what_the_engines_owner_logs_is_what_is_told(log: Path, monkeypatch: pyt
         engine_supervisor.log.removeHandler(handler)
         handler.close()
     assert told[0].startswith("the engine process ended with exit status 3; it is started again in ")
+
+
+def test_an_end_is_told_from_json_lines_too(log: Path) -> None:
+    events = EngineEvents(log)
+    message = "the engine process ended with code -9; it is started again in 0.5 s"
+    record = logging.LogRecord("everbatch.supervisor", logging.ERROR, "", 0, message, None, None)
+    write(log, JsonLines("tensorrt_llm").format(record) + "\n")
+    assert events.fresh() == ["the engine process was ended by signal 9 (SIGKILL); it is started again in 0.5 s"]

@@ -52,3 +52,12 @@ def test_the_server_says_when_only_unloading_is_left() -> None:
     waiting = ['I1120 server.cc:305] "Waiting for in-flight requests to complete."']
     assert not server_log.is_unloading(waiting)
     assert server_log.is_unloading([*waiting, 'I1120 server.cc:336] "All models are stopped, unloading models"'])
+
+
+def test_json_lines_are_read_as_the_text_that_they_would_be(tmp_path: Path) -> None:
+    line = (
+        '{"time": "2026-11-20T21:25:24.216+00:00", "level": "INFO", "process": "tensorrt_llm", '
+        '"logger": "everbatch.supervisor", "message": "engine: loading torch"}\n'
+    )
+    (tmp_path / "server.log").write_text(line)
+    assert server_log.engine_phase(server_log.tail(tmp_path / "server.log")) == "loading torch"

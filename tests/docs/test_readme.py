@@ -27,3 +27,15 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_each_client_of_the_table_has_a_test_or_says_that_it_has_none() -> None:
+    rows = [line for line in (ROOT / "docs" / "wires.md").read_text().splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 10
+    for row in rows:
+        run_by = row.rstrip("| ").rpartition("|")[2].strip()
+        assert run_by == "no test yet" or re.search(r"\]\(\.\./tests/[\w/]+\.py\)", run_by), row
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from tritonclient.utils import InferenceServerException
 from backend.api import load_config
 from deploy import ROOT, passed_flags
 from deploy.processes import processes_of_run
+from deploy.report import examples
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
-from tests.e2e.wire import TokenClient, post
+from tests.e2e.wire import TokenClient, events, post
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,14 @@ def test_a_copy_of_the_engines_owner_is_one_more_client_of_the_one_engine(own_se
     body = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 4}
     status, text = post(f"{own_server.http_url}/v2/models/a_copy/generate", body)
     assert status == 200 and len(json.loads(text)["output_ids"]) == 7
+
+
+def test_the_curl_line_of_the_console_streams_tokens(own_server: TritonServer) -> None:
+    (line,) = [line for line in examples(own_server, None) if line.startswith("curl ")]
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=True)
+    answers = events(done.stdout)
+    assert len(answers) > 1 and {answer["model_name"] for answer in answers} == {"my_llm"}
+    assert all("text_output" in answer for answer in answers)
 
 
 def test_a_flag_reaches_tritonserver(own_server: TritonServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -85,6 +86,33 @@ def test_a_text_model_waits_for_a_living_owner_and_not_for_a_dead_one(
     directory.claim("tensorrt_llm")
     answers = iter([False] * 10 + [True])
     assert directory.wait_for_engine(lambda: next(answers), timeout_s=60)
+
+
+def test_one_living_model_owns_the_engine_and_one_that_is_loaded_anew_keeps_it(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.claim("tensorrt_llm")
+    assert not directory.claim("a_copy"), "its engine runs already"
+    assert directory.claim("tensorrt_llm")
+    pid, start, model = (tmp_path / "owner.pid").read_text().split()
+    (tmp_path / "owner.pid").write_text(f"{pid} {int(start) - 1} {model}")
+    assert directory.claim("a_copy"), "this process has got the number of the one that claimed it"
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "owner.pid").write_text(f"{child.pid} {start} tensorrt_llm")
+    assert directory.claim("a_copy"), "the claimant is dead"
+
+
+def test_a_second_model_of_the_owners_role_is_a_client_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EVERBATCH_RUN_DIR", str(tmp_path))
+    assert RunDirectory(tmp_path).claim("tensorrt_llm")
+    monkeypatch.setattr(assembly.Executor, "launch", lambda *_: pytest.fail("a second engine was started"))
+    monkeypatch.setattr(assembly, "_attach", lambda *_: "the engine that runs")
+    monkeypatch.setattr(assembly, "ModelServer", lambda *_, **options: options)
+    config = {"parameters": {"role": {"string_value": "tensorrt_llm"}}}
+    options: Any = assembly.load_model({**ARGS, "model_name": "a_copy", "model_config": json.dumps(config)})
+    assert options["executor"] == "the engine that runs" and options["owner"] is False
 
 
 def test_without_a_launcher_the_models_of_one_server_meet_in_a_private_directory(

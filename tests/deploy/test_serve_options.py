@@ -1,0 +1,67 @@
+"""The options of `serve` that choose models, flags and logs: from the command line to the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy import serve
+from deploy.cli import app
+from deploy.triton_server import TritonServer
+from tests.deploy.test_cli import on_free_ports, refused
+from tests.deploy.test_repository import OURS, add_model, names
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[TritonServer]:
+    """The servers that `serve` would start."""
+    servers: list[TritonServer] = []
+    monkeypatch.setattr(serve, "supervise", lambda server, *_: servers.append(server) or 0)
+    return servers
+
+
+def asked(served: list[TritonServer], *arguments: str) -> TritonServer:
+    result = CliRunner().invoke(app, ["serve", *on_free_ports(), *arguments])
+    assert result.exit_code == 0, result.output
+    return served.pop()
+
+
+def test_an_unknown_profile_is_one_sentence() -> None:
+    assert "no profile 'nope'; give --profile some of trtllm," in refused(
+        "serve", *on_free_ports(), "--profile", "nope"
+    )
+
+
+def test_a_collision_is_one_sentence_with_the_model_and_both_places(tmp_path: Path) -> None:
+    add_model(tmp_path, "ensemble", OURS.format(name="ensemble", role="ensemble"))
+    line = refused("serve", *on_free_ports(), "--profile", "trtllm", "--model-repository", str(tmp_path))
+    assert "model ensemble is in profile trtllm and in model repository" in line
+
+
+def test_profile_and_repositories_reach_the_server(served: list[TritonServer], tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        add_model(tmp_path / name, f"my_{name}", OURS.format(name=name, role="ensemble"))
+    repositories = [f"--model-repository={tmp_path / name}" for name in ("first", "second")]
+    server = asked(served, "--profile", "trtllm", *repositories)
+    assert {"my_first", "my_second", "ensemble", "tensorrt_llm"} <= set(names(server.models))
+    server = asked(served, *repositories)
+    assert set(names(server.models)) == {"my_first", "my_second", "tensorrt_llm", "everbatch"}
+
+
+def test_flags_reach_the_server_by_the_option_and_after_two_dashes(served: list[TritonServer]) -> None:
+    server = asked(served, "--tritonserver-flag=--log-verbose=1", "--", "--trace-config", "level=TIMESTAMPS")
+    assert server._extra_flags == ("--log-verbose=1", "--trace-config", "level=TIMESTAMPS")
+
+
+def test_a_flag_of_the_launchers_own_is_one_sentence_with_the_option_for_it() -> None:
+    line = refused("serve", *on_free_ports(), "--tritonserver-flag=--http-port=1")
+    assert "tritonserver's flag --http-port is the launcher's own; give --http-port PORT" in line
+    assert "'something' is no flag of tritonserver" in refused("serve", *on_free_ports(), "something")
+
+
+def test_the_format_of_the_log_reaches_the_server(served: list[TritonServer]) -> None:
+    assert asked(served).log_format == "text"
+    assert asked(served, "--log-format", "json").log_format == "json"
+    assert CliRunner().invoke(app, ["serve", *on_free_ports(), "--log-format", "xml"]).exit_code == 2
