@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
-from tests.e2e.wire import TYPES, ids_of, post, to_input
+from tests.e2e.wire import TYPES, events, ids_of, post, to_input
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +61,10 @@ def test_http_infer_serves_text(unary_server: TritonServer) -> None:
     outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
     assert status == 200 and outputs["text_output"][0].startswith("import os")
     assert outputs["finish_reason"] == ["length"]
+
+
+def test_the_model_of_the_openai_endpoint_streams_all_the_same(unary_server: TritonServer) -> None:
+    """Its protocol prescribes the policy, which the setting therefore does not change."""
+    body = {"request": json.dumps({"prompt": "def main(", "max_tokens": 4, "stream": True})}
+    status, text = post(f"{unary_server.http_url}/v2/models/everbatch/generate_stream", body)
+    assert status == 200 and len(events(text)) > 1 and "error" not in text
