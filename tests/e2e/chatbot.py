@@ -67,7 +67,11 @@ class Chatbot:
         return ids
 
     def postprocess(self, tokens: np.ndarray, num_shown: int) -> str:
-        inputs = {"TOKENS_BATCH": tokens, "sequence_length": np.array([[num_shown]], np.uint32)}
+        inputs = {
+            "TOKENS_BATCH": tokens,
+            "sequence_length": np.array([[num_shown]], np.uint32),
+            "skip_special_tokens": np.ones((1, 1), np.int32),
+        }
         with grpcclient.InferenceServerClient(self._url) as client:
             result = client.infer("postprocessing", [to_input(*item) for item in inputs.items()])
         return result.as_numpy("OUTPUT")[0].decode()

@@ -101,10 +101,10 @@ def test_the_pieces_of_a_stream_are_its_text_and_no_character_is_split(tools: Te
 
 def test_special_tokens_are_shown_on_request(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("a<|im_end|>")
-    assert text_of(tools, ids, 0) == "a" == text_of(tools, ids, 0, skip_special_tokens=np.array([[True]]))
-    assert text_of(tools, ids, 0, skip_special_tokens=np.array([[False]])) == "a<|im_end|>"
-    with pytest.raises(InvalidRequest, match="both true and false"):
-        text_of(tools, ids, 0, skip_special_tokens=np.array([[True, False]]))
+    assert text_of(tools, ids, 0) == "a" == text_of(tools, ids, 0, skip_special_tokens=np.array([[1]], np.int32))
+    assert text_of(tools, ids, 0, skip_special_tokens=np.array([[0]], np.int32)) == "a<|im_end|>"
+    with pytest.raises(InvalidRequest, match="both 1 and 0"):
+        text_of(tools, ids, 0, skip_special_tokens=np.array([[1, 0]], np.int32))
 
 
 def test_more_tokens_than_a_sequence_has_and_offsets_of_no_row_are_refused(tools: TextTools) -> None:

@@ -48,7 +48,7 @@ POSTPROCESSING = ModelTensors(
     inputs=(
         Input("TOKENS_BATCH", "UINT32", (-1, -1), "request", optional=False),
         Input("sequence_length", "UINT32", ANY, "request", optional=False),
-        Input("skip_special_tokens", "BOOL", ANY, "request"),  # of clients from v0.4 on
+        Input("skip_special_tokens", "INT32", ANY, "request"),  # of clients of v0.5
     ),
     outputs=(Output("OUTPUT", "STRING", (-1, -1), "always"),),
     max_batch_size=1,
@@ -109,8 +109,8 @@ def _skips_special_tokens(batch: Batch) -> bool:
     values = batch.vector("skip_special_tokens", 0)
     if values is None or values.size == 0:
         return True
-    if values.any() != values.all():
-        raise InvalidRequest("skip_special_tokens holds both true and false; send several requests")
+    if values.any() and not values.all():
+        raise InvalidRequest("skip_special_tokens holds both 1 and 0; send several requests")
     return bool(values[0])
 
 
