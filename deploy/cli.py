@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
-QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run has 2,000
+QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run has 600
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
