@@ -104,7 +104,7 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     strict_parameters: bool = False  # request parameters that nobody knows are refused, not only warned about
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
-    one_response_per_token: bool = False  # off: tokens that wait for a busy sender share a response
+    one_response_per_token: bool = True  # of a stream; off: tokens that wait for a busy sender share a response
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again

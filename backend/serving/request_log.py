@@ -32,7 +32,11 @@ class RequestLog:
     def add(self, row: EndedRow) -> None:
         """Write the line of one row."""
         fields = describe(self._model, row)
-        self._write(json.dumps(fields) + "\n" if self._as_json else _as_text(fields))
+        self._write(json.dumps(self._head() | fields) + "\n" if self._as_json else _as_text(fields))
+
+    def _head(self) -> dict[str, Value]:
+        """What every JSON line of a server has (backend/api/log_lines.py)."""
+        return {"level": "INFO", "process": self._model, "logger": "everbatch.requests", "message": "request ended"}
 
 
 def describe(model: str, row: EndedRow) -> dict[str, Value]:

@@ -47,6 +47,10 @@ def lines_of(as_json: bool, *rows: EndedRow) -> list[str]:
 def test_a_line_of_json_tells_who_why_how_much_and_how_long() -> None:
     (line,) = lines_of(True, ROW)
     assert line.endswith("\n") and json.loads(line) == {
+        "level": "INFO",
+        "process": "ensemble",
+        "logger": "everbatch.requests",
+        "message": "request ended",
         "time": "2023-11-14T22:13:20.500+00:00",
         "event": "request",
         "model": "ensemble",
