@@ -15,6 +15,8 @@ SLOW = {
     "tests/hostile/": "real tritonservers under fire",
     "tests/mutants/": "planted bugs, a pytest process each",
     "tests/benchmarks/": "the benchmarks' own tests",
+    "tests/gateway/test_limits.py": "waits for time limits",
+    "tests/gateway/test_openapi.py": "requests made from the gateway's own page",
     "tests/gpu/": "whole models on a GPU",
     "tests/kernels/interpreted/": "GPU kernels in Triton's interpreter",
     "tests/kernels/compiled/": "GPU kernels, compiled offline",
@@ -32,6 +34,7 @@ SLOW = {
     "tests/quant/test_quality.py": "whole models, quantised",
     "tests/sampling/test_native_invariance.py": "native kernels in many batches",
     "tests/simulation/test_mutants.py": "planted bugs, thousands of schedules each",
+    "tests/tooling/test_checkers.py::test_mypy": "mypy over every room",
     "tests/weight_formats/test_four_bit_models.py": "whole models, quantised",
     "tests/weight_formats/test_quality.py": "whole models, quantised",
 }  # beginning of a test's id: why it is slow
