@@ -1,9 +1,10 @@
 """What the stubs of a server say about themselves: RUN_DIR/health/MODEL, written four times a second by each model's stub.
 
-    {"state": "ready" | "unavailable" | "draining" | "given_up", "pid": 4711, "at_ns": CLOCK_MONOTONIC}
+    {"state": "ready" | "unavailable" | "draining" | "given_up" | "unloaded", "pid": 4711, "at_ns": CLOCK_MONOTONIC}
 
 Triton notices neither a stub that is dead or stopped nor an engine that is gone; these files tell. A model that writes
-none (of a repository of the user's own) is not judged. Pure: files and a time in, a verdict out. Standard library only.
+none (of a repository of the user's own) is not judged, nor is one that was unloaded. Pure: files and a time in, a verdict
+out. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+UNLOADED = "unloaded"  # the last state of a stub whose model Triton was asked to unload
 SILENT_S = 1.25  # the time of five signs of life
 
 
@@ -57,8 +59,14 @@ def read(directory: Path, now_ns: int) -> list[Report]:
     return found
 
 
+def unloaded(directory: Path) -> set[int]:
+    """Process ids of stubs that end because their models are unloaded."""
+    return {report.pid for report in read(directory, 0) if report.state == UNLOADED}
+
+
 def judge(reports: list[Report]) -> Verdict:
     """What the reports come to."""
+    reports = [report for report in reports if report.state != UNLOADED]
     given_up = next((report.model for report in reports if report.state == "given_up"), None)
     silent = max((report for report in reports if report.age_s > SILENT_S), key=lambda r: r.age_s, default=None)
     busy = next((report for report in reports if report.state != "ready"), None)

@@ -250,8 +250,11 @@ class TritonServer:
         return self._too_large()
 
     def dead_stubs(self) -> list[Process]:
-        """Stubs that were there when the server became ready and are not any more: Triton itself never tells."""
-        return [stub for stub in self._stubs if not stub.alive()]
+        """Stubs that were there when the server became ready and have died since, which Triton itself never tells."""
+        dead = [stub for stub in self._stubs if not stub.alive()]
+        unloaded = health.unloaded(self._health_directory) if dead and self._health_directory else set()
+        self._stubs = [stub for stub in self._stubs if stub.pid not in unloaded]
+        return [stub for stub in dead if stub.pid not in unloaded]
 
     def processes(self) -> list[int]:
         """Process ids of everything that belongs to this server: itself, stubs, engine, ranks."""
@@ -260,8 +263,6 @@ class TritonServer:
     def log_tail(self) -> str:
         """The last telling lines that the server, its stubs and the engine wrote."""
         return "\n".join(server_log.telling_lines(server_log.tail(self.log_path)))
-
-    # ---- steps -------------------------------------------------------------------------------------------------------
 
     @property
     def _shm_prefix(self) -> str:

@@ -33,8 +33,8 @@ OWNER_START_S = 5.0  # how long a model waits for a sign of the model that owns 
 
 # ready: requests are served. unavailable: requests are refused for now (the engine does not answer, the tokenizer is not
 # loaded, or all text threads are stuck). draining: the server is about to stop. given_up: the engine died too often and is
-# not started again, so only a new server helps.
-Health = Literal["ready", "unavailable", "draining", "given_up"]
+# not started again, so only a new server helps. unloaded: Triton was asked to unload the model, and its stub ends.
+Health = Literal["ready", "unavailable", "draining", "given_up", "unloaded"]
 
 NUMPY_MISMATCH = (
     "numpy {version} does not fit this tritonserver: its Python backend was built before numpy 2, and the first "

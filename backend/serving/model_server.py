@@ -164,10 +164,18 @@ class ModelServer:
             self._wait_for_other_models()
         self._poller.stop()
         self._housekeeper.stop()
+        self._say_that_it_is_unloaded()
         self._text.close()
         self._pump.close()
         self._books.close()
         self._executor.shutdown()
+
+    def _say_that_it_is_unloaded(self) -> None:
+        """From now on nobody misses the signs of life of this stub."""
+        try:
+            self._report_health("unloaded")
+        except OSError as error:  # The stub must end in any case; at worst the launcher takes it for a dead one.
+            log.warning("the end of this model could not be told: %s", error)
 
     def _wait_for_other_models(self) -> None:
         """Wait until no request runs in the engine, at most until the end of the grace.

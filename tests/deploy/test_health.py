@@ -45,6 +45,13 @@ def test_one_model_that_is_not_ready_makes_the_server_not_ready(tmp_path: Path, 
     assert verdict.given_up == ("b" if state == "given_up" else None)
 
 
+def test_a_model_that_was_unloaded_is_missed_by_nobody(tmp_path: Path) -> None:
+    leave(tmp_path, "a")
+    leave(tmp_path, "b", "unloaded", age_s=99)
+    assert health.judge(health.read(tmp_path, NOW)) == health.Verdict()
+    assert health.unloaded(tmp_path) == {4711}
+
+
 def test_a_stub_that_missed_three_signs_is_silent_and_the_longest_silence_is_named(tmp_path: Path) -> None:
     leave(tmp_path, "a", age_s=1.6)
     assert (

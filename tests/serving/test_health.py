@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ import pytest
 
 from backend.api import EngineConfig
 from backend.api.config import TritonConfig
-from backend.serving.fronts.trtllm_tensors import ENSEMBLE
+from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.fronts.trtllm_text import check_text_requests
+from backend.serving.fronts.trtllm_tokens import parse_token_requests
 from backend.serving.model_server import ModelServer
 from tests.serving.scripted import ScriptedExecutor
 
@@ -35,6 +37,14 @@ def test_the_state_is_told_at_once_and_again_and_again(
     server._drain()
     changes = [state for state, before in zip(told, ["", *told]) if state != before]
     assert changes == ["ready", "unavailable", "given_up", "draining"]
+
+
+def test_the_last_that_a_model_says_is_that_it_was_unloaded(executor: ScriptedExecutor) -> None:
+    told: list[str] = []
+    switch_interval = sys.getswitchinterval()
+    ModelServer(TOKEN_MODEL, parse_token_requests, executor, EngineConfig(), report_health=told.append).finalize()
+    sys.setswitchinterval(switch_interval)
+    assert told[0] == "ready" and told[-1] == "unloaded"
 
 
 def test_a_model_whose_tokenizer_is_not_there_yet_is_not_ready(make_server: Callable[..., ModelServer]) -> None:
