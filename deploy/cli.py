@@ -86,7 +86,9 @@ def serve_command(
             metavar="FLAG", help="Flag for tritonserver itself, such as --log-verbose=1; or all of them after --."
         ),
     ] = None,
-    log_format: Annotated[LogFormat, typer.Option(help="Of the lines of models and engine.")] = LogFormat.text,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Of the lines of models and engine.", envvar="EVERBATCH_LOG_FORMAT")
+    ] = LogFormat.text,
     verbose: Annotated[bool, typer.Option(help="Show the server's log.")] = False,
 ) -> None:
     """Start a real tritonserver with a model, and keep it running until Ctrl-C."""

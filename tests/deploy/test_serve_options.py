@@ -61,7 +61,10 @@ def test_a_flag_of_the_launchers_own_is_one_sentence_with_the_option_for_it() ->
     assert "'something' is no flag of tritonserver" in refused("serve", *on_free_ports(), "something")
 
 
-def test_the_format_of_the_log_reaches_the_server(served: list[TritonServer]) -> None:
+def test_the_format_of_the_log_reaches_the_server(served: list[TritonServer], monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(served).log_format == "text"
     assert asked(served, "--log-format", "json").log_format == "json"
+    monkeypatch.setenv("EVERBATCH_LOG_FORMAT", "json")
+    assert asked(served).log_format == "json", "as under a plain tritonserver"
+    monkeypatch.delenv("EVERBATCH_LOG_FORMAT")
     assert CliRunner().invoke(app, ["serve", *on_free_ports(), "--log-format", "xml"]).exit_code == 2

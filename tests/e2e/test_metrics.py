@@ -86,7 +86,7 @@ def ours(values: Values) -> list[Any]:
 def log_lines(server: TritonServer) -> list[dict[str, Any]]:
     """The request log, all of it."""
     lines = server.log_path.read_text(errors="replace").splitlines()
-    return [json.loads(line) for line in lines if line.startswith('{"time"')]
+    return [json.loads(line) for line in lines if line.startswith("{") and '"event": "request"' in line]
 
 
 class Seen(NamedTuple):
