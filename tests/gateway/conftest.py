@@ -34,6 +34,13 @@ class Served:
             time.sleep(0.005)
         self.address = self.server.address()
 
+    def wait_healthy(self) -> None:
+        """Until it has reached its Triton, which takes a while on a busy machine."""
+        deadline = time.monotonic() + 20
+        while self.request("GET", "/health")[0] != 200:
+            assert time.monotonic() < deadline, "the gateway does not reach its Triton"
+            time.sleep(0.02)
+
     def stop(self) -> None:
         self.server.should_exit = True
         self._thread.join(30)
@@ -90,6 +97,7 @@ def triton(shared_triton: FakeTriton) -> FakeTriton:
 @pytest.fixture(scope="module")
 def shared_served(shared_triton: FakeTriton) -> Iterator[Served]:
     with serving(shared_triton.url) as served:
+        served.wait_healthy()
         yield served
 
 
