@@ -7,13 +7,15 @@ thread: iterating the call delivers the chunks in order, in the caller's thread,
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
 
 from client.errors import Cancelled, Unavailable
 from client.grpc_messages import CHANNEL_OPTIONS, encode_request, read_answer, rpc_failure
+from client.interrupts import interrupts_deferred
 from client.messages import GenerateRequest, TextChunk
 from client.settings import Settings
 
@@ -42,9 +44,10 @@ class GrpcTransport:
         message = encode_request(request, settings.model, request_id, timeout_s)
         # The metadata `triton_grpc_error` is left out, because an error with it may end tritonserver 24.10. The text of an
         # error names its status anyway.
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=settings.metadata)
+        with interrupts_deferred(lambda: None):
+            call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=settings.metadata)
         try:
-            for answer in call:
+            for answer in _answers(call):
                 chunk = read_answer(answer)
                 yield chunk
                 if chunk.final:
@@ -55,8 +58,19 @@ class GrpcTransport:
                 raise Cancelled(f"the request to {settings.address.url} was cancelled") from None
             raise rpc_failure(error, settings.address, timeout_s, has_key=bool(settings.api_key)) from None
         finally:
-            call.cancel()  # Nothing happens when the stream is over already.
+            with interrupts_deferred(lambda: None):
+                call.cancel()  # Nothing happens when the stream is over already.
 
     def close(self) -> None:
         self._closed = True
         self._channel.close()
+
+
+def _answers(call: Any) -> Iterator[Any]:
+    """The messages of a stream. KeyboardInterrupt is raised between them only, and at once. Raises grpc.RpcError."""
+    while True:
+        with interrupts_deferred(call.cancel):
+            answer = next(call, None)
+        if answer is None:
+            return
+        yield answer
