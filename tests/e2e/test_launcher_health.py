@@ -65,8 +65,8 @@ def signs(server: TritonServer) -> list[health.Report]:
 
 def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server: TritonServer) -> None:
     server = watched_server
-    assert eventually(lambda: len(signs(server)) == len(server.models), 10), "every stub gives signs of life"
-    assert eventually(lambda: both_say(server, True), 10)
+    assert eventually(lambda: len(signs(server)) == len(server.models), 30), "every stub gives signs of life"
+    assert eventually(lambda: both_say(server, True), 30)
     pid = engine_pid(server)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -74,7 +74,7 @@ def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_se
         assert both_say(server, False)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert eventually(lambda: both_say(server, True), 20)
+    assert eventually(lambda: both_say(server, True), 30)
     assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200
 
 
@@ -87,7 +87,7 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
     """
     with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
         server.wait_ready(START_TIMEOUT_S)
-        assert eventually(lambda: both_say(server, True), 10)
+        assert eventually(lambda: both_say(server, True), 30)
         os.kill(stubs_of(server.pid)[0].pid, number)
         seconds_until(lambda: readiness(server) != 200, SOON_S)
         assert both_say(server, False)
