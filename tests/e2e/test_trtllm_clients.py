@@ -12,6 +12,7 @@ import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from backend.serving.fronts.roles import MODELS
 from backend.serving.model_config import ADAPTER, render
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
-from tests.e2e.wire import eventually, post, scrape, to_input
+from tests.e2e.wire import eventually, post, scrape, still, to_input
 
 PROMPT = "def main("
 UNARY = ("tensorrt_llm", "ensemble_uint32")
@@ -192,7 +193,7 @@ def test_a_batch_is_padded_on_the_right_and_its_texts_come_back_in_one_dimension
 @pytest.mark.feature("W-06")
 def test_triton_counts_what_each_of_the_three_models_served(server: TritonServer, client: Any) -> None:
     models = ("preprocessing", "tensorrt_llm", "postprocessing")
-    before = [quiet_successes(server, model) for model in models]
+    before = [still(partial(successes, server, model)) for model in models]
     for _ in range(3):
         ready = infer(client, "preprocessing", **query(max_tokens=1))
         generated = infer(
@@ -214,18 +215,6 @@ def successes(server: TritonServer, model: str) -> int:
         text = response.read().decode()
     counts = re.findall(rf'^nv_inference_request_success{{.*model="{model}".*}} (\d+)$', text, re.MULTILINE)
     return sum(map(int, counts))
-
-
-def quiet_successes(server: TritonServer, model: str) -> int:
-    """The count once it does not grow any more: Triton counts a request when it lets go of it, after its answer."""
-    counts = [-1]
-
-    def is_still() -> bool:
-        counts.append(successes(server, model))
-        return len(counts) > 6 and len(set(counts[-6:])) == 1  # half a second
-
-    assert eventually(is_still, 30), counts
-    return counts[-1]
 
 
 @pytest.mark.feature("W-01")

@@ -213,3 +213,15 @@ def eventually(condition: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def still(count: Callable[[], int]) -> int:
+    """A count of Triton's own once it does not grow: a request is counted when Triton lets go of it, after its answer."""
+    counts: list[int] = []
+
+    def is_still() -> bool:
+        counts.append(count())
+        return len(counts) > 5 and len(set(counts[-6:])) == 1  # half a second
+
+    assert eventually(is_still, 30), counts
+    return counts[-1]
