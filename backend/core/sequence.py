@@ -198,11 +198,6 @@ class Sequence:
         return len(self.token_ids) + self.num_inflight_samples - self.num_computed_tokens - self.num_inflight_tokens
 
     @property
-    def max_total_tokens(self) -> int:
-        """Length when the output is at its longest. Only a session's next turn needs the KV of the last token."""
-        return self.num_prompt_tokens + self.max_output_tokens
-
-    @property
     def is_generating(self) -> bool:
         """In the generation phase: everything but the newest output token is computed, or will be."""
         num_tokens = len(self.token_ids) + self.num_inflight_samples

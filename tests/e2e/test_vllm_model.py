@@ -22,7 +22,7 @@ from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
-from tests.e2e.wire import events, eventually, post, scrape, to_input
+from tests.e2e.wire import events, eventually, post, to_input
 
 pytestmark = pytest.mark.feature("W-07")
 MODELS = ("vllm_model", "vllm_opt")
@@ -299,14 +299,14 @@ def test_a_cancelled_request_ends_in_the_engine_and_the_log_says_so(server: Trit
         assert not isinstance(responses.get(timeout=30), Exception)
     else:
         # Triton counts an execution when the model has taken the request over; the engine's own count is told later.
-        assert eventually(lambda: executions(client) == executed + 1, 10)
+        assert eventually(lambda: executions(client) == executed + 1, 30)
         assert responses.empty()
     client.stop_stream(cancel_requests=True)
     while not isinstance(last := responses.get(timeout=30), Exception):
         assert stream
     assert isinstance(last, InferenceServerException) and last.status() == "StatusCode.CANCELLED"
     client.close()
-    assert eventually(lambda: [count(line) for line in lines] == [number + 1 for number in before], 10)
+    assert eventually(lambda: [count(line) for line in lines] == [number + 1 for number in before], 30)
 
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------

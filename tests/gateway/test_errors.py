@@ -200,16 +200,13 @@ def test_another_kind_of_body_is_415(headers: dict[str, str], served: Served) ->
 
 def test_without_triton_everything_is_503_until_it_is_back() -> None:
     with FakeTriton() as triton, serving(triton.url) as served:
-        assert served.request("GET", "/health")[0] == 200
+        served.wait_healthy()
         triton.stop()
         assert served.request("GET", "/health")[0] == 503
         status, body, headers = served.request("POST", "/v1/completions", COMPLETION)
         assert (status, body["error"]["code"]) == (503, "service_unavailable") and "retry-after" in headers
         triton.start()
-        for _ in range(300):
-            status = served.request("GET", "/health")[0]
-            if status == 200:
-                break
+        served.wait_healthy()
         assert served.request("POST", "/v1/completions", COMPLETION)[0] == 200
 
 
