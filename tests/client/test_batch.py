@@ -145,8 +145,8 @@ def test_no_prompts_are_no_answers(map_of: Map) -> None:
     ("prompts", "options", "error", "words"),
     [
         ("text", {}, TypeError, "prompts is a str, a list of texts"),
-        (5, {}, TypeError, "prompts is a int, a list of texts"),
-        (["a", 5], {}, TypeError, r"prompts\[1\]: messages is a int"),
+        (5, {}, TypeError, "prompts is an int, a list of texts"),
+        (["a", 5], {}, TypeError, r"prompts\[1\]: messages is an int"),
         (["a", "\ud800"], {}, ValueError, r"prompts\[1\]: prompt holds half"),
         (["a"], {"concurrency": 0}, ValueError, "concurrency is 0, at least 1 is expected"),
         (["a"], {"concurrency": "2"}, TypeError, "concurrency is a str, an int is expected"),

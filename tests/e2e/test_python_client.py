@@ -141,6 +141,13 @@ def test_a_turn_with_asyncio_reuses_the_kv_of_those_before(url: str) -> None:
     assert reused > of_first, "the first reply is in the cache too"
 
 
+def test_the_first_example_prints_text_that_can_be_seen(server: TritonServer) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(EXAMPLES[0].replace("127.0.0.1:8001", server.grpc_url), str(PAGE), "exec"), names := {})
+    assert names["answer"].text.strip() and names["reply"].text.strip()
+    assert f"\n{names['answer'].text!r} " in printed.getvalue(), "on a line of its own"
+
+
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_every_example_of_the_page_runs(server: TritonServer, source: str) -> None:
     source = source.replace("http://127.0.0.1:8000", server.http_url).replace("127.0.0.1:8001", server.grpc_url)

@@ -22,6 +22,7 @@ from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.test_page_examples import answers
 from tests.e2e.wire import events, eventually, post, to_input
 
 pytestmark = pytest.mark.feature("W-07")
@@ -265,6 +266,11 @@ def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: Triton
     ((error,),) = ask(server, {**one, "inputs": [tensor for tensor in one["inputs"] if tensor.name() != "text_input"]})
     assert "text_input" in str(error)
     assert text_of(ask(server, one)[0]).startswith(PROMPT)
+
+
+def test_the_curl_lines_of_the_page_do_what_it_says(server: TritonServer) -> None:
+    (whole,), pieces = answers(server, "vllm.md")
+    assert whole["text_output"] == "def main(" + "".join(piece["text_output"] for piece in pieces) and len(pieces) > 5
 
 
 def test_unary_calls_are_told_that_the_model_is_decoupled(server: TritonServer) -> None:
