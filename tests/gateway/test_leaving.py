@@ -53,6 +53,20 @@ def test_a_client_that_leaves_ends_its_replies_within_100_ms(
     assert served.gateway.running.choices == 0 or eventually_idle(served)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_client_that_leaves_before_the_first_token_ends_its_reply(
+    path: str, stream: bool, served: Served, triton: FakeTriton
+) -> None:
+    text = "input" if path == "responses" else "prompt"
+    with connect(served) as connection:
+        body = {"model": "everbatch", text: "silent", "stream": stream}
+        connection.sendall(post(json.dumps(body).encode(), f"/v1/{path}"))
+        (seen,) = triton.wait_for(1)
+    assert seen.ended.wait(10) and seen.said == 0
+    assert eventually_idle(served)
+
+
 def eventually_idle(served: Served) -> bool:
     deadline = time.monotonic() + 10
     while served.gateway.running.choices and time.monotonic() < deadline:
