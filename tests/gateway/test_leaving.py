@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -150,7 +151,9 @@ def test_the_command_serves_until_sigterm_and_ends_with_0(triton: FakeTriton) ->
     finally:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
-    assert process.returncode == 0 and "POST /v1/completions 200" in log and "Traceback" not in log
+    assert process.returncode == 0 and "Traceback" not in log
+    began = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} gateway INFO everbatch\.gateway: "  # as the lines of the models do
+    assert re.search(rf"^{began}POST /v1/completions 200 ", log, re.MULTILINE), log
 
 
 def test_the_command_refuses_a_file_of_keys_that_others_may_read(triton: FakeTriton, tmp_path: Path) -> None:

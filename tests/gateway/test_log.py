@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -142,39 +143,23 @@ def test_a_json_line_is_the_one_that_a_model_would_write(error: bool) -> None:
     assert log_lines.VARIABLE == of_the_models.VARIABLE
 
 
-def log_of_a_run(triton: FakeTriton, log_format: str | None) -> list[str]:
-    """What `python -m gateway` writes from its start to SIGTERM."""
-    environment = {name: value for name, value in os.environ.items() if name != log_lines.VARIABLE}
+def test_with_the_format_json_every_line_of_the_command_is_one_object(triton: FakeTriton) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", "--triton", triton.url, "--port", "0"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment if log_format is None else environment | {log_lines.VARIABLE: log_format},
+        env=os.environ | {log_lines.VARIABLE: "json"},
     )
     assert process.stderr is not None
     first = process.stderr.readline()
-    address = re.search(r"http://(\S+)/v1", first)
-    assert address is not None, first
-    served = Served.__new__(Served)
-    served.address = address[1]
-    served.request("GET", "/v1/models")
+    http.client.HTTPConnection(json.loads(first)["message"].split("/")[2], timeout=30).request("GET", "/v1/models")
+    second = process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    return [first.strip(), *process.communicate(timeout=30)[1].splitlines()]
-
-
-def test_with_the_format_json_every_line_is_one_object(triton: FakeTriton) -> None:
-    lines = [json.loads(line) for line in log_of_a_run(triton, "json")]
+    lines = [json.loads(line) for line in (first, second, *process.communicate(timeout=30)[1].splitlines())]
     assert [line["message"].split()[0] for line in lines] == ["OpenAI-compatible", "GET"]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"]) for line in lines)
     assert {(line["process"], line["level"], line["logger"]) for line in lines} == {
         ("gateway", "INFO", "everbatch.gateway")
     }
     assert (lines[1]["route"], lines[1]["status"]) == ("/v1/models", 200)
-
-
-def test_a_text_line_begins_as_those_of_the_models_do(triton: FakeTriton) -> None:
-    lines = log_of_a_run(triton, None)
-    assert len(lines) == 2
-    for line in lines:
-        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} gateway INFO everbatch\.gateway: ", line), line
