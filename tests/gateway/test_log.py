@@ -51,8 +51,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tempersture": 1}, ", unknown_parameter (like temperature)"),
     ({"temperature MARKED": 1}, ", unknown_parameter (like temperature)"),
     ({"MARKED alice-key-0123456789": 1}, ", unknown_parameter"),
-    ({"logit_bias": {"MARKED": 1}}, ", invalid_value (logit_bias)"),
-    ({"metadata": {"MARKED": 1}}, ", invalid_value (metadata)"),
+    ({"logit_bias": {"marked text": 1}}, ", invalid_value (logit_bias)"),
+    ({"metadata": {"marked text": 1}}, ", invalid_value (metadata)"),
     ({"messages": PART}, ", invalid_value (messages[0].content[0].type)"),
     ({"messages": MISSPELLED}, ", unknown_parameter (like content)"),
     ({"tools": [{"MARKED": 1}]}, ", unsupported_parameter (tools)"),
@@ -83,7 +83,7 @@ def test_a_line_names_route_status_error_and_parameter_in_none_of_the_clients_wo
         record = records[request_id]
         told = f"{record.getMessage()} {record.fields}"
         assert record.getMessage().startswith(begin) and record.getMessage().endswith(request_id + end), told
-        assert "MARKED" not in told and "alice" not in told
+        assert "marked" not in told.lower() and "alice" not in told
 
 
 def test_a_line_has_its_values_as_fields(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,11 +152,16 @@ def test_with_the_format_json_every_line_of_the_command_is_one_object(triton: Fa
         env=os.environ | {log_lines.VARIABLE: "json"},
     )
     assert process.stderr is not None
-    first = process.stderr.readline()
-    http.client.HTTPConnection(json.loads(first)["message"].split("/")[2], timeout=30).request("GET", "/v1/models")
-    second = process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
-    lines = [json.loads(line) for line in (first, second, *process.communicate(timeout=30)[1].splitlines())]
+    try:
+        said = [process.stderr.readline()]
+        address = re.search(r"http://(\S+)/v1", said[0])
+        assert address is not None, said
+        http.client.HTTPConnection(address[1], timeout=30).request("GET", "/v1/models")
+        said.append(process.stderr.readline())
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=30)[1]
+    lines = [json.loads(line) for line in (*said, *rest.splitlines())]
     assert [line["message"].split()[0] for line in lines] == ["OpenAI-compatible", "GET"]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"]) for line in lines)
     assert {(line["process"], line["level"], line["logger"]) for line in lines} == {
