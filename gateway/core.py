@@ -68,7 +68,7 @@ class Gateway:
 
     def jobs(self, requests: list[dict[str, Any]], visit: Visit, choices_per_prompt: int = 1) -> list[Job]:
         """The replies to generate: for each prompt in turn its choices. Raises GatewayError when there are too many."""
-        limit = self.settings.max_choices_per_request
+        limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
         if len(requests) > limit:
             text = f"prompts times n is {len(requests)}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
