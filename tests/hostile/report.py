@@ -55,7 +55,7 @@ def text(tally: Tally, show: int = 8) -> str:
     """The whole report for a person."""
     parts = [by_class(tally), by_kind(tally), memory(tally)]
     parts.append(
-        f"{tally.num_cases} cases, {tally.canaries} canaries, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
+        f"{tally.num_cases} cases, {tally.canaries} canaries, {tally.witnessed} honest requests among them, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
     )
     for death in tally.deaths:
         said = death["explained by"] or "NOT EXPLAINED"
@@ -82,6 +82,7 @@ def as_json(tally: Tally) -> dict[str, Any]:
     return {
         "cases": tally.num_cases,
         "canaries": tally.canaries,
+        "honest requests among them": tally.witnessed,
         "classes": {f"{protocol} {found}": number for (protocol, found), number in sorted(tally.classes.items())},
         "kinds": {f"{kind}: {found}": number for (kind, found), number in sorted(tally.kinds.items())},
         "milliseconds (p50, p99)": tally.quantiles(),

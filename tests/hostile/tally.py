@@ -28,6 +28,7 @@ class Tally:
         self._began = time.monotonic()
         self.num_cases = 0
         self.canaries = 0
+        self.witnessed = 0  # honest requests that were sent among the hostile ones
         self.classes: Counter[tuple[str, str]] = Counter()  # (protocol, class of answer)
         self.kinds: Counter[tuple[str, str]] = Counter()  # (class of request, class of answer)
         self.seconds: dict[str, list[float]] = {}  # by protocol and class of answer
@@ -53,7 +54,7 @@ class Tally:
             self.classes[protocol, found] += 1
             self.kinds[case.kind, found] += 1
             self.seconds.setdefault(f"{protocol} {found}", []).append(reply.seconds)
-            if found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED):
+            if found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED):
                 self._keep(found, index, case, f"{reply.status}: {reply.errors or reply.other}")
             for leak in leaks:
                 self._keep("leak", index, case, leak)
@@ -106,7 +107,7 @@ class Tally:
         """Why the run failed, in sentences; empty when it passed."""
         wrong = [
             f"{self.count(found)} answers: {found}"
-            for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED)
+            for found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED)
             if self.count(found)
         ]
         if leaks := self.examples.get("leak"):
@@ -126,7 +127,7 @@ class Tally:
         elapsed = time.monotonic() - self._began
         rate = self.num_cases / max(elapsed, 0.001)
         memory = self.samples[-1].get("tritonserver", 0.0) if self.samples else 0.0
-        bad = sum(self.count(found) for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED))
+        bad = sum(self.count(found) for found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED))
         return (
             f"{done}/{total} cases, {rate:.0f}/s, {(total - done) / max(rate, 0.1):.0f} s left, {bad} bad answers, "
             f"{len(self.examples.get('leak', ()))} leaks, {len(self.deaths)} deaths, "
