@@ -22,6 +22,9 @@ _FAILED = re.compile(r"see (?:the server's|its) log|its log says")  # what we sa
 _TRITON = (
     (INVALID, r"^Error generating stream: "),  # vLLM's dialect, which has no codes: what is refused, a failure of ours apart
     (CANCELLED, r"^Request was cancelled"),
+    (INVALID, r"^(?:invalid_request|authentication)_error: "),  # the OpenAI endpoint's, in the middle of a stream too
+    (NOT_FOUND, r"^not_found_error: "),
+    (UNAVAILABLE, r"^(?:rate_limit|timeout)_error: |^server_error: .*(?:try again|cannot be reached)"),
     (UNSUPPORTED, r"LoRA feature is not enabled"),
     (UNSUPPORTED, r"doesn't support models with decoupled|not currently supported|decoupled transaction"),
     (NOT_FOUND, r"unknown model|is not found|has no available versions|Not Found|Unimplemented"),
@@ -62,6 +65,7 @@ _BY_HTTP = {
     429: UNAVAILABLE,
     431: INVALID,
     501: UNSUPPORTED,
+    503: UNAVAILABLE,
 }
 _BY_GRPC = {1: CANCELLED, 3: INVALID, 5: NOT_FOUND, 12: UNSUPPORTED, 14: UNAVAILABLE}
 
@@ -72,7 +76,7 @@ _LEAKS = (
     ),
     ("a Python file", re.compile(r"\w{1,40}\.py\b")),
     ("a traceback", re.compile(r"Traceback|\bFile \"|\bAt:\n")),
-    ("a line number", re.compile(r"\bline \d+\b|\.(?:py|cc|cpp|h)[:(]\d+")),
+    ("a line number", re.compile(r"\bline \d+\b(?! column)|\.(?:py|cc|cpp|h)[:(]\d+")),  # a place in the client's JSON is none
     ("an address", re.compile(r"\b0x[0-9a-fA-F]{6,}\b")),
     ("a shared memory region", re.compile(r"triton_python_backend_shm\w*")),
     (

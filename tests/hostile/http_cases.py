@@ -13,6 +13,7 @@ from tests.hostile.case import Case, HttpExchange
 
 VERBS = ("generate", "generate", "generate_stream")
 Fields = dict[str, str]  # name -> JSON text
+FATAL = "http-huge-shape"  # a class of requests that ends tritonserver by itself: sent only when asked for
 
 
 def base(model: str) -> Fields:
@@ -291,6 +292,16 @@ def infer(rng: random.Random, model: str) -> Case:
     return Case("http-infer", f"infer: {[tensor['name'] for tensor in tensors]}", model, HttpExchange(pieces))
 
 
+def huge_shape(rng: random.Random, model: str) -> Case:
+    """A tensor of JSON values whose shape asks for more memory than there is: fatal to tritonserver 24.10 where the model
+    is unary.
+    """
+    tensors = [_whole(model, tensor) for tensor in served.good(model)]
+    tensors[-1]["shape"] = rng.choice(([2**63], [2**40], [2**62, 4]))
+    pieces = (request(f"/v2/models/{model}/infer", json.dumps({"inputs": tensors}).encode()),)
+    return Case(FATAL, f"infer: a shape of {tensors[-1]['shape']}", model, HttpExchange(pieces))
+
+
 def _whole(model: str, tensor: served.Tensor) -> dict[str, Any]:
     spec, batch = MODELS[model].by_name()[tensor.name], [1] if MODELS[model].batched else []
     dtype = "BYTES" if spec.dtype == "STRING" else spec.dtype
@@ -303,7 +314,7 @@ def _odd_tensor(rng: random.Random, model: str) -> dict[str, Any]:
     tensor = {
         "name": rng.choice((name, name, name, "unknown", "")),
         "datatype": rng.choice((*values.PACK, "BYTES", "BF16", "NONE", "")),
-        "shape": rng.choice(([1, 1], [1], [], [-1, 1], [2**62, 4], [0], [1, 3], ["1"], [2**63], [1, 0], [1, 1, 1])),
+        "shape": rng.choice(([1, 1], [1], [], [-1, 1], [0], [1, 3], ["1"], [1, 0], [1, 1, 1], [2**64], [1000, 1000])),
         "data": rng.choice(([1], [], ["a"], [[1]], [None], [1.5], 7, "x", [2**40], [-1], [True], ["\ud800"])),
     }
     tensor["parameters"] = rng.choice(

@@ -39,7 +39,8 @@ class Mix:
 
     def _drawn(self, rng: random.Random) -> Case:
         if self.known_fatal and rng.random() < 0.01:
-            return grpc_cases.classification(rng, rng.choice([model for model in self.models if model != GATEWAY]))
+            fatal = rng.choice((grpc_cases.classification, http_cases.huge_shape))
+            return fatal(rng, rng.choice([model for model in self.models if model != GATEWAY]))
         chosen = [kind for kind in self.kinds or (*KINDS, *_TWICE) if self._models_of(kind)]
         if not chosen:
             raise ValueError(f"no request of {', '.join(self.kinds)} is for {', '.join(self.models)}; choose others")

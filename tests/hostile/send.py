@@ -216,6 +216,10 @@ def _read_http(connection: socket.socket, leave_after: int | None, deadline: flo
     return Reply("answered", "http", response.status, errors, f"{other}\n{heads}")
 
 
+def _openai_error(error: dict[str, Any]) -> str:
+    return f"{error.get('type')}: {error.get('message', error)}"
+
+
 def readable(data: bytes) -> tuple[str, str]:
     """The error texts in a body, and all else but the generated text."""
     errors, other = [], []
@@ -230,6 +234,6 @@ def readable(data: bytes) -> tuple[str, str]:
                 answer.pop(name, None)
             if answer.get("error"):
                 error = answer.pop("error")
-                errors.append(str(error.get("message", error) if isinstance(error, dict) else error))
+                errors.append(_openai_error(error) if isinstance(error, dict) else str(error))
         other.append(json.dumps(answer))
     return "\n".join(errors), "\n".join(other)
