@@ -13,6 +13,7 @@ LEFT, CUT, NO_END, UNEXPLAINED = "left by the client", "hung up on", "without an
 TWICE = "with more than one end"
 ALL = (OK, INVALID, UNSUPPORTED, NOT_FOUND, UNAVAILABLE, CANCELLED, LEFT, CUT, INTERNAL, NO_END, TWICE, UNEXPLAINED)
 
+MAX_ERROR = 1_000  # characters of one error text of ours
 MAX_SCANNED = 100_000  # characters of a reply that are looked through
 
 _OURS = re.compile(r"(?:^|: )\[(INVALID_ARGUMENT|NOT_FOUND|UNAVAILABLE|UNSUPPORTED|CANCELLED|INTERNAL)\] ")
@@ -122,13 +123,19 @@ _CONFIGURATION = re.compile(r'"default_model_filename"\s*:\s*"model\.py"')
 def leaks(case: Case, reply: Reply) -> list[str]:
     """What the reply tells about the inside of the server and the client did not send itself."""
     text = _CONFIGURATION.sub("", f"{reply.errors[:MAX_SCANNED]}\n{reply.other[:MAX_SCANNED]}")
-    found = []
+    found = [f"a text of {len(reply.errors)} characters"] if _is_long(case, reply) else []
     for what, pattern in _LEAKS:
         for match in pattern.finditer(text):
             if not _sent(case, match.group()):
                 found.append(f"{what}: {match.group()[:80]!r}")
                 break
     return found
+
+
+def _is_long(case: Case, reply: Reply) -> bool:
+    """Whether an error of ours repeats more of what was sent than helps."""
+    ours = _OURS.search(reply.errors) or (isinstance(case.call, HttpExchange) and case.call.to_gateway)
+    return bool(ours) and max(map(len, reply.errors.splitlines()), default=0) > MAX_ERROR
 
 
 def _sent(case: Case, text: str) -> bool:

@@ -87,6 +87,7 @@ def as_json(tally: Tally) -> dict[str, Any]:
         "kinds": {f"{kind}: {found}": number for (kind, found), number in sorted(tally.kinds.items())},
         "milliseconds (p50, p99)": tally.quantiles(),
         "examples": tally.examples,
+        "error texts": dict(tally.texts.most_common()),
         "deaths": tally.deaths,
         "canary failures": tally.canary_failures,
         "resident MB": tally.samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -16,6 +17,13 @@ from tests.hostile.target import Death
 
 RECENT_S = 3.0  # a case that ended this long before a death is still a suspect
 MAX_EXAMPLES = 200
+MAX_TEXTS = 2000
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d[\d.e+,-]*")
+
+
+def _pattern(text: str) -> str:
+    """An error text without what it quotes and its numbers, so that texts of one kind are counted as one."""
+    return _VARIABLE.sub("#", text[:2000])[:400]
 
 
 class Tally:
@@ -33,6 +41,7 @@ class Tally:
         self.kinds: Counter[tuple[str, str]] = Counter()  # (class of request, class of answer)
         self.seconds: dict[str, list[float]] = {}  # by protocol and class of answer
         self.examples: dict[str, list[dict[str, Any]]] = {}  # of INTERNAL, unexplained, without an end, leaks
+        self.texts: Counter[str] = Counter()  # of errors, their numbers and quotations left out
         self.deaths: list[dict[str, Any]] = []
         self.canary_failures: list[str] = []
         self.samples: list[dict[str, float]] = []
@@ -56,6 +65,9 @@ class Tally:
             self.seconds.setdefault(f"{protocol} {found}", []).append(reply.seconds)
             if found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED):
                 self._keep(found, index, case, f"{reply.status}: {reply.errors or reply.other}")
+            for line in reply.errors.splitlines():
+                if (text := _pattern(line)) in self.texts or len(self.texts) < MAX_TEXTS:
+                    self.texts[text] += 1
             for leak in leaks:
                 self._keep("leak", index, case, leak)
 
