@@ -59,7 +59,7 @@ class Campaign:
                 return
 
     def sample(self) -> None:
-        self.tally.samples.append({"cases": self.tally.num_cases, **self._target.memory()})
+        self.tally.watch_growth({"cases": self.tally.num_cases, **self._target.memory(), **self._target.descriptors()})
 
     def _after_chunk(self) -> None:
         if self.tally.gave_up:
@@ -74,6 +74,7 @@ class Campaign:
     def _hear(self, witness: Witness, someone_died: bool) -> None:
         """What the honest client among the hostile ones has seen; while a process dies it sees errors."""
         self.tally.witnessed += witness.asked
+        self.tally.witnesses_refused += witness.refused
         if not someone_died:
             self.tally.canary_failures += [f"among {self.tally.num_cases} cases: {text}" for text in witness.problems]
 
@@ -87,6 +88,7 @@ class Campaign:
         elif found:
             self._target.stop()
             self._target.start()
+            self.tally.begin_anew()
         return bool(found)
 
 

@@ -13,6 +13,7 @@ from tests.e2e.wire import eventually, scrape
 from tests.hostile import honest
 from tests.hostile.target import Target
 
+FULL = "Maximum queue size of"
 QUIET_S = 30.0  # how long it may take until nothing of clients that are gone is in use
 ACCEPTED, FINISHED = "everbatch_requests_accepted_total", "everbatch_requests_finished_total{"
 
@@ -56,8 +57,17 @@ class Canary:
         finished = sum(value for name, value in metrics.items() if name.startswith(FINISHED))
         if used or active:
             return f"{used:.0f} KV blocks and {active:.0f} requests stay in use"
+        if busy := self._gateway_busy():
+            return busy
         accepted = metrics[ACCEPTED]
         return "" if accepted == finished else f"{accepted:.0f} requests were accepted and {finished:.0f} have ended"
+
+
+    def _gateway_busy(self) -> str:
+        """What the OpenAI endpoint still has in hand although its clients are gone."""
+        own = scrape(f"{self._target.gateway_url}/metrics")
+        held = {name: own[f"everbatch_gateway_{name}_in_flight"] for name in ("requests", "choices")}
+        return ", ".join(f"the endpoint has {number:.0f} {name} in flight" for name, number in held.items() if number)
 
 
 class Witness:
@@ -66,7 +76,7 @@ class Witness:
     def __init__(self, canary: Canary, seed: int) -> None:
         self._canary, self._rng, self._stop = canary, random.Random(seed), threading.Event()
         self._thread = threading.Thread(target=self._work, name="honest")
-        self.asked = 0
+        self.asked = self.refused = 0  # refused: the queue was full, and its limit was named
         self.problems: list[str] = []
 
     def start(self) -> None:
@@ -80,5 +90,7 @@ class Witness:
         while not self._stop.is_set():
             problem = self._canary.compare(self._rng.choice(honest.QUESTIONS))
             self.asked += 1
-            if problem:
+            if problem and FULL in problem:
+                self.refused += 1
+            elif problem:
                 self.problems.append(problem)

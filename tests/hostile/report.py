@@ -46,8 +46,8 @@ def memory(tally: Tally) -> str:
     if not tally.samples:
         return ""
     chosen = [tally.samples[0], tally.samples[len(tally.samples) // 2], tally.samples[-1]]
-    names = [name for name in tally.samples[0] if name != "cases" and name != "other"]
-    head = ["resident MB", *(f"after {sample['cases']:.0f}" for sample in chosen)]
+    names = [name for name in tally.samples[0] if name not in ("cases", "other")]
+    head = ["resident MB, open files", *(f"after {sample['cases']:.0f}" for sample in chosen)]
     return table(head, [[name, *(f"{sample.get(name, 0.0):.0f}" for sample in chosen)] for name in sorted(names)])
 
 
@@ -55,7 +55,7 @@ def text(tally: Tally, show: int = 8) -> str:
     """The whole report for a person."""
     parts = [by_class(tally), by_kind(tally), memory(tally)]
     parts.append(
-        f"{tally.num_cases} cases, {tally.canaries} canaries, {tally.witnessed} honest requests among them, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
+        f"{tally.num_cases} cases, {tally.canaries} canaries, {tally.witnessed} honest requests among them ({tally.witnesses_refused} refused by a full queue), {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
     )
     for death in tally.deaths:
         said = death["explained by"] or "NOT EXPLAINED"

@@ -17,6 +17,9 @@ from tests.hostile.target import Death
 
 RECENT_S = 3.0  # a case that ended this long before a death is still a suspect
 MAX_EXAMPLES = 200
+MAX_STUB_MB = 60.0
+MAX_DESCRIPTORS = 80.0  # clients that are just leaving still hold some
+GROWTH = {"engine": 600.0, "gateway": 120.0}  # MB; the engine touches the pages of its KV pool one after the other
 MAX_TEXTS = 2000
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d[\d.e+,-]*")
 
@@ -41,6 +44,8 @@ class Tally:
         self.kinds: Counter[tuple[str, str]] = Counter()  # (class of request, class of answer)
         self.seconds: dict[str, list[float]] = {}  # by protocol and class of answer
         self.examples: dict[str, list[dict[str, Any]]] = {}  # of INTERNAL, unexplained, without an end, leaks
+        self.witnesses_refused = 0  # of these, because the queue was full
+        self._steady: dict[str, float] = {}  # the sample that growth is measured from
         self.texts: Counter[str] = Counter()  # of errors, their numbers and quotations left out
         self.deaths: list[dict[str, Any]] = []
         self.canary_failures: list[str] = []
@@ -109,6 +114,21 @@ class Tally:
                 "last cases": recent,
             }
         )
+
+    def begin_anew(self) -> None:
+        """Another server has been started: its processes begin small."""
+        self._steady = {}
+
+    def watch_growth(self, sample: dict[str, float]) -> None:
+        """Note a process of ours that is far larger than it was when it had seen some cases."""
+        self.samples.append(sample)
+        if not self._steady:
+            self._steady = sample
+        for name, now in sample.items():
+            most = GROWTH.get(name, MAX_DESCRIPTORS if name.startswith("descriptors") else MAX_STUB_MB)
+            grown = now - self._steady.get(name, now)
+            if name not in ("cases", "other", "tritonserver") and grown > most:
+                self.canary_failures.append(f"{name} has grown by {grown:.0f} since {self._steady['cases']:.0f} cases")
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

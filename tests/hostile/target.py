@@ -88,6 +88,11 @@ class Target:
         """Resident megabytes by name of the process."""
         return {name: megabytes(pid) for pid, (name, process) in self._known.items() if process.alive()}
 
+    def descriptors(self) -> dict[str, float]:
+        """Open files and sockets by name of the process; tritonserver keeps connections of its own accord."""
+        living = {name: pid for pid, (name, process) in self._known.items() if process.alive()}
+        return {f"descriptors of {name}": _descriptors(pid) for name, pid in living.items() if name != "tritonserver"}
+
     def log_bytes(self) -> int:
         return self.server.log_path.stat().st_size
 
@@ -137,6 +142,13 @@ def megabytes(pid: int) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
+
+
+def _descriptors(pid: int) -> int:
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:  # It is gone meanwhile.
+        return 0
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
