@@ -17,11 +17,16 @@ MAX_ERROR = 1_000  # characters of one error text of ours
 MAX_SCANNED = 100_000  # characters of a reply that are looked through
 
 _OURS = re.compile(r"(?:^|: )\[(INVALID_ARGUMENT|NOT_FOUND|UNAVAILABLE|UNSUPPORTED|CANCELLED|INTERNAL)\] ")
-_FAILED = re.compile(r"see (?:the server's|its) log|its log says")  # what we say of a failure of our own, in every dialect
+_FAILED = re.compile(
+    r"see (?:the server's|its) log|its log says"
+)  # what we say of a failure of our own, in every dialect
 # What Triton 24.10 itself says to requests that are wrong, before the model sees them. Its HTTP front calls most of
 # them status 500 and its gRPC front INTERNAL, so the status says nothing.
 _TRITON = (
-    (INVALID, r"^Error generating stream: "),  # vLLM's dialect, which has no codes: what is refused, a failure of ours apart
+    (
+        INVALID,
+        r"^Error generating stream: ",
+    ),  # vLLM's dialect, which has no codes: what is refused, a failure of ours apart
     (CANCELLED, r"^Request was cancelled"),
     (INVALID, r"^(?:invalid_request|authentication)_error: "),  # the OpenAI endpoint's, in the middle of a stream too
     (NOT_FOUND, r"^not_found_error: "),
@@ -77,7 +82,10 @@ _LEAKS = (
     ),
     ("a Python file", re.compile(r"\w{1,40}\.py\b")),
     ("a traceback", re.compile(r"Traceback|\bFile \"|\bAt:\n")),
-    ("a line number", re.compile(r"\bline \d+\b(?! column)|\.(?:py|cc|cpp|h)[:(]\d+")),  # a place in the client's JSON is none
+    (
+        "a line number",
+        re.compile(r"\bline \d+\b(?! column)|\.(?:py|cc|cpp|h)[:(]\d+"),
+    ),  # a place in the client's JSON is none
     ("an address", re.compile(r"\b0x[0-9a-fA-F]{6,}\b")),
     ("a shared memory region", re.compile(r"triton_python_backend_shm\w*")),
     (

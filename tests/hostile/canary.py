@@ -62,7 +62,6 @@ class Canary:
         accepted = metrics[ACCEPTED]
         return "" if accepted == finished else f"{accepted:.0f} requests were accepted and {finished:.0f} have ended"
 
-
     def _gateway_busy(self) -> str:
         """What the OpenAI endpoint still has in hand although its clients are gone."""
         own = scrape(f"{self._target.gateway_url}/metrics")

@@ -32,15 +32,58 @@ def fields(rng: random.Random, model: str) -> Case:
 
 HEADERS = (
     *("", "Content-Type: text/plain\r\n", "Content-Type: application/json; charset=utf-16\r\n", "Content-Type: \r\n"),
-    *(_JSON + "Content-Encoding: gzip\r\n", _JSON + "Authorization: Bearer \xff\r\n", _JSON + "X: " + "y" * 60_000 + "\r\n"),
-    *(_JSON + "Authorization: " + "Bearer " * 3000 + "\r\n", _JSON + "Expect: 100-continue\r\n", _JSON + "Cookie: a=b\r\n"),
-    *(_JSON + "Accept: x/y\r\n", _JSON + "Upgrade: websocket\r\nConnection: Upgrade\r\n", _JSON + "Range: bytes=0-1\r\n"),
+    *(
+        _JSON + "Content-Encoding: gzip\r\n",
+        _JSON + "Authorization: Bearer \xff\r\n",
+        _JSON + "X: " + "y" * 60_000 + "\r\n",
+    ),
+    *(
+        _JSON + "Authorization: " + "Bearer " * 3000 + "\r\n",
+        _JSON + "Expect: 100-continue\r\n",
+        _JSON + "Cookie: a=b\r\n",
+    ),
+    *(
+        _JSON + "Accept: x/y\r\n",
+        _JSON + "Upgrade: websocket\r\nConnection: Upgrade\r\n",
+        _JSON + "Range: bytes=0-1\r\n",
+    ),
 )
 ROUTES = (
-    *("/", "/v1", "/v1/", "/v1/models", "/v1/models/", "/v1/models/nothing", "/v1/models/" + "m" * 9000, "/v1/models/%00"),
-    *("/v1/models/..%2f..%2fetc", "/v1/embeddings", "/v1/audio/speech", "/health", "/metrics", "/openapi.json", "/docs"),
-    *("/v1/responses/resp_nobody", "/v1/responses/%ff", "/v1/responses/" + "r" * 9000, "/v1//chat/completions", "//", "*"),
-    *("/v1/chat/completions/", "/v1/chat/completions?a=" + "b" * 9000, "/v1/responses/x/cancel", "/v1/files", "/v2", "/%"),
+    *(
+        "/",
+        "/v1",
+        "/v1/",
+        "/v1/models",
+        "/v1/models/",
+        "/v1/models/nothing",
+        "/v1/models/" + "m" * 9000,
+        "/v1/models/%00",
+    ),
+    *(
+        "/v1/models/..%2f..%2fetc",
+        "/v1/embeddings",
+        "/v1/audio/speech",
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/docs",
+    ),
+    *(
+        "/v1/responses/resp_nobody",
+        "/v1/responses/%ff",
+        "/v1/responses/" + "r" * 9000,
+        "/v1//chat/completions",
+        "//",
+        "*",
+    ),
+    *(
+        "/v1/chat/completions/",
+        "/v1/chat/completions?a=" + "b" * 9000,
+        "/v1/responses/x/cancel",
+        "/v1/files",
+        "/v2",
+        "/%",
+    ),
 )
 
 
@@ -50,7 +93,9 @@ def routes(rng: random.Random, model: str) -> Case:
     method = rng.choice(("POST", "POST", "GET", "GET", "PUT", "DELETE", "OPTIONS", "TRACE", "X" * 300, "get"))
     data = rng.choice((b"", json_cases.object_text(json_cases.SERVED[PATHS[0]]), rng.randbytes(60)))
     call = exchange(data, path, rng.choice(HEADERS), method)
-    return Case("gateway-routes", f"{method[:10]} {path[:40]}", GATEWAY, call, incomplete="Expect" in str(call.pieces[0]))
+    return Case(
+        "gateway-routes", f"{method[:10]} {path[:40]}", GATEWAY, call, incomplete="Expect" in str(call.pieces[0])
+    )
 
 
 def left(rng: random.Random, model: str) -> Case:
@@ -86,7 +131,9 @@ def many(rng: random.Random, model: str) -> Case:
     prompts = prompts[:-1] + (", " + prompts[1:-1]) * (count - 1) + "]"
     fields = json_cases.SERVED["/v1/completions"] | {"prompt": prompts, "n": str(rng.choice((1, 2, 16, 128)))}
     fields["stream"] = rng.choice(("true", "false"))
-    return Case("gateway-many", f"{count} prompts", GATEWAY, exchange(json_cases.object_text(fields), "/v1/completions"))
+    return Case(
+        "gateway-many", f"{count} prompts", GATEWAY, exchange(json_cases.object_text(fields), "/v1/completions")
+    )
 
 
 KINDS: dict[str, Callable[[random.Random, str], Case]] = {

@@ -257,7 +257,9 @@ def cancelled(rng: random.Random, model: str) -> Case:
 def half_closed(rng: random.Random, model: str) -> Case:
     """Streams of no request, or of many requests good and bad."""
     other = sessions if model in served.WITH_SESSIONS else bad_shape
-    messages = [(bad_value if rng.random() < 0.5 else other)(rng, model).call.messages[0] for _ in range(rng.randrange(5))]
+    messages = [
+        (bad_value if rng.random() < 0.5 else other)(rng, model).call.messages[0] for _ in range(rng.randrange(5))
+    ]
     found = case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
     return found if messages else replace(found, incomplete=True)  # Triton never ends a stream of no request
 

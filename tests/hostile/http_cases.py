@@ -25,9 +25,7 @@ def base(model: str) -> Fields:
 
 def fields_of(row: list[served.Tensor]) -> Fields:
     """The row as JSON texts; one value without a list around it."""
-    return {
-        tensor.name: json.dumps(tensor.values if len(tensor.values) > 1 else tensor.values[0]) for tensor in row
-    }
+    return {tensor.name: json.dumps(tensor.values if len(tensor.values) > 1 else tensor.values[0]) for tensor in row}
 
 
 def body(fields: Fields) -> bytes:

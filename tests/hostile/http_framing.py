@@ -21,7 +21,9 @@ def _case(name: str, model: str, *pieces: bytes, half_close: bool = True) -> Cas
 def _head(model: str, *headers: str, method: str = "POST", version: str = "HTTP/1.1", path: str = "") -> bytes:
     usual = "/v1/chat/completions" if model == GATEWAY else f"/v2/models/{model}/generate"
     kind = ["Content-Type: application/json"] if model == GATEWAY else []
-    return "\r\n".join((f"{method} {path or usual} {version}", "Host: localhost", *kind, *headers, "", "")).encode("utf-8", "surrogatepass")
+    return "\r\n".join((f"{method} {path or usual} {version}", "Host: localhost", *kind, *headers, "", "")).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def wrong_length(rng: random.Random, model: str) -> Case:

@@ -20,7 +20,11 @@ Fields = dict[str, str]  # name -> JSON text
 SERVED: dict[str, Fields] = {
     "everbatch": {"prompt": '"a = "', "max_tokens": "3", "temperature": "0"},
     "vllm": {"max_tokens": "3", "temperature": "0"},
-    "/v1/chat/completions": {"model": '"everbatch"', "messages": '[{"role": "user", "content": "a"}]', "max_tokens": "3"},
+    "/v1/chat/completions": {
+        "model": '"everbatch"',
+        "messages": '[{"role": "user", "content": "a"}]',
+        "max_tokens": "3",
+    },
     "/v1/completions": {"model": '"everbatch"', "prompt": '"a = "', "max_tokens": "3"},
     "/v1/responses": {"model": '"everbatch"', "input": '"a = "', "max_output_tokens": "3"},
 }
@@ -38,16 +42,39 @@ NEARLY: dict[str, tuple[str, ...]] = {
     "bad_words": ('[""]', json.dumps(["w"] * 2000), '["\\udfff"]', '[" "]', '["' + "x" * 9000 + '"]'),
     "stop_token_ids": ("[-1]", "[4294967296]", "[9223372036854775808]", "[1.0]", json.dumps([1] * 5000), "[null]"),
     "prompt_token_ids": ("[]", "[-1]", "[99999999]", "[18446744073709551615]", json.dumps([5] * 100_000), '["5"]'),
-    "prompt": ('""', '"\\ud800"', '"\\u0000"', "[[]]", "[[5, 6], [7]]", '["a", [5]]', "[true]", json.dumps("ab " * 9000)),
+    "prompt": (
+        '""',
+        '"\\ud800"',
+        '"\\u0000"',
+        "[[]]",
+        "[[5, 6], [7]]",
+        '["a", [5]]',
+        "[true]",
+        json.dumps("ab " * 9000),
+    ),
     "input": ('""', '"\\ud800"', "[]", '[{"role": "user", "content": []}]', '[{"type": "reasoning"}]', "[[]]"),
     "messages": (
-        *("[]", "[{}]", '[{"role": "user"}]', '[{"role": "tool", "content": "a"}]', '[{"role": "user", "content": []}]'),
+        *(
+            "[]",
+            "[{}]",
+            '[{"role": "user"}]',
+            '[{"role": "tool", "content": "a"}]',
+            '[{"role": "user", "content": []}]',
+        ),
         *('[{"role": "user", "content": "\\ud800"}]', '[{"role": "assistant", "content": null}]', '[{"role": 1}]'),
         *('[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]',),
         *(json.dumps([{"role": "user", "content": "a"}] * 3000), '[{"role": "user", "content": {"a": 1}}]'),
         *('[{"role": "user", "content": "a", "name": "' + "n" * 9000 + '"}]', '[{"role": "\\ud800", "content": "a"}]'),
     ),
-    "logit_bias": ('{"1": NaN}', '{"-1": 1}', '{"x": 1}', '{"99999999999": 1}', '{"1": 1e39}', '{"1": 101}', '{" 1": 1}'),
+    "logit_bias": (
+        '{"1": NaN}',
+        '{"-1": 1}',
+        '{"x": 1}',
+        '{"99999999999": 1}',
+        '{"1": 1e39}',
+        '{"1": 101}',
+        '{" 1": 1}',
+    ),
     "logprobs": ("true", "-1", "21", "2147483648"),
     "top_logprobs": ("-1", "21", "5"),
     "temperature": ("-1", "1e-300", "1e308", "2.1", "0.0000001"),
@@ -137,6 +164,8 @@ def _garbled(rng: random.Random, data: bytes) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 5)):
         place = rng.randrange(len(changed) + 1)
-        piece = rng.choice((rng.randbytes(1), b"\0", rng.choice(values.BAD_UTF8), b"", b'"', b"{", b"]", b"\\u", b"\\ud800"))
+        piece = rng.choice(
+            (rng.randbytes(1), b"\0", rng.choice(values.BAD_UTF8), b"", b'"', b"{", b"]", b"\\u", b"\\ud800")
+        )
         changed[place : place + rng.randrange(3)] = piece
     return bytes(changed)

@@ -11,7 +11,12 @@ from tests.hostile.served import FRONTS, GATEWAY, TARGETS
 
 MODELS = TARGETS
 KINDS = {**http_cases.KINDS, "http-framing": http_framing.framing, **grpc_cases.KINDS, **gateway_cases.KINDS}
-_ONLY = {**http_cases.ONLY, **grpc_cases.ONLY, "http-framing": TARGETS, **dict.fromkeys(gateway_cases.KINDS, (GATEWAY,))}
+_ONLY = {
+    **http_cases.ONLY,
+    **grpc_cases.ONLY,
+    "http-framing": TARGETS,
+    **dict.fromkeys(gateway_cases.KINDS, (GATEWAY,)),
+}
 _TWICE = ("http-framing", "grpc-rows", "grpc-values", "grpc-cancelled", "grpc-twins", "http-json", "grpc-json")
 
 
