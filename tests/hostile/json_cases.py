@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 
 from backend.serving.fronts.everbatch import Generate
 from backend.serving.fronts.vllm_sampling import VllmSampling
@@ -136,27 +137,27 @@ def _structure(rng: random.Random, what: str) -> bytes:
     whole = object_text(fields)
     name = rng.choice(NAMES[what])
     depth = rng.choice((10, 100, 1000, 20_000))
-    nested = rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth, "[" * depth))
-    left_out = rng.choice(list(fields))
-    number = rng.choice((1, 20_000))
-    return rng.choice(
-        (
-            whole[:-1] + f', "{name}": {odd_value(rng, name)}, "{name}": {odd_value(rng, name)}}}'.encode(),
-            object_text(fields | {values.text(rng): values.json_oddity(rng)}),
-            object_text({key: value for key, value in fields.items() if key != left_out}),
-            object_text(fields | {"prompt": '"a"', "prompt_token_ids": "[5]", "messages": "[]"}),
-            object_text(fields | {"min_tokens": "9", "max_tokens": "2", "best_of": "1", "n": "3"}),
-            object_text(fields | {name: nested}),
-            object_text(fields | {f"k{n}": "1" for n in range(number)}),
-            nested.encode(),
-            values.json_oddity(rng).encode(),
-            b"[" + whole + b"]",
-            whole + whole,
-            b"\xef\xbb\xbf" + whole,
-            b"",
-            b" " * 200_000 + whole,
-        )
+    nest = rng.choice(
+        (lambda: "[" * depth + "]" * depth, lambda: '{"a":' * depth + "1" + "}" * depth, lambda: "[" * depth)
     )
+    left_out, number = rng.choice(list(fields)), rng.choice((1, 20_000))
+    ways: tuple[Callable[[], bytes], ...] = (  # Each is made only when it is chosen, because some are large.
+        lambda: whole[:-1] + f', "{name}": {odd_value(rng, name)}, "{name}": {odd_value(rng, name)}}}'.encode(),
+        lambda: object_text(fields | {values.text(rng): values.json_oddity(rng)}),
+        lambda: object_text({key: value for key, value in fields.items() if key != left_out}),
+        lambda: object_text(fields | {"prompt": '"a"', "prompt_token_ids": "[5]", "messages": "[]"}),
+        lambda: object_text(fields | {"min_tokens": "9", "max_tokens": "2", "best_of": "1", "n": "3"}),
+        lambda: object_text(fields | {name: nest()}),
+        lambda: object_text(fields | {f"k{n}": "1" for n in range(number)}),
+        lambda: nest().encode(),
+        lambda: values.json_oddity(rng).encode(),
+        lambda: b"[" + whole + b"]",
+        lambda: whole + whole,
+        lambda: b"\xef\xbb\xbf" + whole,
+        lambda: b"",
+        lambda: b" " * 200_000 + whole,
+    )
+    return rng.choice(ways)()
 
 
 def _garbled(rng: random.Random, data: bytes) -> bytes:

@@ -54,8 +54,10 @@ def memory(tally: Tally) -> str:
 def text(tally: Tally, show: int = 8) -> str:
     """The whole report for a person."""
     parts = [by_class(tally), by_kind(tally), memory(tally)]
+    honest = f"{tally.witnessed} honest requests among them ({tally.witnesses_refused} refused by a full queue)"
     parts.append(
-        f"{tally.num_cases} cases, {tally.canaries} canaries, {tally.witnessed} honest requests among them ({tally.witnesses_refused} refused by a full queue), {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
+        f"{tally.num_cases} cases, {tally.canaries} canaries, {honest}, {len(tally.deaths)} deaths, "
+        f"log of {tally.log_bytes >> 10} KiB"
     )
     for death in tally.deaths:
         said = death["explained by"] or "NOT EXPLAINED"

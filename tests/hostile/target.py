@@ -32,7 +32,9 @@ class Death:
 
 
 class Target:
-    """One server at a time, of every front, with the OpenAI endpoint. Call start(), look() and stop() on the thread that made it: the server dies with that one."""
+    """One server at a time, of every front, with the OpenAI endpoint. Call start(), look() and stop() on the thread that made
+    it: the server dies with that one.
+    """
 
     def __init__(self, directory: Path, overrides: tuple[str, ...] = ()) -> None:
         self._config = load_config(overrides=[*EXACT, *overrides])

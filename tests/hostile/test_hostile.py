@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import answers, deaths, http_cases, report
+from tests.hostile import answers, cycles, deaths, http_cases, report
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.case import Case, GrpcCall, HttpExchange
 from tests.hostile.grpc_cases import FATAL
 from tests.hostile.http_cases import post
 from tests.hostile.mix import KINDS, Mix
 from tests.hostile.send import Reply
-from tests.hostile.served import FRONTS, GATEWAY
+from tests.hostile.served import FRONTS, GATEWAY, GENERATING
 from tests.hostile.tally import Tally
 from tests.hostile.target import Death, Target
 
-CASES = 700
+CASES = 600
 
 
 def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path: Path) -> None:
@@ -45,6 +45,10 @@ def test_a_run_has_every_class_of_request_each_named_one_and_every_front() -> No
     assert {case.model for case in found} == {*FRONTS, GATEWAY}
 
 
+def test_streams_to_cancel_go_to_every_front_that_generates() -> None:
+    assert {cycles.cancel_case(1, index).model for index in range(300)} == set(GENERATING)
+
+
 def test_what_is_for_no_front_of_a_run_is_said() -> None:
     with pytest.raises(ValueError, match="gateway-left is for turbomind; choose others"):
         Mix(1, models=("turbomind",), kinds=("gateway-left",)).case(0)
@@ -53,7 +57,7 @@ def test_what_is_for_no_front_of_a_run_is_said() -> None:
 def test_a_huge_shape_over_http_is_sent_only_when_asked_for() -> None:
     def sent(known_fatal: bool) -> bool:
         mix = Mix(1, known_fatal=known_fatal)
-        return any(mix.case(index).kind == http_cases.FATAL for index in range(2000))
+        return any(mix.case(index).kind == http_cases.FATAL for index in range(600))
 
     assert sent(True) and not sent(False)
 
