@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import ServerFailed
-from tests.hostile import grpc_cases, report
+from tests.hostile import grpc_messages, report
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.case import Case, GrpcCall
 from tests.hostile.served import GENERATING
@@ -20,7 +20,7 @@ def cancel_case(seed: int, index: int) -> Case:
     """A served request that streams, cancelled at once or after up to forty responses."""
     rng = random.Random(f"cancel {seed}:{index}")
     model = rng.choice(GENERATING)
-    message = grpc_cases.streamed(model, rng.choice((40, 400, 1500)))
+    message = grpc_messages.streamed(model, rng.choice((40, 400, 1500)))
     call = GrpcCall(
         "ModelStreamInfer", (message.SerializeToString(),), leave_after=rng.choice((0, 0, 1, 1, 2, 3, 8, 20, 40))
     )

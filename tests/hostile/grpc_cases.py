@@ -8,95 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tritonclient.grpc import service_pb2
-
 from backend.serving.fronts.roles import MODELS
-from backend.serving.tensors import Input
 from tests.hostile import json_cases, served, values
-from tests.hostile.case import Case, GrpcCall
+from tests.hostile.case import Case
+from tests.hostile.grpc_messages import (
+    add_input,
+    any_spec,
+    base,
+    case,
+    count_of,
+    full_shape,
+    packed,
+    put,
+    replace_input,
+    streamed,
+)
 
-_STREAM, _UNARY = "ModelStreamInfer", "ModelInfer"
 FATAL = "grpc-classification"  # a class of requests that ends tritonserver by itself: sent only when asked for
 _MARK = "IDMARKID"  # replaced by bytes that are no UTF-8 once the message is serialised
-
-
-def packed(dtype: str, *items: int | float | bytes) -> bytes:
-    """Raw contents of a tensor of these elements."""
-    if dtype == "STRING":
-        return b"".join(struct.pack("<I", len(item)) + item for item in items)
-    return struct.pack(f"<{len(items)}{values.PACK[dtype][1:]}", *items)
-
-
-def add_input(message: Any, name: str, dtype: str, shape: list[int], raw: bytes) -> None:
-    tensor = message.inputs.add()
-    tensor.name, tensor.datatype = name, "BYTES" if dtype == "STRING" else dtype
-    tensor.shape.extend(shape)
-    message.raw_input_contents.append(raw)
-
-
-def base(model: str, rows: int = 1, max_tokens: int = 3) -> Any:
-    """A request that is served: `rows` rows, of `max_tokens` tokens each."""
-    message = service_pb2.ModelInferRequest(model_name=model)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    for tensor in served.good(model, max_tokens):
-        put(message, model, tensor, rows)
-    return message
-
-
-def put(message: Any, model: str, tensor: served.Tensor, rows: int = 1) -> None:
-    """Set one input of `rows` equal rows."""
-    spec = MODELS[model].by_name()[tensor.name]
-    items = [item.encode() if isinstance(item, str) else item for item in tensor.values]
-    batch = [rows] if MODELS[model].batched else []
-    replace_input(message, spec, [*batch, *tensor.dims], packed(spec.dtype, *items * rows))
-
-
-def streamed(model: str, max_tokens: int) -> Any:
-    """A request that is answered token by token, where the front does that."""
-    message = base(model)
-    for tensor in served.streamed(model, max_tokens):
-        put(message, model, tensor)
-    return message
-
-
-def case(rng: random.Random, kind: str, name: str, model: str, *messages: Any, **more: Any) -> Case:
-    """A case of one call; one in ten goes to ModelInfer, which a decoupled model refuses, and half of those to unary models."""
-    share = 0.5 if served.is_unary(model) else 0.1
-    method = _UNARY if rng.random() < share and len(messages) == 1 else _STREAM
-    data = tuple(message if isinstance(message, bytes) else message.SerializeToString() for message in messages)
-    fatal = more.pop("string_length", False)
-    call = GrpcCall(method, data, keep_open=rng.random() < 0.3, **more)
-    return Case(kind, f"{method}: {name}", model, call, string_length=fatal)
-
-
-def replace_input(message: Any, spec: Input, shape: list[int], raw: bytes, dtype: str | None = None) -> None:
-    """Set one input, in its place if it is there already."""
-    for index, tensor in enumerate(message.inputs):
-        if tensor.name == spec.name:
-            del tensor.shape[:]
-            tensor.shape.extend(shape)
-            tensor.datatype = tensor.datatype if dtype is None else dtype
-            message.raw_input_contents[index] = raw
-            return
-    add_input(message, spec.name, spec.dtype if dtype is None else dtype, shape, raw)
-
-
-def any_spec(rng: random.Random, model: str) -> Input:
-    """Any input; the required ones often."""
-    specs = MODELS[model].inputs
-    return rng.choice(specs[:4] if rng.random() < 0.3 else specs)
-
-
-def _full_shape(rng: random.Random, model: str, spec: Input) -> list[int]:
-    rows = [1] if MODELS[model].batched else []
-    return [*rows, *(rng.choice((1, 2, 3, 7)) if size == -1 else size for size in spec.dims)]
-
-
-def _count(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def bad_value(rng: random.Random, model: str) -> Case:
@@ -104,8 +33,8 @@ def bad_value(rng: random.Random, model: str) -> Case:
     message, names = base(model), []
     for _ in range(rng.randrange(1, 4)):
         spec = any_spec(rng, model)
-        shape = _full_shape(rng, model, spec)
-        replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(_count(shape))))
+        shape = full_shape(rng, model, spec)
+        replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(count_of(shape))))
         names.append(spec.name)
     return case(rng, "grpc-values", f"odd values in {', '.join(names)}", model, message)
 
@@ -115,8 +44,8 @@ DTYPES = (*values.PACK, "BYTES", "BF16", "", "NONE", "\0", "X" * 300)
 
 def bad_dtype(rng: random.Random, model: str) -> Case:
     spec, dtype = any_spec(rng, model), rng.choice(DTYPES)
-    shape = _full_shape(rng, model, spec)
-    raw = b"\1\0\0\0a" * _count(shape) if dtype == "BYTES" else bytes(values.WIDTH.get(dtype, 4) * _count(shape))
+    shape = full_shape(rng, model, spec)
+    raw = b"\1\0\0\0a" * count_of(shape) if dtype == "BYTES" else bytes(values.WIDTH.get(dtype, 4) * count_of(shape))
     message = base(model)
     replace_input(message, spec, shape, raw, dtype)
     length_is_wrong = spec.dtype == "STRING" and dtype not in DTYPES[: len(values.PACK)]
@@ -144,11 +73,11 @@ SHAPES = (
 def bad_shape(rng: random.Random, model: str) -> Case:
     """Wrong ranks, zero, negative and overflowing sizes, other numbers of rows."""
     spec, shape = any_spec(rng, model), list(rng.choice(SHAPES))
-    count = _count(shape)
+    count = count_of(shape)
     count = count if 0 <= count <= 64 else rng.randrange(4)
     message = base(model)
     replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(count)))
-    wrong = spec.dtype == "STRING" and count != _count(shape)
+    wrong = spec.dtype == "STRING" and count != count_of(shape)
     return case(rng, "grpc-shapes", f"{spec.name} of shape {str(shape)[:30]}", model, message, string_length=wrong)
 
 
@@ -156,8 +85,8 @@ def bad_length(rng: random.Random, model: str) -> Case:
     """Contents longer or shorter than the shape says; of every type but STRING."""
     specs = [spec for spec in MODELS[model].inputs if spec.dtype != "STRING"]
     spec = rng.choice(specs)
-    shape = _full_shape(rng, model, spec)
-    right = _count(shape) * values.WIDTH[spec.dtype]
+    shape = full_shape(rng, model, spec)
+    right = count_of(shape) * values.WIDTH[spec.dtype]
     message = base(model)
     replace_input(message, spec, shape, rng.randbytes(max(0, right + rng.choice((-right, -1, 1, 3, 1000)))))
     return case(rng, "grpc-lengths", f"{spec.name} of a wrong length", model, message)
@@ -181,7 +110,7 @@ def string_length(rng: random.Random, model: str) -> Case:
         )
     )
     message = base(model)
-    replace_input(message, spec, _full_shape(rng, model, spec), raw)
+    replace_input(message, spec, full_shape(rng, model, spec), raw)
     return case(rng, "grpc-string-lengths", f"{spec.name} holds {raw[:8]!r}", model, message, string_length=True)
 
 
@@ -195,7 +124,7 @@ def bad_inputs(rng: random.Random, model: str) -> Case:
         if rng.random() < 0.5:  # Triton only counts: an optional input makes up for it
             given = {tensor.name for tensor in message.inputs}
             spec = rng.choice([spec for spec in MODELS[model].inputs if spec.name not in given])
-            shape = _full_shape(rng, model, spec)
+            shape = full_shape(rng, model, spec)
             add_input(message, spec.name, spec.dtype, shape, values.element(rng, spec.dtype))
     elif way == 1:
         add_input(message, values.text(rng).encode("utf-8", "replace").decode(), "INT32", [1, 1], bytes(4))

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from tests.hostile import grpc_cases, served
+from tests.hostile import grpc_messages, served
 from tests.hostile.target import Target
 
 PROMPT, TOKENS = "def main(", 12
@@ -34,9 +34,9 @@ def ask(target: Target, question: str) -> str:
 
 def _front(target: Target, model: str) -> str:
     """All outputs of all responses over gRPC, bit for bit."""
-    message = grpc_cases.base(model)
+    message = grpc_messages.base(model)
     for tensor in served.good(model, TOKENS, PROMPT):
-        grpc_cases.put(message, model, tensor)
+        grpc_messages.put(message, model, tensor)
     with grpc.insecure_channel(target.server.grpc_url) as channel:
         stream = channel.stream_stream(
             _STREAM,
