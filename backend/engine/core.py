@@ -35,7 +35,7 @@ from backend.engine.sessions import SessionTable
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
-from backend.scheduler.scheduler import Scheduler, StepPlan
+from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
 
@@ -243,7 +243,8 @@ class EngineCore:
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
-        self._fail_rejected(plan)
+        for seq in plan.rejected:
+            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
         has_work = bool(step.rows or step.new_rows)
         if has_work or not self._in_flight:
             self._num_launched += 1
@@ -366,10 +367,6 @@ class EngineCore:
             seq.truncate(keep)
         seq.end_turn()
         self.sessions.touch(seq.session_key, self.clock.monotonic_ns())
-
-    def _fail_rejected(self, plan: StepPlan) -> None:
-        for seq in plan.rejected:
-            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
 
     def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""

@@ -66,15 +66,18 @@ def test_a_batch_is_as_large_as_the_slots_however_long_its_prompts_are() -> None
 
 
 def test_who_is_cancelled_or_times_out_is_answered_at_once_and_the_rest_of_the_batch_at_its_end() -> None:
-    driver = static(slots=3)
+    driver = static(slots=4)
     driver.ask([1], 2, request_id=1, streaming=False)
     driver.ask([2], 9, request_id=2, streaming=False)
     driver.ask([3], 9, request_id=3, streaming=False, timeout_s=1.0)
+    driver.ask([4], 9, request_id=4, streaming=False)
     driver.step(3)
     driver.core.cancel(2)
     driver.clock.advance(2)
     driver.step()
-    assert [driver.reason(number) for number in (1, 2, 3)] == ["LENGTH", "CANCELLED", "TIMED_OUT"]
+    assert set(driver.responses) == {2, 3}
+    driver.run()
+    assert [driver.reason(number) for number in (1, 2, 3, 4)] == ["LENGTH", "CANCELLED", "TIMED_OUT", "LENGTH"]
 
 
 def test_an_id_whose_answer_is_held_back_is_still_in_use() -> None:
