@@ -93,6 +93,14 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
+class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Records of single steps, which an Executor keeps until its program fetches them; the oldest go first. 0 = none."""
+
+    max_iterations: int = 0  # statistics of steps
+    max_request_iterations: int = 0  # of all live requests in a step
+    max_kv_events: int = 0  # blocks of the KV cache that can be found from now on, or no longer
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -120,6 +128,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     sessions: SessionsConfig = SessionsConfig()
+    records: RecordsConfig = RecordsConfig()
     triton: TritonConfig = TritonConfig()
 
 
@@ -245,6 +254,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "sessions.max_sessions": (1, math.inf),
     "sessions.max_bytes": (0, math.inf),
     "sessions.idle_ttl_s": (0.001, MAX_SECONDS),
+    "records.max_iterations": (0, 1_000_000),
+    "records.max_request_iterations": (0, 1_000_000),
+    "records.max_kv_events": (0, 10_000_000),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

@@ -22,13 +22,14 @@ from backend.api.config import EngineConfig
 from backend.api.errors import EverbatchError, InvalidRequest, SessionError, SessionStatus
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
-from backend.api.stats import EngineCounters, EngineStats, IterationStats
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, Records
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
+from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
@@ -56,12 +57,14 @@ class EngineCore:
             config.scheduler.max_batch_size,
             self.model.sliding_window,
             config.scheduler.max_num_tokens,
+            config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)
+        self._recorder = Recorder(config.records)
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
@@ -174,13 +177,17 @@ class EngineCore:
         else:
             if landed is not None:
                 self._publish(self._update(*landed))
-                self.statistics.record(landed[0])
+                self._record(landed[0])
         return self.take_responses()
 
     def take_responses(self) -> list[Response]:
         """Hand over what is ready, without a step; answers to commands are."""
         ready, self._outbox = self._outbox, []
         return ready
+
+    def take_records(self) -> Records | None:
+        """Hand over what the steps since the last call did, as far as the configuration asks for it; None = nothing."""
+        return self._recorder.take(self.kv.take_events())
 
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
@@ -240,7 +247,7 @@ class EngineCore:
         if has_work:
             return flight
         if not self._in_flight:
-            self.statistics.record(flight)
+            self._record(flight)
         return None
 
     def _submit(self, flight: Flight) -> None:
@@ -320,6 +327,7 @@ class EngineCore:
 
     def _leave(self, seq: Sequence) -> None:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
+        self._recorder.note_end(seq)
         self.scheduler.remove(seq)
         del self._live[seq.request_id]
         seq.num_inflight_tokens = seq.num_inflight_samples = 0
@@ -367,7 +375,12 @@ class EngineCore:
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
         for flight in flights:
-            self.statistics.record(flight)
+            self._record(flight)
+
+    def _record(self, flight: Flight) -> None:
+        self.statistics.record(flight)
+        if self._recorder.wants_steps:
+            self._recorder.record(flight, self.latest_iteration(), self._live.values())
 
     def _gauges(self) -> Gauges:
         waiting = self.scheduler.waiting

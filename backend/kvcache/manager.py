@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backend.api.config import KvCacheConfig
-from backend.api.stats import KvCacheStats
+from backend.api.stats import KvCacheStats, KvEvent
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import DROPPED, BlockHandle
@@ -53,9 +53,11 @@ class KVCacheManager:
         num_slots: int,
         sliding_window: int | None = None,
         max_chunk_tokens: int = 1 << 30,
+        max_events: int = 0,
     ) -> None:
+        """`max_events`: how many events are kept until `take_events`; 0 = none are made."""
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens)
-        self.state = CacheState(config, num_blocks, num_slots, self.geometry)
+        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
         self._reused_blocks_total = 0
         self._missed_blocks_total = 0
@@ -184,6 +186,10 @@ class KVCacheManager:
         """Evict every cached block, because the workers' memory can no longer be trusted. Nothing may be running."""
         while self._blocks.num_cached:
             self._blocks.evict_lru()
+
+    def take_events(self) -> list[KvEvent]:
+        """What has become findable, or is no longer, since the last call."""
+        return [] if self.state.events is None else self.state.events.take()
 
     def stats(self) -> KvCacheStats:
         blocks = self._blocks
