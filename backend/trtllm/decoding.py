@@ -106,10 +106,12 @@ class DecodingMode:
 class DecodingConfig(Record):
     """The decoding mode, and what some modes need. To set the part of a mode sets the mode."""
 
-    decoding_mode: DecodingMode | None = field(optional(of(DecodingMode)), None)
-    lookahead_decoding_config: LookaheadDecodingConfig | None = field(optional(of(LookaheadDecodingConfig)), None)
-    medusa_choices: list[list[int]] | None = field(optional(list_of(list_of(INT32))), None)
-    eagle_config: EagleConfig | None = field(optional(of(EagleConfig)), None)
+    decoding_mode: DecodingMode | None = field(optional(of(DecodingMode)), default=None)
+    lookahead_decoding_config: LookaheadDecodingConfig | None = field(
+        optional(of(LookaheadDecodingConfig)), default=None
+    )
+    medusa_choices: list[list[int]] | None = field(optional(list_of(list_of(INT32))), default=None)
+    eagle_config: EagleConfig | None = field(optional(of(EagleConfig)), default=None)
 
     _MODES: ClassVar[dict[str, Callable[[], DecodingMode]]] = {
         "lookahead_decoding_config": DecodingMode.Lookahead,
@@ -138,9 +140,9 @@ class LogitsPostProcessorConfig(Record):
     list in place of each value. `replicate`: on several ranks, called on all of the first tensor-parallel group.
     """
 
-    processor_map: dict[str, Callable[..., Any]] | None = field(optional(dict_of(STR, CALLABLE)), None)
-    processor_batched: Callable[..., Any] | None = field(optional(CALLABLE), None)
-    replicate: bool = field(BOOL, True)
+    processor_map: dict[str, Callable[..., Any]] | None = field(optional(dict_of(STR, CALLABLE)), default=None)
+    processor_batched: Callable[..., Any] | None = field(optional(CALLABLE), default=None)
+    replicate: bool = field(BOOL, default=True)
 
 
 class GuidedDecodingConfig(Record):
@@ -153,7 +155,6 @@ class GuidedDecodingConfig(Record):
         LLGUIDANCE = 1
 
     backend: GuidedDecodingBackend = field(of(GuidedDecodingBackend))
-    encoded_vocab: list[str] | None = field(optional(list_of(STR)), None)
-    tokenizer_str: str | None = field(optional(STR), None)
-    stop_token_ids: list[int] | None = field(optional(list_of(INT32)), None)
-
+    encoded_vocab: list[str] | None = field(optional(list_of(STR)), default=None)
+    tokenizer_str: str | None = field(optional(STR), default=None)
+    stop_token_ids: list[int] | None = field(optional(list_of(INT32)), default=None)

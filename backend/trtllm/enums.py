@@ -1,4 +1,7 @@
-"""The enumerations of TensorRT-LLM's executor bindings. As pybind11's, their members convert to int and compare with their own kind only."""
+"""The enumerations of TensorRT-LLM's executor bindings.
+
+As pybind11's, their members convert to int and compare with their own kind only.
+"""
 
 from __future__ import annotations
 

@@ -7,36 +7,36 @@ from datetime import timedelta
 from typing import Any
 
 from backend.trtllm.kinds import ANY, INT32, UINT64, list_of, of, optional
-from backend.trtllm.record import Record, field
+from backend.trtllm.record import Record, constant, field
 
 
 class UniqueToken(Record):
     """A token, and the extra id that keeps prefixes with prompt tuning apart (0: none)."""
 
-    token_id: int = field(INT32, read_only=True)
-    token_extra_id: int = field(UINT64, 0, read_only=True)
+    token_id: int = constant(INT32)
+    token_extra_id: int = constant(UINT64, default=0)
 
 
 class KVCacheCreatedData(Record):
     """The pool was made: blocks on the device, and on the host."""
 
-    num_blocks_per_cache_level: list[int] = field(list_of(INT32), read_only=True)
+    num_blocks_per_cache_level: list[int] = constant(list_of(INT32))
 
 
 class KVCacheStoredBlockData(Record):
     """A full block that requests can find from now on."""
 
-    block_hash: int = field(UINT64, read_only=True)
-    tokens: list[UniqueToken] = field(list_of(of(UniqueToken)), read_only=True)
-    lora_id: int | None = field(optional(UINT64), None, read_only=True)
-    cache_level: int = field(INT32, 0, read_only=True)
-    priority: int = field(INT32, 35, read_only=True)
+    block_hash: int = constant(UINT64)
+    tokens: list[UniqueToken] = constant(list_of(of(UniqueToken)))
+    lora_id: int | None = constant(optional(UINT64), default=None)
+    cache_level: int = constant(INT32, default=0)
+    priority: int = constant(INT32, default=35)
 
 
 class KVCacheStoredData(Record):
     """Blocks that can be found from now on, each the child of the one before. `parent_hash`: of the first one's parent."""
 
-    parent_hash: int | None = field(optional(UINT64), None, read_only=True)
+    parent_hash: int | None = constant(optional(UINT64), default=None)
     blocks: list[KVCacheStoredBlockData] = field(list_of(of(KVCacheStoredBlockData)), factory=list, read_only=True)
 
 
@@ -49,24 +49,24 @@ class KVCacheRemovedData(Record):
 class KVCacheEventDiff(Record):
     """A value before and after."""
 
-    old_value: Any = field(ANY, read_only=True)
-    new_value: Any = field(ANY, read_only=True)
+    old_value: Any = constant(ANY)
+    new_value: Any = constant(ANY)
 
 
 class KVCacheUpdatedData(Record):
     """A block that moved to another level of the cache, or got another priority."""
 
-    block_hash: int = field(UINT64, read_only=True)
-    cache_level: KVCacheEventDiff | None = field(optional(of(KVCacheEventDiff)), None, read_only=True)
-    priority: KVCacheEventDiff | None = field(optional(of(KVCacheEventDiff)), None, read_only=True)
+    block_hash: int = constant(UINT64)
+    cache_level: KVCacheEventDiff | None = constant(optional(of(KVCacheEventDiff)), default=None)
+    priority: KVCacheEventDiff | None = constant(optional(of(KVCacheEventDiff)), default=None)
 
 
 class KVCacheEvent(Record):
     """One change. Ids rise by one; `window_size`: the attention window of the layers that the blocks belong to."""
 
-    event_id: int = field(UINT64, read_only=True)
-    data: KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData = field(ANY, read_only=True)
-    window_size: int = field(INT32, 0, read_only=True)
+    event_id: int = constant(UINT64)
+    data: KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData = constant(ANY)
+    window_size: int = constant(INT32, default=0)
 
 
 class KVCacheEventManager:

@@ -2,7 +2,7 @@
 
     class AdditionalModelOutput(Record):
         name: str = field(STR)
-        gather_context: bool = field(BOOL, False)
+        gather_context: bool = field(BOOL, default=False)
 
 A record is made with its fields by position or name; an unknown argument and a value of the wrong type raise TypeError with the
 signature. Attributes are checked when they are set, too. Records compare by value, print, and pickle with all attributes.
@@ -21,7 +21,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 class Field:
-    """One attribute, as a data descriptor. Its value lies under its name in the `__dict__` of the record, so that pickle finds it."""
+    """One attribute, as a data descriptor. Its value lies in the record's `__dict__`, so that pickle finds it."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Field:
 
 def field(
     kind: Kind,
-    default: Any = REQUIRED,
     *,
+    default: Any = REQUIRED,
     factory: Callable[[], Any] | None = None,
     read_only: bool = False,
     kw_only: bool = False,
@@ -86,7 +86,12 @@ def field(
     return Field(kind, default, factory, read_only, kw_only, alias, doc)
 
 
-@dataclass_transform(field_specifiers=(field,), eq_default=False)
+def constant(kind: Kind, *, default: Any = REQUIRED) -> Any:
+    """A field that only the constructor sets."""
+    return field(kind, default=default, read_only=True)
+
+
+@dataclass_transform(field_specifiers=(field, constant), eq_default=False)
 class Record:
     """See the module."""
 

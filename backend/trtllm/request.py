@@ -56,8 +56,8 @@ class Request(Record, dynamic=True):
     """One generation request. `input_token_ids` and `max_tokens` are fixed, all other attributes can be set until it is enqueued.
 
     `streaming`: a response for each new token rather than one with all. `end_id`: ends the output and stays in it; -1 is none.
-    `bad_words`, `stop_words`: token lists. `embedding_bias` [vocabulary]: added to the logits. `allotted_time_ms`: from when it is
-    enqueued, after which it ends with FinishReason.TIMED_OUT. `cache_salt_id`: KV is shared only between requests of one.
+    `bad_words`, `stop_words`: token lists. `embedding_bias` [vocabulary]: added to the logits. `allotted_time_ms`: from when
+    it is enqueued, after which it ends with FinishReason.TIMED_OUT. `cache_salt_id`: KV is shared only between requests of one.
     Attributes of any other name may be set, too; they are kept and mean nothing.
 
     What this project does not serve (docs/executor.md lists it) is answered with an error response that names the argument.
@@ -67,45 +67,53 @@ class Request(Record, dynamic=True):
 
     input_token_ids: list[int] = field(TOKENS, read_only=True)
     max_tokens: int = field(INT32, read_only=True)
-    streaming: bool = field(BOOL, False, kw_only=True)
+    streaming: bool = field(BOOL, default=False, kw_only=True)
     sampling_config: SamplingConfig = field(SAMPLING, factory=SamplingConfig, kw_only=True)
     output_config: OutputConfig = field(OUTPUT, factory=OutputConfig, kw_only=True)
-    end_id: int | None = field(optional(INT32), None, kw_only=True)
-    pad_id: int | None = field(optional(INT32), None, kw_only=True)
-    position_ids: list[int] | None = field(optional(list_of(INT32)), None, kw_only=True)
-    bad_words: list[list[int]] | None = field(optional(list_of(TOKENS)), None, kw_only=True)
-    stop_words: list[list[int]] | None = field(optional(list_of(TOKENS)), None, kw_only=True)
-    embedding_bias: Tensor | None = field(optional(TENSOR), None, kw_only=True)
+    end_id: int | None = field(optional(INT32), default=None, kw_only=True)
+    pad_id: int | None = field(optional(INT32), default=None, kw_only=True)
+    position_ids: list[int] | None = field(optional(list_of(INT32)), default=None, kw_only=True)
+    bad_words: list[list[int]] | None = field(optional(list_of(TOKENS)), default=None, kw_only=True)
+    stop_words: list[list[int]] | None = field(optional(list_of(TOKENS)), default=None, kw_only=True)
+    embedding_bias: Tensor | None = field(optional(TENSOR), default=None, kw_only=True)
     external_draft_tokens_config: ExternalDraftTokensConfig | None = field(
-        _maybe(ExternalDraftTokensConfig), None, kw_only=True
+        _maybe(ExternalDraftTokensConfig), default=None, kw_only=True
     )
-    prompt_tuning_config: PromptTuningConfig | None = field(_maybe(PromptTuningConfig), None, kw_only=True)
-    multimodal_input: MultimodalInput | None = field(_maybe(MultimodalInput), None, kw_only=True)
-    multimodal_embedding: Tensor | None = field(optional(TENSOR), None, kw_only=True)
-    mrope_config: MropeConfig | None = field(_maybe(MropeConfig), None, kw_only=True)
-    lora_config: LoraConfig | None = field(_maybe(LoraConfig), None, kw_only=True)
-    lookahead_config: LookaheadDecodingConfig | None = field(_maybe(LookaheadDecodingConfig), None, kw_only=True)
-    kv_cache_retention_config: KvCacheRetentionConfig | None = field(_maybe(KvCacheRetentionConfig), None, kw_only=True)
-    logits_post_processor_name: str | None = field(optional(STR), None, kw_only=True)
-    logits_post_processor: LogitsPostProcessor | None = field(optional(CALLABLE), None, kw_only=True)
-    encoder_input_token_ids: list[int] | None = field(optional(TOKENS), None, kw_only=True)
-    client_id: int | None = field(optional(UINT64), None, kw_only=True)
-    return_all_generated_tokens: bool = field(BOOL, False, kw_only=True)
-    priority: float = field(FLOAT, 0.5, kw_only=True)
+    prompt_tuning_config: PromptTuningConfig | None = field(_maybe(PromptTuningConfig), default=None, kw_only=True)
+    multimodal_input: MultimodalInput | None = field(_maybe(MultimodalInput), default=None, kw_only=True)
+    multimodal_embedding: Tensor | None = field(optional(TENSOR), default=None, kw_only=True)
+    mrope_config: MropeConfig | None = field(_maybe(MropeConfig), default=None, kw_only=True)
+    lora_config: LoraConfig | None = field(_maybe(LoraConfig), default=None, kw_only=True)
+    lookahead_config: LookaheadDecodingConfig | None = field(
+        _maybe(LookaheadDecodingConfig), default=None, kw_only=True
+    )
+    kv_cache_retention_config: KvCacheRetentionConfig | None = field(
+        _maybe(KvCacheRetentionConfig), default=None, kw_only=True
+    )
+    logits_post_processor_name: str | None = field(optional(STR), default=None, kw_only=True)
+    logits_post_processor: LogitsPostProcessor | None = field(optional(CALLABLE), default=None, kw_only=True)
+    encoder_input_token_ids: list[int] | None = field(optional(TOKENS), default=None, kw_only=True)
+    client_id: int | None = field(optional(UINT64), default=None, kw_only=True)
+    return_all_generated_tokens: bool = field(BOOL, default=False, kw_only=True)
+    priority: float = field(FLOAT, default=0.5, kw_only=True)
     request_type: RequestType = field(
-        of(RequestType), RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION, kw_only=True, alias="type"
+        of(RequestType), default=RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION, kw_only=True, alias="type"
     )
-    context_phase_params: ContextPhaseParams | None = field(_maybe(ContextPhaseParams), None, kw_only=True)
-    encoder_input_features: Tensor | None = field(optional(TENSOR), None, kw_only=True)
-    encoder_output_length: int | None = field(optional(INT32), None, kw_only=True)
-    cross_attention_mask: Tensor | None = field(optional(TENSOR), None, kw_only=True)
-    num_return_sequences: int = field(INT32, 1, kw_only=True, doc="superseded by SamplingConfig.num_return_sequences")
-    eagle_config: EagleConfig | None = field(_maybe(EagleConfig), None, kw_only=True)
-    skip_cross_attn_blocks: Tensor | None = field(optional(TENSOR), None, kw_only=True)
-    guided_decoding_params: GuidedDecodingParams | None = field(_maybe(GuidedDecodingParams), None, kw_only=True)
-    language_adapter_uid: int | None = field(optional(INT32), None, kw_only=True)
-    allotted_time_ms: timedelta | None = field(optional(TIMEDELTA), None, kw_only=True)
-    cache_salt_id: int | None = field(optional(UINT64), None, kw_only=True)
+    context_phase_params: ContextPhaseParams | None = field(_maybe(ContextPhaseParams), default=None, kw_only=True)
+    encoder_input_features: Tensor | None = field(optional(TENSOR), default=None, kw_only=True)
+    encoder_output_length: int | None = field(optional(INT32), default=None, kw_only=True)
+    cross_attention_mask: Tensor | None = field(optional(TENSOR), default=None, kw_only=True)
+    num_return_sequences: int = field(
+        INT32, default=1, kw_only=True, doc="superseded by SamplingConfig.num_return_sequences"
+    )
+    eagle_config: EagleConfig | None = field(_maybe(EagleConfig), default=None, kw_only=True)
+    skip_cross_attn_blocks: Tensor | None = field(optional(TENSOR), default=None, kw_only=True)
+    guided_decoding_params: GuidedDecodingParams | None = field(
+        _maybe(GuidedDecodingParams), default=None, kw_only=True
+    )
+    language_adapter_uid: int | None = field(optional(INT32), default=None, kw_only=True)
+    allotted_time_ms: timedelta | None = field(optional(TIMEDELTA), default=None, kw_only=True)
+    cache_salt_id: int | None = field(optional(UINT64), default=None, kw_only=True)
 
     def _made(self) -> None:
         if not self.input_token_ids:

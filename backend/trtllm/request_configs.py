@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,12 @@ from backend.trtllm.kinds import (
     of,
     optional,
 )
-from backend.trtllm.record import Record, copy_of, field
+from backend.trtllm.record import Record, constant, copy_of, field
 
 if TYPE_CHECKING:
     from torch import Tensor
 else:
     Tensor = Any
-
-_constant = functools.partial(field, read_only=True)
 
 
 class SamplingConfig(Record):
@@ -39,93 +36,96 @@ class SamplingConfig(Record):
     `early_stopping`, `length_penalty` and `beam_search_diversity_rate` matter to beams only.
     """
 
-    beam_width: int = field(INT32, 1)
-    top_k: int | None = field(optional(INT32), None, kw_only=True)
-    top_p: float | None = field(optional(FLOAT), None, kw_only=True)
-    top_p_min: float | None = field(optional(FLOAT), None, kw_only=True)
-    top_p_reset_ids: int | None = field(optional(INT32), None, kw_only=True)
-    top_p_decay: float | None = field(optional(FLOAT), None, kw_only=True)
-    seed: int | None = field(optional(UINT64), None, kw_only=True)
-    temperature: float | None = field(optional(FLOAT), None, kw_only=True)
-    min_tokens: int | None = field(optional(INT32), None, kw_only=True)
-    beam_search_diversity_rate: float | None = field(optional(FLOAT), None, kw_only=True)
-    repetition_penalty: float | None = field(optional(FLOAT), None, kw_only=True)
-    presence_penalty: float | None = field(optional(FLOAT), None, kw_only=True)
-    frequency_penalty: float | None = field(optional(FLOAT), None, kw_only=True)
-    length_penalty: float | None = field(optional(FLOAT), None, kw_only=True)
-    early_stopping: int | None = field(optional(INT32), None, kw_only=True)
-    no_repeat_ngram_size: int | None = field(optional(INT32), None, kw_only=True)
-    num_return_sequences: int | None = field(optional(INT32), None, kw_only=True)
-    min_p: float | None = field(optional(FLOAT), None, kw_only=True)
-    beam_width_array: list[int] | None = field(optional(list_of(INT32)), None, kw_only=True)
+    beam_width: int = field(INT32, default=1)
+    top_k: int | None = field(optional(INT32), default=None, kw_only=True)
+    top_p: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    top_p_min: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    top_p_reset_ids: int | None = field(optional(INT32), default=None, kw_only=True)
+    top_p_decay: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    seed: int | None = field(optional(UINT64), default=None, kw_only=True)
+    temperature: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    min_tokens: int | None = field(optional(INT32), default=None, kw_only=True)
+    beam_search_diversity_rate: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    repetition_penalty: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    presence_penalty: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    frequency_penalty: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    length_penalty: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    early_stopping: int | None = field(optional(INT32), default=None, kw_only=True)
+    no_repeat_ngram_size: int | None = field(optional(INT32), default=None, kw_only=True)
+    num_return_sequences: int | None = field(optional(INT32), default=None, kw_only=True)
+    min_p: float | None = field(optional(FLOAT), default=None, kw_only=True)
+    beam_width_array: list[int] | None = field(optional(list_of(INT32)), default=None, kw_only=True)
 
 
 class AdditionalModelOutput(Record):
     """A tensor that the model marks as an output. `gather_context`: the prompt's rows, too."""
 
     name: str = field(STR)
-    gather_context: bool = field(BOOL, False)
+    gather_context: bool = field(BOOL, default=False)
 
 
 class OutputConfig(Record):
     """What a Result holds. Everything that is not asked for is None."""
 
-    return_log_probs: bool = field(BOOL, False)
-    return_context_logits: bool = field(BOOL, False)
-    return_generation_logits: bool = field(BOOL, False)
-    exclude_input_from_output: bool = field(BOOL, False)
-    return_encoder_output: bool = field(BOOL, False)
-    return_perf_metrics: bool = field(BOOL, False)
+    return_log_probs: bool = field(BOOL, default=False)
+    return_context_logits: bool = field(BOOL, default=False)
+    return_generation_logits: bool = field(BOOL, default=False)
+    exclude_input_from_output: bool = field(BOOL, default=False)
+    return_encoder_output: bool = field(BOOL, default=False)
+    return_perf_metrics: bool = field(BOOL, default=False)
     additional_model_outputs: list[AdditionalModelOutput] | None = field(
-        optional(list_of(of(AdditionalModelOutput))), None
+        optional(list_of(of(AdditionalModelOutput))), default=None
     )
 
 
 class ExternalDraftTokensConfig(Record):
     """Draft tokens that somebody else proposes, to be verified. `logits`: those that they were drawn from."""
 
-    tokens: list[int] = _constant(TOKENS)
-    logits: Tensor | None = _constant(optional(TENSOR), None)
-    acceptance_threshold: float | None = _constant(optional(FLOAT), None)
-    fast_logits: bool | None = _constant(optional(BOOL), None)
+    tokens: list[int] = constant(TOKENS)
+    logits: Tensor | None = constant(optional(TENSOR), default=None)
+    acceptance_threshold: float | None = constant(optional(FLOAT), default=None)
+    fast_logits: bool | None = constant(optional(BOOL), default=None)
 
 
 class PromptTuningConfig(Record):
-    """`embedding_table` [rows, hidden size]: token id vocab_size + i stands for row i. The extra ids keep cached prefixes apart."""
+    """`embedding_table` [rows, hidden size]: token id vocab_size + i stands for row i.
 
-    embedding_table: Tensor = _constant(TENSOR)
-    input_token_extra_ids: list[int] | None = _constant(optional(list_of(UINT64)), None)
+    The extra ids keep cached prefixes apart.
+    """
+
+    embedding_table: Tensor = constant(TENSOR)
+    input_token_extra_ids: list[int] | None = constant(optional(list_of(UINT64)), default=None)
 
 
 class LoraConfig(Record):
     """An adapter by its `task_id`. Weights and config go with its first use."""
 
-    task_id: int = _constant(UINT64)
-    weights: Tensor | None = _constant(optional(TENSOR), None)
-    config: Tensor | None = _constant(optional(TENSOR), None)
+    task_id: int = constant(UINT64)
+    weights: Tensor | None = constant(optional(TENSOR), default=None)
+    config: Tensor | None = constant(optional(TENSOR), default=None)
 
 
 class MultimodalInput(Record):
     """Where in the prompt multimodal items lie, and their hashes."""
 
-    multimodal_hashes: list[list[int]] = _constant(list_of(list_of(INT32)))
-    multimodal_positions: list[int] = _constant(list_of(INT32))
-    multimodal_lengths: list[int] = _constant(list_of(INT32))
+    multimodal_hashes: list[list[int]] = constant(list_of(list_of(INT32)))
+    multimodal_positions: list[int] = constant(list_of(INT32))
+    multimodal_lengths: list[int] = constant(list_of(INT32))
 
 
 class MropeConfig(Record):
     """Rotary embedding over several axes."""
 
-    mrope_rotary_cos_sin: Tensor = _constant(TENSOR)
-    mrope_position_deltas: int = _constant(INT32)
+    mrope_rotary_cos_sin: Tensor = constant(TENSOR)
+    mrope_position_deltas: int = constant(INT32)
 
 
 class LookaheadDecodingConfig(Record):
     """Sizes of lookahead decoding."""
 
-    max_window_size: int = _constant(INT32, 4)
-    max_ngram_size: int = _constant(INT32, 3)
-    max_verification_set_size: int = _constant(INT32, 4)
+    max_window_size: int = constant(INT32, default=4)
+    max_ngram_size: int = constant(INT32, default=3)
+    max_verification_set_size: int = constant(INT32, default=4)
 
     def _made(self) -> None:
         if self.max_window_size < 1 or self.max_ngram_size < 1 or self.max_verification_set_size < 0:
@@ -137,11 +137,11 @@ class LookaheadDecodingConfig(Record):
 class EagleConfig(Record):
     """Sizes and choices of EAGLE decoding."""
 
-    eagle_choices: list[list[int]] | None = _constant(optional(list_of(list_of(INT32))), None)
-    greedy_sampling: bool = _constant(BOOL, True)
-    posterior_threshold: float | None = _constant(optional(FLOAT), None)
-    use_dynamic_tree: bool = _constant(BOOL, False)
-    dynamic_tree_max_topK: int | None = _constant(optional(INT32), None)
+    eagle_choices: list[list[int]] | None = constant(optional(list_of(list_of(INT32))), default=None)
+    greedy_sampling: bool = constant(BOOL, default=True)
+    posterior_threshold: float | None = constant(optional(FLOAT), default=None)
+    use_dynamic_tree: bool = constant(BOOL, default=False)
+    dynamic_tree_max_topK: int | None = constant(optional(INT32), default=None)
 
 
 class KvCacheRetentionConfig(Record):
@@ -157,10 +157,10 @@ class KvCacheRetentionConfig(Record):
         `duration_ms`: for so long, a timedelta; None for ever.
         """
 
-        token_start: int = _constant(INT32)
-        token_end: int | None = _constant(optional(INT32))
-        priority: int = _constant(UINT32)
-        duration_ms: timedelta | None = _constant(optional(TIMEDELTA), None)
+        token_start: int = constant(INT32)
+        token_end: int | None = constant(optional(INT32))
+        priority: int = constant(UINT32)
+        duration_ms: timedelta | None = constant(optional(TIMEDELTA), default=None)
 
         def _made(self) -> None:
             _check_priority("priority", self.priority)
@@ -170,11 +170,11 @@ class KvCacheRetentionConfig(Record):
                     f"and end after its start"
                 )
 
-    token_range_retention_configs: list[TokenRangeRetentionConfig] = _constant(list_of(of(TokenRangeRetentionConfig)))
-    decode_retention_priority: int = _constant(UINT32, 35)
-    decode_duration_ms: timedelta | None = _constant(optional(TIMEDELTA), None)
-    transfer_mode: KvCacheTransferMode = _constant(of(KvCacheTransferMode), KvCacheTransferMode.DRAM)
-    directory: str | None = _constant(optional(STR), None)
+    token_range_retention_configs: list[TokenRangeRetentionConfig] = constant(list_of(of(TokenRangeRetentionConfig)))
+    decode_retention_priority: int = constant(UINT32, default=35)
+    decode_duration_ms: timedelta | None = constant(optional(TIMEDELTA), default=None)
+    transfer_mode: KvCacheTransferMode = constant(of(KvCacheTransferMode), default=KvCacheTransferMode.DRAM)
+    directory: str | None = constant(optional(STR), default=None)
 
     def _made(self) -> None:
         _check_priority("decode_retention_priority", self.decode_retention_priority)
@@ -190,10 +190,10 @@ class KvCacheRetentionConfig(Record):
 class ContextPhaseParams(Record):
     """What a context-only engine hands to the one that generates."""
 
-    first_gen_tokens: list[int] = _constant(TOKENS)
-    req_id: int = _constant(UINT64)
-    opaque_state: bytes | None = _constant(optional(BYTES), None)
-    draft_tokens: list[int] | None = _constant(optional(TOKENS), None)
+    first_gen_tokens: list[int] = constant(TOKENS)
+    req_id: int = constant(UINT64)
+    opaque_state: bytes | None = constant(optional(BYTES), default=None)
+    draft_tokens: list[int] | None = constant(optional(TOKENS), default=None)
 
 
 class GuidedDecodingParams(Record):
@@ -208,8 +208,8 @@ class GuidedDecodingParams(Record):
         EBNF_GRAMMAR = 3
         STRUCTURAL_TAG = 4
 
-    guide_type: GuideType = _constant(of(GuideType))
-    guide: str | None = _constant(optional(STR), None)
+    guide_type: GuideType = constant(of(GuideType))
+    guide: str | None = constant(optional(STR), default=None)
 
     def _made(self) -> None:
         if self.guide is None and self.guide_type is not self.GuideType.JSON:

@@ -38,38 +38,38 @@ class AdditionalOutput(Record):
 class SpeculativeDecodingFastLogitsInfo(Record):
     """Where the draft model's logits are to be fetched."""
 
-    draft_request_id: int = field(UINT64, 0)
-    draft_participant_id: int = field(INT32, 0)
+    draft_request_id: int = field(UINT64, default=0)
+    draft_participant_id: int = field(INT32, default=0)
 
 
 class TimingMetrics(Record):
     """Points of a steady clock, as timedeltas from its start; 0 until something has happened. `kv_cache_size` in bytes."""
 
-    arrival_time: timedelta = field(TIMEDELTA, timedelta())
-    first_scheduled_time: timedelta = field(TIMEDELTA, timedelta())
-    first_token_time: timedelta = field(TIMEDELTA, timedelta())
-    last_token_time: timedelta = field(TIMEDELTA, timedelta())
-    kv_cache_transfer_start: timedelta = field(TIMEDELTA, timedelta())
-    kv_cache_transfer_end: timedelta = field(TIMEDELTA, timedelta())
-    kv_cache_size: int = field(UINT64, 0)
+    arrival_time: timedelta = field(TIMEDELTA, default=timedelta())
+    first_scheduled_time: timedelta = field(TIMEDELTA, default=timedelta())
+    first_token_time: timedelta = field(TIMEDELTA, default=timedelta())
+    last_token_time: timedelta = field(TIMEDELTA, default=timedelta())
+    kv_cache_transfer_start: timedelta = field(TIMEDELTA, default=timedelta())
+    kv_cache_transfer_end: timedelta = field(TIMEDELTA, default=timedelta())
+    kv_cache_size: int = field(UINT64, default=0)
 
 
 class KvCacheMetrics(Record):
     """Blocks of one request. Hit rate = reused / (reused + missed)."""
 
-    num_total_allocated_blocks: int = field(INT32, 0)
-    num_new_allocated_blocks: int = field(INT32, 0)
-    num_reused_blocks: int = field(INT32, 0)
-    num_missed_blocks: int = field(INT32, 0)
-    kv_cache_hit_rate: float = field(FLOAT, 0.0)
+    num_total_allocated_blocks: int = field(INT32, default=0)
+    num_new_allocated_blocks: int = field(INT32, default=0)
+    num_reused_blocks: int = field(INT32, default=0)
+    num_missed_blocks: int = field(INT32, default=0)
+    kv_cache_hit_rate: float = field(FLOAT, default=0.0)
 
 
 class SpeculativeDecodingMetrics(Record):
     """What became of draft tokens."""
 
-    acceptance_rate: float = field(FLOAT, 0.0)
-    total_accepted_draft_tokens: int = field(INT32, 0)
-    total_draft_tokens: int = field(INT32, 0)
+    acceptance_rate: float = field(FLOAT, default=0.0)
+    total_accepted_draft_tokens: int = field(INT32, default=0)
+    total_draft_tokens: int = field(INT32, default=0)
 
 
 class RequestPerfMetrics(Record):
@@ -80,9 +80,9 @@ class RequestPerfMetrics(Record):
     speculative_decoding: SpeculativeDecodingMetrics = field(
         of(SpeculativeDecodingMetrics), factory=SpeculativeDecodingMetrics
     )
-    first_iter: int | None = field(optional(UINT64), None)
-    last_iter: int | None = field(optional(UINT64), None)
-    iter: int | None = field(optional(UINT64), None)
+    first_iter: int | None = field(optional(UINT64), default=None)
+    last_iter: int | None = field(optional(UINT64), default=None)
+    iter: int | None = field(optional(UINT64), default=None)
 
 
 class Result(Record):
@@ -93,23 +93,23 @@ class Result(Record):
     `is_sequence_final` is its last result, `is_final` the last one of the request.
     """
 
-    is_final: bool = field(BOOL, False)
+    is_final: bool = field(BOOL, default=False)
     output_token_ids: list[list[int]] = field(list_of(TOKENS), factory=list)
-    cum_log_probs: list[float] | None = field(optional(list_of(FLOAT)), None)
-    log_probs: list[list[float]] | None = field(optional(list_of(list_of(FLOAT))), None)
-    context_logits: Tensor | None = field(optional(TENSOR), None)
-    generation_logits: Tensor | None = field(optional(TENSOR), None)
+    cum_log_probs: list[float] | None = field(optional(list_of(FLOAT)), default=None)
+    log_probs: list[list[float]] | None = field(optional(list_of(list_of(FLOAT))), default=None)
+    context_logits: Tensor | None = field(optional(TENSOR), default=None)
+    generation_logits: Tensor | None = field(optional(TENSOR), default=None)
     spec_dec_fast_logits_info: SpeculativeDecodingFastLogitsInfo | None = field(
-        optional(of(SpeculativeDecodingFastLogitsInfo)), None
+        optional(of(SpeculativeDecodingFastLogitsInfo)), default=None
     )
-    encoder_output: Tensor | None = field(optional(TENSOR), None)
+    encoder_output: Tensor | None = field(optional(TENSOR), default=None)
     finish_reasons: list[FinishReason] = field(list_of(of(FinishReason)), factory=list)
-    sequence_index: int = field(INT32, 0)
-    is_sequence_final: bool = field(BOOL, False)
-    decoding_iter: int = field(INT32, 0)
-    avg_decoded_tokens_per_iter: float | None = field(optional(FLOAT), None)
-    context_phase_params: ContextPhaseParams | None = field(optional(of(ContextPhaseParams)), None)
-    request_perf_metrics: RequestPerfMetrics | None = field(optional(of(RequestPerfMetrics)), None)
+    sequence_index: int = field(INT32, default=0)
+    is_sequence_final: bool = field(BOOL, default=False)
+    decoding_iter: int = field(INT32, default=0)
+    avg_decoded_tokens_per_iter: float | None = field(optional(FLOAT), default=None)
+    context_phase_params: ContextPhaseParams | None = field(optional(of(ContextPhaseParams)), default=None)
+    request_perf_metrics: RequestPerfMetrics | None = field(optional(of(RequestPerfMetrics)), default=None)
     additional_outputs: list[AdditionalOutput] = field(list_of(of(AdditionalOutput)), factory=list)
 
 
