@@ -15,7 +15,22 @@ from backend.trtllm.enums import (
     CommunicationType,
     ContextChunkingPolicy,
 )
-from backend.trtllm.kinds import ANY, BOOL, FLOAT, INT32, PATH, STR, UINT32, UINT64, list_of, of, optional
+from backend.trtllm.kinds import (
+    ANY,
+    BOOL,
+    COUNT,
+    FLOAT,
+    FRACTION,
+    INT32,
+    PATH,
+    POSITIVE,
+    STR,
+    UINT32,
+    UINT64,
+    list_of,
+    of,
+    optional,
+)
 from backend.trtllm.record import Record, constant, copy_of, field
 from backend.trtllm.request_configs import AdditionalModelOutput
 
@@ -36,10 +51,10 @@ class KvCacheConfig(Record, dynamic=True):
     """
 
     enable_block_reuse: bool = field(BOOL, default=True)
-    max_tokens: int | None = field(optional(INT32), default=None)
-    max_attention_window: list[int] | None = field(optional(list_of(INT32)), default=None)
+    max_tokens: int | None = field(optional(POSITIVE), default=None)
+    max_attention_window: list[int] | None = field(optional(list_of(POSITIVE)), default=None)
     sink_token_length: int | None = field(optional(INT32), default=None)
-    free_gpu_memory_fraction: float | None = field(optional(FLOAT), default=None)
+    free_gpu_memory_fraction: float | None = field(optional(FRACTION), default=None)
     host_cache_size: int | None = field(optional(UINT64), default=None)
     onboard_blocks: bool = field(BOOL, default=True)
     cross_kv_cache_fraction: float | None = field(optional(FLOAT), default=None)
@@ -160,16 +175,16 @@ class ExecutorConfig(Record, dynamic=True):
     `max_queue_size`: requests that wait (None: any number). Attributes of any other name may be set; they are pickled, too.
     """
 
-    max_beam_width: int = field(INT32, default=1)
+    max_beam_width: int = field(POSITIVE, default=1)
     scheduler_config: SchedulerConfig = field(copy_of(SchedulerConfig), factory=SchedulerConfig)
     kv_cache_config: KvCacheConfig = field(copy_of(KvCacheConfig), factory=KvCacheConfig)
     enable_chunked_context: bool = field(BOOL, default=False)
     normalize_log_probs: bool = field(BOOL, default=True)
-    iter_stats_max_iterations: int = field(INT32, default=1000)
-    request_stats_max_iterations: int = field(INT32, default=0)
+    iter_stats_max_iterations: int = field(COUNT, default=1000)
+    request_stats_max_iterations: int = field(COUNT, default=0)
     batching_type: BatchingType = field(of(BatchingType), default=BatchingType.INFLIGHT)
-    max_batch_size: int | None = field(optional(INT32), default=None)
-    max_num_tokens: int | None = field(optional(INT32), default=None)
+    max_batch_size: int | None = field(optional(POSITIVE), default=None)
+    max_num_tokens: int | None = field(optional(POSITIVE), default=None)
     parallel_config: ParallelConfig | None = field(optional(copy_of(ParallelConfig)), default=None)
     peft_cache_config: PeftCacheConfig | None = field(optional(copy_of(PeftCacheConfig)), default=None)
     logits_post_processor_config: LogitsPostProcessorConfig | None = field(
@@ -199,10 +214,3 @@ class ExecutorConfig(Record, dynamic=True):
     mm_embedding_offloading: bool = field(BOOL, default=False)
     enable_trt_overlap: bool = field(BOOL, default=False)
     fail_fast_on_attention_window_too_large: bool = field(BOOL, default=False)
-
-    def _made(self) -> None:
-        for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
-            if getattr(self, name) < 0:
-                raise RuntimeError(f"{name} is {getattr(self, name)}, at least 0 is needed")
-        if self.max_beam_width < 1:
-            raise RuntimeError(f"max_beam_width is {self.max_beam_width}, at least 1 is needed")

@@ -134,6 +134,27 @@ def dict_of(key: Kind, value: Kind) -> Kind:
     return Kind(f"Dict[{key.name}, {value.name}]", check)
 
 
+class OutOfRange(Exception):
+    """A value of the right type that is not allowed; the message says what is."""
+
+
+def within(kind: Kind, allowed: str, is_allowed: Callable[[Any], bool]) -> Kind:
+    """Values of a kind that are also `allowed`, in words. Others are errors of another class: OutOfRange."""
+
+    def check(value: Any) -> Any:
+        checked = kind.check(value)
+        if not is_allowed(checked):
+            raise OutOfRange(allowed)
+        return checked
+
+    return Kind(kind.name, check)
+
+
+COUNT = within(INT32, "0 or more", lambda value: value >= 0)
+POSITIVE = within(INT32, "1 or more", lambda value: value >= 1)
+FRACTION = within(FLOAT, "more than 0 to 1", lambda value: 0 < value <= 1)
+
+
 def of(cls: type) -> Kind:
     """An object of a class, kept by reference."""
     return Kind(cls.__qualname__, _is_of(cls))

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, dataclass_transform
 
-from backend.trtllm.kinds import Kind, is_tensor
+from backend.trtllm.kinds import Kind, OutOfRange, is_tensor
 
 REQUIRED = inspect.Parameter.empty
 
@@ -46,9 +46,11 @@ class Field:
         return self.default if self.factory is None else self.factory()
 
     def checked(self, value: Any) -> Any:
-        """The value to store. Raises TypeError that names the field, the value and the kind that is needed."""
+        """The value to store. Raises TypeError for one of the wrong kind, RuntimeError for one that is not allowed."""
         try:
             return self.kind.check(value)
+        except OutOfRange as error:
+            raise RuntimeError(f"{self.name} is {shown(value)}, allowed is {error}") from None
         except (TypeError, ValueError, OverflowError):
             raise TypeError(f"{self.name} is {shown(value)}, {self.kind.name} is needed") from None
 

@@ -12,6 +12,7 @@ from backend.trtllm.kinds import (
     CALLABLE,
     FLOAT,
     INT32,
+    POSITIVE,
     STR,
     TENSOR,
     TIMEDELTA,
@@ -66,7 +67,7 @@ class Request(Record, dynamic=True):
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
     input_token_ids: list[int] = field(TOKENS, read_only=True)
-    max_tokens: int = field(INT32, read_only=True)
+    max_tokens: int = field(POSITIVE, read_only=True)
     streaming: bool = field(BOOL, default=False, kw_only=True)
     sampling_config: SamplingConfig = field(SAMPLING, factory=SamplingConfig, kw_only=True)
     output_config: OutputConfig = field(OUTPUT, factory=OutputConfig, kw_only=True)
@@ -118,5 +119,3 @@ class Request(Record, dynamic=True):
     def _made(self) -> None:
         if not self.input_token_ids:
             raise RuntimeError("input_token_ids is empty; give at least 1 token")
-        if self.max_tokens < 1:
-            raise RuntimeError(f"max_tokens is {self.max_tokens}, at least 1 is needed")
