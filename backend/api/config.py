@@ -18,8 +18,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 Quantization = Literal["none", "int8", "w8a8"]
 KvDType = Literal["auto", "int8", "int4"]
-Policy = Literal["guaranteed_no_evict", "max_utilization"]
-Batching = Literal["fused", "separate"]
+Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
+Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
@@ -58,8 +58,8 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
-    policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause the youngest when the pool is full
-    batching: Batching = "fused"  # `separate`: a step holds context rows or generation rows, never both
+    policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause when full; `static_batch`: none joins
+    batching: Batching = "fused"  # `separate`: prompts and generation in steps of their own; `static`: in lockstep too
     enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA

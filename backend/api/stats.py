@@ -39,6 +39,7 @@ class IterationStats(Struct, frozen=True):
     num_context_requests: int = 0
     num_gen_requests: int = 0
     num_ctx_tokens: int = 0
+    num_empty_gen_slots: int = 0  # rows of a static batch that have ended before it
     micro_batch_id: int = 0
     num_sessions: int = 0
     cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
@@ -129,11 +130,18 @@ class BlocksRemoved(Struct, frozen=True, tag="removed"):
     block_hashes: list[int]
 
 
+class BlockUpdated(Struct, frozen=True, tag="updated"):
+    """A block has another priority in the order of eviction."""
+
+    block_hash: int
+    priority: int
+
+
 class KvEvent(Struct, frozen=True):
     """One change of what can be found in the KV cache. Ids count from 0 without gaps; a gap means that events were dropped."""
 
     event_id: int
-    data: BlocksCreated | BlocksStored | BlocksRemoved
+    data: BlocksCreated | BlocksStored | BlocksRemoved | BlockUpdated
 
 
 class Records(Struct, frozen=True):

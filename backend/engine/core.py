@@ -29,12 +29,13 @@ from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
+from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
-from backend.scheduler.scheduler import Scheduler, StepPlan
+from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
 
@@ -70,7 +71,7 @@ class EngineCore:
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
-        self._outbox: list[Response] = []
+        self._outbox = Outbox()
 
     @property
     def has_work(self) -> bool:
@@ -108,14 +109,14 @@ class EngineCore:
         """Accept a request, or answer it with an error."""
         now_ns = self.clock.monotonic_ns()
         try:
-            if request_id in self._live:
+            if request_id in self._live or request_id in self._outbox:
                 raise InvalidRequest(
                     f"request id {request_id} is in use by a request that is still processed; choose another"
                 )
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
             self.counters.requests_rejected_total += 1
-            self._outbox.append(publish.error_response(request_id, request.client_id, error))
+            self._outbox.put(publish.error_response(request_id, request.client_id, error))
             return
         self._live[request_id] = seq
         self._note_deadline(seq)
@@ -152,14 +153,14 @@ class EngineCore:
                     SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop"
                 )
         except SessionError as error:
-            self._outbox.append(publish.error_response(request_id, None, error))
+            self._outbox.put(publish.error_response(request_id, None, error))
             return
         if seq.status is Status.IDLE:
             self.sessions.erase(key)
         else:
             seq.erase_when_finished = end
             self._finish(seq, FinishReason.CANCELLED)
-        self._outbox.append(publish.empty_response(request_id))
+        self._outbox.put(publish.empty_response(request_id))
 
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
@@ -182,8 +183,9 @@ class EngineCore:
 
     def take_responses(self) -> list[Response]:
         """Hand over what is ready, without a step; answers to commands are."""
-        ready, self._outbox = self._outbox, []
-        return ready
+        if not self.scheduler.running:
+            self._outbox.let_go()
+        return self._outbox.take()
 
     def take_records(self) -> Records | None:
         """Hand over what the steps since the last call did, as far as the configuration asks for it; None = nothing."""
@@ -205,6 +207,7 @@ class EngineCore:
             if seq is not None and seq.deadline_ns == deadline_ns:
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
+        self.kv.tick(now_ns)
 
     def _note_deadline(self, seq: Sequence) -> None:
         """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
@@ -240,7 +243,8 @@ class EngineCore:
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
-        self._fail_rejected(plan)
+        for seq in plan.rejected:
+            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
         has_work = bool(step.rows or step.new_rows)
         if has_work or not self._in_flight:
             self._num_launched += 1
@@ -303,16 +307,20 @@ class EngineCore:
         iteration = self.iteration
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
-                self._finish(seq, reason)
+                self._finish(seq, reason, with_batch=self.scheduler.is_static and seq.session_key is None)
             elif seq.request.streaming:
-                self._outbox.append(publish.result_response(seq, iteration))
+                self._outbox.put(publish.result_response(seq, iteration))
 
-    def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
-        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None, with_batch: bool = False
+    ) -> None:
+        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free.
+        `with_batch`: the answer waits until nobody runs; that of a turn never does, for its session may go on.
+        """
         seq.finish_reason = reason
         self._leave(seq)
         self.statistics.count_end(reason.name)
-        self._outbox.append(publish.result_response(seq, self.iteration))
+        (self._outbox.hold if with_batch else self._outbox.put)(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
@@ -322,7 +330,7 @@ class EngineCore:
         self.statistics.count_end("ERROR")
         self.counters.discarded_tokens_total += seq.num_tokens - seq.num_published_tokens
         account = publish.perf_metrics(seq)
-        self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error, account))
+        self._outbox.put(publish.error_response(seq.request_id, seq.request.client_id, error, account))
         self._settle(seq, undo=True)
 
     def _leave(self, seq: Sequence) -> None:
@@ -359,10 +367,6 @@ class EngineCore:
             seq.truncate(keep)
         seq.end_turn()
         self.sessions.touch(seq.session_key, self.clock.monotonic_ns())
-
-    def _fail_rejected(self, plan: StepPlan) -> None:
-        for seq in plan.rejected:
-            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
 
     def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
-from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
+from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, BlockUpdated, KvEvent, StoredBlock
 
 
 class KvEventLog:
@@ -29,13 +29,16 @@ class KvEventLog:
     def removed(self, block_hashes: list[int]) -> None:
         self._add(BlocksRemoved(block_hashes))
 
+    def updated(self, block_hash: int, priority: int) -> None:
+        self._add(BlockUpdated(block_hash, priority))
+
     def take(self) -> list[KvEvent]:
         """Return what has not been taken yet, oldest first."""
         events = list(self._events)
         self._events.clear()
         return events
 
-    def _add(self, data: BlocksCreated | BlocksStored | BlocksRemoved) -> None:
+    def _add(self, data: BlocksCreated | BlocksStored | BlocksRemoved | BlockUpdated) -> None:
         self._events.append(KvEvent(self._next_id, data))
         self._next_id += 1
 

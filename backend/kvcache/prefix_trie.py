@@ -149,6 +149,12 @@ class PrefixTrie:
         if self._events is not None:
             self._events.removed(removed)
 
+    def tell_updated(self, block_id: BlockId, priority: int) -> None:
+        """A block has another priority in the order of eviction. Unknown blocks are ignored."""
+        node = self._nodes.get(block_id)
+        if node is not None and self._events is not None:
+            self._events.updated(node.hash, priority)
+
     def check_integrity(self) -> None:
         for block_id, node in self._nodes.items():
             assert node.handle.block_id == block_id and node.parent is not None, (

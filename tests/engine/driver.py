@@ -27,6 +27,7 @@ class Driver:
         reuse: bool = True,
         sharing: str = "namespace",
         chunked: bool = True,
+        batching: str = "fused",
         records: RecordsConfig | None = None,
         **worker: object,
     ) -> None:
@@ -42,6 +43,7 @@ class Driver:
                 max_batch_size=slots,
                 max_num_tokens=max_num_tokens,
                 policy=policy,
+                batching=batching,
                 enable_chunked_context=chunked,
             ),
             sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
