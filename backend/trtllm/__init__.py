@@ -6,7 +6,7 @@ Names, arguments, defaults and error texts are those of the bindings. docs/execu
 effect here and what is refused. The older GptManager and its types are in `backend.trtllm.bindings`.
 """
 
-from backend import __version__
+import backend
 from backend.trtllm import kv_cache
 from backend.trtllm.configs import (
     CacheTransceiverConfig,
@@ -73,6 +73,8 @@ from backend.trtllm.statistics import (
     SpecDecodingStats,
     StaticBatchingStats,
 )
+
+__version__ = backend.__version__
 
 __all__ = [
     "AdditionalModelOutput",

@@ -3,7 +3,7 @@
 GptManager runs requests of named tensors, and answers through callbacks. New programs use `backend.trtllm.Executor`.
 """
 
-from backend import __version__
+import backend
 from backend import trtllm as executor
 from backend.trtllm import tensor_names
 from backend.trtllm.gpt_configs import (
@@ -17,6 +17,8 @@ from backend.trtllm.inference_request import InferenceRequest, NamedTensor
 from backend.trtllm.memory_counters import MemoryCounters
 
 binding_type = "pybind"  # what programs ask for when they tell TensorRT-LLM's two kinds of bindings apart
+
+__version__ = backend.__version__
 
 __all__ = [
     "GptManager",

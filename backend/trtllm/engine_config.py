@@ -17,7 +17,6 @@ _ANY_NUMBER = 1 << 40
 
 # attribute of ExecutorConfig -> the values that are served, and what to do instead
 _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "batching_type": ((BatchingType.INFLIGHT,), "use BatchingType.INFLIGHT"),
     "scheduler_config.dynamic_batch_config": ((None,), "set max_batch_size and max_num_tokens instead"),
     "kv_cache_config.sink_token_length": ((None, 0), "leave sink tokens out"),
     "kv_cache_config.host_cache_size": ((None, 0), "evicted KV is computed again, not kept on the host; leave it out"),
@@ -48,19 +47,13 @@ _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
 _POLICIES = {
     CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: "guaranteed_no_evict",
     CapacitySchedulerPolicy.MAX_UTILIZATION: "max_utilization",
+    CapacitySchedulerPolicy.STATIC_BATCH: "static_batch",
 }
 _CHUNKING = {
     None: "first_come_first_served",
     ContextChunkingPolicy.FIRST_COME_FIRST_SERVED: "first_come_first_served",
     ContextChunkingPolicy.EQUAL_PROGRESS: "equal_progress",
 }
-
-
-def _policy(config: ExecutorConfig) -> str:
-    policy = config.scheduler_config.capacity_scheduler_policy
-    if policy not in _POLICIES:
-        raise _refusal("scheduler_config.capacity_scheduler_policy", policy, "use one of the other two policies")
-    return _POLICIES[policy]
 
 
 def _window(config: ExecutorConfig) -> int | None:
@@ -84,7 +77,8 @@ def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
 _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "scheduler.max_batch_size": lambda config: config.max_batch_size,
     "scheduler.max_num_tokens": _unless_unset("max_num_tokens", MAX_NUM_TOKENS),
-    "scheduler.policy": _policy,
+    "scheduler.policy": lambda config: _POLICIES[config.scheduler_config.capacity_scheduler_policy],
+    "scheduler.batching": lambda config: "static" if config.batching_type is BatchingType.STATIC else None,
     "scheduler.chunking_policy": lambda config: _CHUNKING[config.scheduler_config.context_chunking_policy],
     "scheduler.enable_chunked_context": lambda config: config.enable_chunked_context,
     "kv_cache.enable_block_reuse": lambda config: config.kv_cache_config.enable_block_reuse,

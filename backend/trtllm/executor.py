@@ -19,6 +19,7 @@ import msgspec
 
 from backend.api import EngineConfig, EverbatchError
 from backend.api.request import RequestId
+from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 from backend.executor import Executor as Core
 from backend.trtllm import from_core
@@ -123,19 +124,23 @@ class Executor:
             self._check_window()
 
     @property
-    def _model(self) -> ModelInfo:
+    def _hello(self) -> Hello:
         hello = self._core.hello
         assert hello is not None  # the constructor returns only once the engine has been reached
-        return hello.model
+        return hello
+
+    @property
+    def _model(self) -> ModelInfo:
+        return self._hello.model
 
     def _check_window(self) -> None:
-        hello, windows = self._core.hello, self._config.kv_cache_config.max_attention_window
-        if not (self._config.fail_fast_on_attention_window_too_large and windows and hello is not None):
+        windows, max_tokens = self._config.kv_cache_config.max_attention_window, self._hello.max_kv_tokens
+        if not (self._config.fail_fast_on_attention_window_too_large and windows):
             return
-        if max(windows) > hello.max_kv_tokens:
+        if max(windows) > max_tokens:
             self.shutdown()
             raise RuntimeError(
-                f"the attention window is {max(windows)} tokens, the KV cache holds {hello.max_kv_tokens}; "
+                f"the attention window is {max(windows)} tokens, the KV cache holds {max_tokens}; "
                 f"raise kv_cache_config.max_tokens, or lower max_attention_window"
             )
 
@@ -195,7 +200,7 @@ class Executor:
         with _runtime_errors():
             taken = self._core.take_iteration_stats()
         stats = self._core.latest_stats()
-        return [from_core.iteration_stats(each, self._model, each if stats is None else stats.latest) for each in taken]
+        return [from_core.iteration_stats(each, self._hello, each if stats is None else stats.latest) for each in taken]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
         """The requests in the iterations since the last call, at most `request_stats_max_iterations` (0: none are kept)."""

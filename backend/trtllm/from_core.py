@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from backend.api import PerfMetrics
 from backend.api import response as core
 from backend.api import stats as core_stats
+from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 from backend.trtllm import kv_cache
 from backend.trtllm.enums import FinishReason, RequestStage
@@ -17,6 +18,7 @@ from backend.trtllm.statistics import (
     KvCacheStats,
     RequestStats,
     RequestStatsPerIteration,
+    StaticBatchingStats,
 )
 
 TIMESTAMP = "%m-%d-%Y %H:%M:%S.%f"
@@ -97,23 +99,40 @@ def timestamp(ns: int) -> str:
 
 
 def iteration_stats(
-    given: core_stats.IterationStats, model: ModelInfo, newest: core_stats.IterationStats
+    given: core_stats.IterationStats, hello: Hello, newest: core_stats.IterationStats
 ) -> IterationStats:
     """GPU memory is that of the device which runs the model: on a CPU the memory of the engine's process.
 
     Memory is not asked for in each step: it is that of the `newest` statistics that the engine sends about once a second.
     """
-    in_use = newest.gpu_memory_bytes if model.device != "cpu" else newest.cpu_memory_bytes
-    decoded = 1.0 if given.num_gen_requests else 0.0
+    in_use = newest.gpu_memory_bytes if hello.model.device != "cpu" else newest.cpu_memory_bytes
+    is_static = hello.config.scheduler.batching == "static"
     return IterationStats(
         timestamp(given.timestamp_ns),
         gpu_mem_usage=in_use,
         cpu_mem_usage=newest.cpu_memory_bytes,
         kv_cache_stats=_kv_cache_stats(given.kv_cache),
-        inflight_batching_stats=InflightBatchingStats(
-            **{name: getattr(given, name) for name in _INFLIGHT}, avg_num_decoded_tokens_per_iter=decoded
-        ),
+        static_batching_stats=_static(given) if is_static else None,
+        inflight_batching_stats=None if is_static else _inflight(given),
         **{name: getattr(given, name) for name in _ITERATION},
+    )
+
+
+def _inflight(given: core_stats.IterationStats) -> InflightBatchingStats:
+    decoded = 1.0 if given.num_gen_requests else 0.0
+    return InflightBatchingStats(
+        **{name: getattr(given, name) for name in _INFLIGHT}, avg_num_decoded_tokens_per_iter=decoded
+    )
+
+
+def _static(given: core_stats.IterationStats) -> StaticBatchingStats:
+    """Each row that generates gets one token."""
+    return StaticBatchingStats(
+        given.num_scheduled_requests,
+        given.num_context_requests,
+        given.num_ctx_tokens,
+        given.num_gen_requests,
+        given.num_empty_gen_slots,
     )
 
 
@@ -159,12 +178,14 @@ def kv_event(given: core_stats.KvEvent, model: ModelInfo) -> kv_cache.KVCacheEve
 
 
 def _event_data(
-    data: core_stats.BlocksCreated | core_stats.BlocksStored | core_stats.BlocksRemoved,
-) -> kv_cache.KVCacheCreatedData | kv_cache.KVCacheStoredData | kv_cache.KVCacheRemovedData:
+    data: core_stats.BlocksCreated | core_stats.BlocksStored | core_stats.BlocksRemoved | core_stats.BlockUpdated,
+) -> kv_cache.EventData:
     if isinstance(data, core_stats.BlocksCreated):
         return kv_cache.KVCacheCreatedData([data.num_blocks, 0])
     if isinstance(data, core_stats.BlocksRemoved):
         return kv_cache.KVCacheRemovedData(data.block_hashes)
+    if isinstance(data, core_stats.BlockUpdated):
+        return kv_cache.KVCacheUpdatedData(data.block_hash, priority=kv_cache.KVCacheEventDiff(None, data.priority))
     blocks = [
         kv_cache.KVCacheStoredBlockData(block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids])
         for block in data.blocks

@@ -27,7 +27,11 @@ SendResponse = Callable[[int, list[NamedTensor], bool, str], None]
 PollStopSignal = Callable[[], Iterable[int]]
 ReturnStats = Callable[[str], None]
 
-_BATCHING = {TrtGptModelType.InflightBatching: "separate", TrtGptModelType.InflightFusedBatching: "fused"}
+_BATCHING = {
+    TrtGptModelType.V1: "static",
+    TrtGptModelType.InflightBatching: "separate",
+    TrtGptModelType.InflightFusedBatching: "fused",
+}
 
 
 class _Asked(NamedTuple):
@@ -77,7 +81,9 @@ class GptManager:
 
         def return_stats(stats: EngineStats) -> None:
             if return_batch_manager_stats_cb is not None:
-                return_batch_manager_stats_cb(stats_json(self._engine.latest_iteration(), stats, stats_format))
+                return_batch_manager_stats_cb(
+                    stats_json(self._engine.latest_iteration(), stats, model_type, stats_format)
+                )
 
         self._core = Core(self._engine, self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
 
@@ -149,8 +155,6 @@ def _nothing() -> tuple[int, ...]:
 
 
 def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParams) -> EngineConfig:
-    if model_type not in _BATCHING:
-        raise RuntimeError(f"model_type is {model_type}, which this version does not serve: use InflightFusedBatching")
     runs_in_own_process(ParallelConfig(device_ids=params.device_ids))
     kv_cache = params.kv_cache_config
     config = ExecutorConfig(
@@ -211,7 +215,12 @@ def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
     return [NamedTensor(name, tensor) for name, tensor in tensors.items()]
 
 
-def stats_json(latest: IterationStats, stats: EngineStats, timestamp_format: str = SEED_TIMESTAMP) -> str:
+def stats_json(
+    latest: IterationStats,
+    stats: EngineStats,
+    model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching,
+    timestamp_format: str = SEED_TIMESTAMP,
+) -> str:
     """An iteration under the names of the batch manager's page, and some that TensorRT-LLM has added since."""
     kv, memory = latest.kv_cache, stats.latest
     tree: dict[str, Any] = {
@@ -226,13 +235,18 @@ def stats_json(latest: IterationStats, stats: EngineStats, timestamp_format: str
         "Reused KV cache blocks": kv.reused_blocks_total,
         "Scheduled Requests": latest.num_scheduled_requests,
         "Context Requests": latest.num_context_requests,
-        "Generation Requests": latest.num_gen_requests,
         "Paused Requests": latest.num_paused_requests,
         "Waiting Requests": latest.num_queued_requests,
         "Total Context Tokens": latest.num_ctx_tokens,
-        "MicroBatch ID": latest.micro_batch_id,
         "Runtime CPU Memory Usage": memory.cpu_memory_bytes,
         "Runtime GPU Memory Usage": memory.gpu_memory_bytes,
         "Runtime Pinned Memory Usage": 0,
     }
+    if model_type is TrtGptModelType.V1:  # each row that generates gets one token
+        tree |= {
+            "Total Generation Tokens": latest.num_gen_requests,
+            "Empty Generation Slots": latest.num_empty_gen_slots,
+        }
+    else:
+        tree |= {"Generation Requests": latest.num_gen_requests, "MicroBatch ID": latest.micro_batch_id}
     return json.dumps(tree)

@@ -47,7 +47,7 @@ class KVCacheRemovedData(Record):
 
 
 class KVCacheEventDiff(Record):
-    """A value before and after."""
+    """A value after a change, and before it: None where that is not known."""
 
     old_value: Any = constant(ANY)
     new_value: Any = constant(ANY)
@@ -61,11 +61,14 @@ class KVCacheUpdatedData(Record):
     priority: KVCacheEventDiff | None = constant(optional(of(KVCacheEventDiff)), default=None)
 
 
+EventData = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData
+
+
 class KVCacheEvent(Record):
     """One change. Ids rise by one; `window_size`: the attention window of the layers that the blocks belong to."""
 
     event_id: int = constant(UINT64)
-    data: KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData = constant(ANY)
+    data: EventData = constant(ANY)
     window_size: int = constant(INT32, default=0)
 
 

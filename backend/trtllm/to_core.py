@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.trtllm import request as theirs
-from backend.trtllm.enums import RequestType
+from backend.trtllm.enums import KvCacheTransferMode, RequestType
+from backend.trtllm.request_configs import KvCacheRetentionConfig
 
 # Attributes of one name and meaning on both sides.
-_REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens")
+_REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority")
 _SAMPLING = (
     "beam_width",
     "num_return_sequences",
@@ -35,7 +38,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "mrope_config": (None,),
     "lora_config": (None,),
     "lookahead_config": (None,),
-    "kv_cache_retention_config": (None,),
     "logits_post_processor_name": (None,),
     "logits_post_processor": (None,),
     "encoder_input_token_ids": (None,),
@@ -43,7 +45,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "encoder_output_length": (None,),
     "cross_attention_mask": (None,),
     "skip_cross_attn_blocks": (None,),
-    "priority": (0.5,),
     "request_type": (RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION,),
     "context_phase_params": (None,),
     "eagle_config": (None,),
@@ -81,7 +82,8 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         end_ids=() if request.end_id is None or request.end_id < 0 else (request.end_id,),
         stop_words=request.stop_words or [],
         bad_words=request.bad_words or [],
-        timeout_s=None if request.allotted_time_ms is None else request.allotted_time_ms.total_seconds(),
+        timeout_s=_seconds(request.allotted_time_ms),
+        retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
         **{name: getattr(request, name) for name in _REQUEST},
     )
@@ -105,6 +107,27 @@ def _sampling(request: theirs.Request, vocab_size: int) -> SamplingConfig:
         values["num_return_sequences"] = request.num_return_sequences
     bias = None if request.embedding_bias is None else _bias(request.embedding_bias, vocab_size)
     return SamplingConfig(logit_bias=bias, **values)
+
+
+def _retention(given: KvCacheRetentionConfig) -> RetentionConfig:
+    """In the order of the ranges. KV stays where it is, so that of the ways to move it there is DRAM only."""
+    if given.transfer_mode is not KvCacheTransferMode.DRAM or given.directory is not None:
+        raise Unsupported(
+            "KvCacheRetentionConfig.transfer_mode other than DRAM is not served; leave it and directory out"
+        )
+    ranges = sorted(given.token_range_retention_configs, key=lambda each: each.token_start)
+    return RetentionConfig(
+        tuple(
+            TokenRangeRetention(each.token_start, each.token_end, each.priority, _seconds(each.duration_ms))
+            for each in ranges
+        ),
+        given.decode_retention_priority,
+        _seconds(given.decode_duration_ms),
+    )
+
+
+def _seconds(span: timedelta | None) -> float | None:
+    return None if span is None else span.total_seconds()
 
 
 def _bias(bias: Any, vocab_size: int) -> dict[int, float]:

@@ -205,11 +205,11 @@ def test_performance_metrics_come_with_the_final_result_only(model_path: Path) -
 
 def test_blocks_are_reused_and_the_metrics_say_so(executor: trtllm.Executor) -> None:
     asked = trtllm.OutputConfig(return_perf_metrics=True)
-    first = run(executor, list(range(40, 73)), 3, output_config=asked)  # 36 tokens: a full block, and a part of one
-    again = run(executor, first.output_token_ids[0] + [5, 6, 7, 8], 2, output_config=asked)
+    first = run(executor, list(range(25, 90)), 1, output_config=asked)  # two full blocks, and one cell of a third
+    again = run(executor, first.output_token_ids[0], 2, output_config=asked)
     blocks = again.request_perf_metrics.kv_cache_metrics
-    assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 0, 0)
-    assert blocks.kv_cache_hit_rate == 1.0
+    assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 1, 1)
+    assert blocks.num_total_allocated_blocks == 3 and blocks.kv_cache_hit_rate == pytest.approx(2 / 3)
 
 
 def test_a_cache_salt_keeps_prefixes_apart(executor: trtllm.Executor) -> None:
@@ -289,6 +289,31 @@ def test_prompts_longer_than_a_step_are_refused_unless_they_may_be_chunked(model
         assert "64" in refused(executor, long, 2)
     with make_executor(model_path, make_config(max_num_tokens=64, enable_chunked_context=True)) as executor:
         assert run(executor, long, 2).is_final
+
+
+@pytest.mark.feature("001-21")
+def test_a_static_batch_tells_its_own_statistics(model_path: Path) -> None:
+    config = make_config(batching_type=trtllm.BatchingType.STATIC)
+    with make_executor(model_path, config) as executor:
+        ids = executor.enqueue_requests([trtllm.Request(PROMPT, length) for length in (7, 3)])
+        assert [len(finish(executor, i)[0].result.output_token_ids[0]) for i in ids] == [11, 7]
+        stats = executor.get_latest_iteration_stats()
+    assert all(each.inflight_batching_stats is None for each in stats)
+    empty = [each.static_batching_stats.empty_gen_slots for each in stats]
+    if (
+        stats[0].static_batching_stats.num_scheduled_requests == 2
+    ):  # else the second came too late for the first's batch
+        assert empty == [0, 0, 0, 1, 1, 1, 1]
+    assert sum(each.static_batching_stats.num_ctx_tokens for each in stats) == 8
+
+
+def test_a_retention_reaches_the_engine(executor: trtllm.Executor) -> None:
+    span = trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig
+    kept = trtllm.KvCacheRetentionConfig([span(2, None, 90), span(0, 2, 30, timedelta(seconds=9))], 80)
+    assert run(executor, PROMPT, 2, kv_cache_retention_config=kept, priority=0.75).is_final
+    moved = trtllm.KvCacheRetentionConfig([], 80, None, trtllm.KvCacheTransferMode.GDS)
+    assert "transfer_mode" in refused(executor, PROMPT, 2, kv_cache_retention_config=moved)
+    assert "priority is 1.5" in refused(executor, PROMPT, 2, priority=1.5)
 
 
 @pytest.mark.feature("000-08")
