@@ -149,6 +149,12 @@ class Executor:
     def enqueue_requests(self, requests: list[Request]) -> list[RequestId]:
         return [self.enqueue_request(request) for request in requests]
 
+    def enqueue_refusal(self, error: EverbatchError, client_id: int | None = None) -> RequestId:
+        """An id whose one response is this error: for facades that cannot even make a Request of what they were given."""
+        request_id = self._register(self._mailboxes.put, mailbox=True)
+        self._tell(Response(request_id, client_id, error_or_none=error.message, error_code=error.code))
+        return request_id
+
     def submit(self, request: Request, on_response: OnResponse) -> RequestId:
         """Send a request whose responses go to a callback. Returns at once.
 

@@ -48,9 +48,13 @@ class GptManager:
         self.worker_thread = threading.Thread(target=self._run, name="gpt-manager", daemon=True)
         self.worker_thread.start()
 
+    def stop(self) -> None:
+        """Take in no more requests; the worker thread ends when the active ones have. Callbacks may call it."""
+        self._ending.set()
+
     def shutdown(self) -> None:
         """Take in no more requests, finish the active ones, and end the worker thread."""
-        self._ending.set()
+        self.stop()
         self.worker_thread.join()
 
     def __enter__(self) -> GptManager:

@@ -1,0 +1,162 @@
+"""ExecutorConfig -> EngineConfig. What is not honoured is refused by name; what has no effect here is listed as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from backend.api.config import MAX_SECONDS, EngineConfig
+from backend.trtllm.configs import ExecutorConfig, ParallelConfig
+from backend.trtllm.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode, ContextChunkingPolicy
+
+BASE = "engine_config"  # a dynamic attribute of ExecutorConfig: an EngineConfig, for what the bindings have no name for
+MAX_NUM_TOKENS = 8192  # what TensorRT-LLM builds an engine for, unless it is told otherwise
+_ANY_NUMBER = 1 << 40
+
+# attribute of ExecutorConfig -> the values that are served, and what to do instead
+_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "scheduler_config.dynamic_batch_config": ((None,), "set max_batch_size and max_num_tokens instead"),
+    "kv_cache_config.sink_token_length": ((None, 0), "leave sink tokens out"),
+    "kv_cache_config.host_cache_size": ((None, 0), "evicted KV is computed again, not kept on the host; leave it out"),
+    "kv_cache_config.cross_kv_cache_fraction": ((None,), "only decoder models are served; leave it out"),
+    "kv_cache_config.use_uvm": ((False,), "leave it out"),
+    "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
+    "peft_cache_config": ((None,), "LoRA is not served; merge the adapter into the weights"),
+    "logits_post_processor_config": ((None,), "logits post-processors are not served; leave it out"),
+    "guided_decoding_config": ((None,), "guided decoding is not served; leave it out"),
+    "additional_model_outputs": ((None, []), "additional outputs are not served; leave it out"),
+    "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
+    "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
+    "use_gpu_direct_storage": ((False,), "leave it out"),
+    "gpu_weights_percent": ((1.0,), "all weights lie on the device; leave it out"),
+    "mm_embedding_offloading": ((False,), "only tokens are taken; leave it out"),
+    "enable_trt_overlap": ((False,), "leave it out"),
+    "debug_config.debug_tensor_names": (([],), "debug tensors are not kept; leave it out"),
+    "debug_config.debug_input_tensors": ((False,), "debug tensors are not kept; leave it out"),
+    "debug_config.debug_output_tensors": ((False,), "debug tensors are not kept; leave it out"),
+}
+_DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
+
+# Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no host
+# cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
+# recv_poll_period_ms (nothing polls), max_seq_idle_microseconds (idle KV goes when room is needed), normalize_log_probs (of
+# beams), gather_generation_logits (logits are there for who asks), multi_block_mode, enable_context_fmha_fp32_acc.
+
+_POLICIES = {
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: "guaranteed_no_evict",
+    CapacitySchedulerPolicy.MAX_UTILIZATION: "max_utilization",
+    CapacitySchedulerPolicy.STATIC_BATCH: "static_batch",
+}
+_CHUNKING = {
+    None: "first_come_first_served",
+    ContextChunkingPolicy.FIRST_COME_FIRST_SERVED: "first_come_first_served",
+    ContextChunkingPolicy.EQUAL_PROGRESS: "equal_progress",
+}
+
+
+def _window(config: ExecutorConfig) -> int | None:
+    windows = config.kv_cache_config.max_attention_window
+    if not windows:
+        return None
+    if len(set(windows)) > 1:
+        raise _refusal("kv_cache_config.max_attention_window", windows, "give the same window to all layers")
+    return windows[0]
+
+
+def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
+    def value(config: ExecutorConfig) -> Any:
+        given = _at(config, name)
+        return otherwise if given is None else given
+
+    return value
+
+
+# key of EngineConfig -> its value, made of the ExecutorConfig; None leaves the base's
+_HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
+    "scheduler.max_batch_size": lambda config: config.max_batch_size,
+    "scheduler.max_num_tokens": _unless_unset("max_num_tokens", MAX_NUM_TOKENS),
+    "scheduler.policy": lambda config: _POLICIES[config.scheduler_config.capacity_scheduler_policy],
+    "scheduler.batching": lambda config: "static" if config.batching_type is BatchingType.STATIC else None,
+    "scheduler.chunking_policy": lambda config: _CHUNKING[config.scheduler_config.context_chunking_policy],
+    "scheduler.enable_chunked_context": lambda config: config.enable_chunked_context,
+    "kv_cache.enable_block_reuse": lambda config: config.kv_cache_config.enable_block_reuse,
+    "kv_cache.enable_partial_reuse": lambda config: config.kv_cache_config.enable_partial_reuse,
+    "kv_cache.max_tokens": lambda config: config.kv_cache_config.max_tokens,
+    "kv_cache.free_memory_fraction": lambda config: config.kv_cache_config.free_gpu_memory_fraction,
+    "kv_cache.max_attention_window": _window,
+    # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
+    "kv_cache.sharing": lambda config: "all",
+    "model.cuda_graphs": lambda config: config.extended_runtime_perf_knob_config.cuda_graph_mode or None,
+    "limits.max_queue_size": _unless_unset("max_queue_size", _ANY_NUMBER),
+    "limits.max_queued_tokens": lambda config: _ANY_NUMBER,
+    "limits.default_timeout_s": lambda config: MAX_SECONDS,  # no deadline, unless a request has one
+    "limits.max_timeout_s": lambda config: MAX_SECONDS,
+    "limits.max_words": lambda config: 65536,
+    "limits.max_word_tokens": lambda config: 65536,
+    "limits.max_logit_bias": lambda config: 1 << 20,
+    "records.max_iterations": lambda config: config.iter_stats_max_iterations,
+    "records.max_request_iterations": lambda config: config.request_stats_max_iterations,
+    "records.max_kv_events": lambda config: config.kv_cache_config.event_buffer_max_size,
+}
+
+
+def engine_config(config: ExecutorConfig) -> EngineConfig:
+    """The engine's configuration. Raises RuntimeError for what is not served, with the name, the value and the remedy."""
+    _check_served(config)
+    base = config.__dict__.get(BASE, EngineConfig())
+    if not isinstance(base, EngineConfig):
+        raise TypeError(f"ExecutorConfig.{BASE} is a {type(base).__name__}, a backend.api.EngineConfig is needed")
+    sections: dict[str, dict[str, Any]] = {}
+    for key, make in _HONOURED.items():
+        section, _, name = key.partition(".")
+        value = make(config)
+        if value is not None:
+            sections.setdefault(section, {})[name] = value
+    replaced = {name: msgspec.structs.replace(getattr(base, name), **values) for name, values in sections.items()}
+    return msgspec.structs.replace(base, **replaced)
+
+
+def runs_in_own_process(parallel: ParallelConfig | None) -> bool:
+    """Whether the engine is to be a process of its own. Raises RuntimeError for more ranks than there are."""
+    if parallel is None:
+        return False
+    for name, ids in (("device_ids", parallel.device_ids), ("participant_ids", parallel.participant_ids)):
+        if ids is not None and len(ids) > 1:
+            raise _refusal(f"parallel_config.{name}", ids, "this version runs one rank; give one id")
+    if parallel.num_nodes not in (None, 1):
+        raise _refusal("parallel_config.num_nodes", parallel.num_nodes, "this version runs one rank on one node")
+    if parallel.communication_mode is CommunicationMode.LEADER:
+        return False
+    orchestrator = parallel.orchestrator_config
+    if orchestrator is not None and not orchestrator.is_orchestrator:
+        what = "parallel_config.orchestrator_config.is_orchestrator"
+        raise _refusal(what, False, "the Executor starts its own engine process; run the orchestrator only")
+    if orchestrator is not None and not orchestrator.spawn_processes:
+        what = "parallel_config.orchestrator_config.spawn_processes"
+        raise _refusal(what, False, "the Executor starts its own engine process; leave it out")
+    return True
+
+
+def _check_served(config: ExecutorConfig) -> None:
+    for path, (served, remedy) in _SERVED.items():
+        value = _at(config, path)
+        if value is not None and value not in served:
+            raise _refusal(path, value, remedy)
+    decoding = config.decoding_config
+    if decoding is not None and decoding.decoding_mode is not None:
+        if decoding.decoding_mode.name not in _DECODING_MODES:
+            raise _refusal("decoding_config.decoding_mode", decoding.decoding_mode, "use DecodingMode.Auto()")
+
+
+def _at(config: ExecutorConfig, path: str) -> Any:
+    """The value at a dotted path; None where one of the records on the way is None."""
+    value: Any = config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _refusal(name: str, value: object, remedy: str) -> RuntimeError:
+    return RuntimeError(f"ExecutorConfig.{name} is {value}, which this version does not serve: {remedy}")

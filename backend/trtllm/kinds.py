@@ -1,0 +1,160 @@
+"""Kinds of values that the records of this room hold: what each accepts, and makes of it.
+
+They accept what pybind11 accepts for the C++ type of the same name: an int for a float, anything with `__index__` (numpy and
+one-element tensors too) for an int, but no float for an int, no negative number for an unsigned one and no text for a list.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Check = Callable[[Any], Any]
+
+
+class Kind(NamedTuple):
+    """`check` returns the value to store, and raises TypeError for a value of another kind. `name`: as a signature shows it."""
+
+    name: str
+    check: Check
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _is_of(*types: type) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, types):
+            raise TypeError
+        return value
+
+    return check
+
+
+def _integer(least: int, greatest: int) -> Check:
+    def check(value: Any) -> int:
+        number = operator.index(value)
+        if not least <= number <= greatest:
+            raise TypeError
+        return number
+
+    return check
+
+
+def _boolean(value: Any) -> bool:
+    if value is None or isinstance(value, bool | int | float) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise TypeError
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    number = float(value)
+    return number if not isinstance(value, float) else value
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a torch tensor. Imports no torch: who has none loaded has no tensor either."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _tensor(value: Any) -> Any:
+    if not is_tensor(value):
+        raise TypeError
+    return value
+
+
+def _callable(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError
+    return value
+
+
+def _path_text(value: Any) -> str:
+    if not isinstance(value, str | Path):
+        raise TypeError
+    return str(value)
+
+
+INT32 = Kind("int", _integer(-(1 << 31), (1 << 31) - 1))
+INT64 = Kind("int", _integer(-(1 << 63), (1 << 63) - 1))
+UINT32 = Kind("int", _integer(0, (1 << 32) - 1))
+UINT64 = Kind("int", _integer(0, (1 << 64) - 1))
+BOOL = Kind("bool", _boolean)
+FLOAT = Kind("float", _real)
+STR = Kind("str", _is_of(str))
+PATH = Kind("os.PathLike", _path_text)
+BYTES = Kind("bytes", _is_of(bytes))
+TIMEDELTA = Kind("datetime.timedelta", _is_of(timedelta))
+TENSOR = Kind("torch.Tensor", _tensor)
+CALLABLE = Kind("Callable", _callable)
+ANY = Kind("Any", lambda value: value)
+
+
+def optional(kind: Kind) -> Kind:
+    """None, or a value of `kind`."""
+    return Kind(f"Optional[{kind.name}]", lambda value: None if value is None else kind.check(value))
+
+
+def list_of(kind: Kind) -> Kind:
+    """Any sequence but a text, each of its items of `kind`; stored as a list of its own. A one-dimensional array too."""
+
+    def check(value: Any) -> list[Any]:
+        if isinstance(value, str | bytes) or not (isinstance(value, Sequence) or hasattr(value, "__array__")):
+            raise TypeError
+        return [kind.check(item) for item in value]
+
+    return Kind(f"List[{kind.name}]", check)
+
+
+def _tokens(value: Any) -> list[int]:
+    if type(value) is list and set(map(type, value)) <= {int}:  # the usual case, and by far the longest of all lists
+        if value and not (-(1 << 31) <= min(value) and max(value) < 1 << 31):
+            raise TypeError
+        return value.copy()
+    return list(_any_tokens.check(value))
+
+
+_any_tokens = list_of(INT32)
+TOKENS = Kind("List[int]", _tokens)
+
+
+def dict_of(key: Kind, value: Kind) -> Kind:
+    def check(given: Any) -> dict[Any, Any]:
+        if not isinstance(given, Mapping):
+            raise TypeError
+        return {key.check(name): value.check(item) for name, item in given.items()}
+
+    return Kind(f"Dict[{key.name}, {value.name}]", check)
+
+
+class OutOfRange(Exception):
+    """A value of the right type that is not allowed; the message says what is."""
+
+
+def within(kind: Kind, allowed: str, is_allowed: Callable[[Any], bool]) -> Kind:
+    """Values of a kind that are also `allowed`, in words. Others are errors of another class: OutOfRange."""
+
+    def check(value: Any) -> Any:
+        checked = kind.check(value)
+        if not is_allowed(checked):
+            raise OutOfRange(allowed)
+        return checked
+
+    return Kind(kind.name, check)
+
+
+COUNT = within(INT32, "0 or more", lambda value: value >= 0)
+POSITIVE = within(INT32, "1 or more", lambda value: value >= 1)
+FRACTION = within(FLOAT, "more than 0 to 1", lambda value: 0 < value <= 1)
+
+
+def of(cls: type) -> Kind:
+    """An object of a class, kept by reference."""
+    return Kind(cls.__qualname__, _is_of(cls))

@@ -1,0 +1,142 @@
+"""Request -> backend.api.Request. What the core does not offer is refused with an Unsupported that names the argument."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.trtllm import request as theirs
+from backend.trtllm.enums import KvCacheTransferMode, RequestType
+from backend.trtllm.request_configs import KvCacheRetentionConfig
+
+# Attributes of one name and meaning on both sides.
+_REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority")
+_SAMPLING = (
+    "beam_width",
+    "num_return_sequences",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+_OUTPUT = ("return_log_probs", "exclude_input_from_output", "return_perf_metrics")
+
+# Attribute -> the values that ask for nothing. Any other is refused. `pad_id` means nothing: outputs are not padded.
+_REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
+    "position_ids": (None,),
+    "external_draft_tokens_config": (None,),
+    "prompt_tuning_config": (None,),
+    "multimodal_input": (None,),
+    "multimodal_embedding": (None,),
+    "mrope_config": (None,),
+    "lora_config": (None,),
+    "lookahead_config": (None,),
+    "logits_post_processor_name": (None,),
+    "logits_post_processor": (None,),
+    "encoder_input_token_ids": (None,),
+    "encoder_input_features": (None,),
+    "encoder_output_length": (None,),
+    "cross_attention_mask": (None,),
+    "skip_cross_attn_blocks": (None,),
+    "request_type": (RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION,),
+    "context_phase_params": (None,),
+    "eagle_config": (None,),
+    "language_adapter_uid": (None,),
+}
+_REFUSED_OF_OUTPUT: dict[str, tuple[Any, ...]] = {
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "return_encoder_output": (False,),
+    "additional_model_outputs": (None, []),
+}
+# `top_p_min` and `top_p_reset_ids` mean nothing while nothing decays; what only beams heed is refused with them, by the core.
+_REFUSED_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p_decay": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0, 1 << 30),
+}
+
+
+def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Request:
+    """The core's request. Raises InvalidRequest (or Unsupported) for what cannot be served."""
+    _check(request, _REFUSED_OF_REQUEST, "Request")
+    _check(request.sampling_config, _REFUSED_OF_SAMPLING, "SamplingConfig")
+    _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
+    if request.guided_decoding_params is not None:
+        raise Unsupported("GuidedDecoder is not setup; leave guided_decoding_params out")
+    if request.sampling_config.beam_width > max_beam_width:
+        raise InvalidRequest(
+            f"beam_width is {request.sampling_config.beam_width}, the limit is max_beam_width {max_beam_width} "
+            f"of ExecutorConfig; raise that, or ask for fewer beams"
+        )
+    return Request(
+        input_token_ids=request.input_token_ids,
+        sampling_config=_sampling(request, vocab_size),
+        output_config=OutputConfig(**{name: getattr(request.output_config, name) for name in _OUTPUT}),
+        end_ids=() if request.end_id is None or request.end_id < 0 else (request.end_id,),
+        stop_words=request.stop_words or [],
+        bad_words=request.bad_words or [],
+        timeout_s=_seconds(request.allotted_time_ms),
+        retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
+        cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
+        **{name: getattr(request, name) for name in _REQUEST},
+    )
+
+
+def _check(record: Any, refused: dict[str, tuple[Any, ...]], owner: str) -> None:
+    for name, neutral in refused.items():
+        value = getattr(record, name)
+        if not any(value is each or (type(value) is type(each) and value == each) for each in neutral):
+            raise Unsupported(f"{owner}.{name} is not served by this version; leave it out")
+
+
+def _sampling(request: theirs.Request, vocab_size: int) -> SamplingConfig:
+    """As in TensorRT-LLM a temperature alone does not sample, and a top-p of 0 is none."""
+    values = {name: getattr(request.sampling_config, name) for name in _SAMPLING}
+    if not values["top_p"]:
+        values["top_p"] = None
+    if not (values["top_k"] or values["top_p"] or values["min_p"]):
+        values["temperature"] = values["top_k"] = None
+    if values["num_return_sequences"] is None and request.num_return_sequences != 1:
+        values["num_return_sequences"] = request.num_return_sequences
+    bias = None if request.embedding_bias is None else _bias(request.embedding_bias, vocab_size)
+    return SamplingConfig(logit_bias=bias, **values)
+
+
+def _retention(given: KvCacheRetentionConfig) -> RetentionConfig:
+    """In the order of the ranges. KV stays where it is, so that of the ways to move it there is DRAM only."""
+    if given.transfer_mode is not KvCacheTransferMode.DRAM or given.directory is not None:
+        raise Unsupported(
+            "KvCacheRetentionConfig.transfer_mode other than DRAM is not served; leave it and directory out"
+        )
+    ranges = sorted(given.token_range_retention_configs, key=lambda each: each.token_start)
+    return RetentionConfig(
+        tuple(
+            TokenRangeRetention(each.token_start, each.token_end, each.priority, _seconds(each.duration_ms))
+            for each in ranges
+        ),
+        given.decode_retention_priority,
+        _seconds(given.decode_duration_ms),
+    )
+
+
+def _seconds(span: timedelta | None) -> float | None:
+    return None if span is None else span.total_seconds()
+
+
+def _bias(bias: Any, vocab_size: int) -> dict[int, float]:
+    """Token id -> what is added to its logit, of a tensor [vocabulary] or [1, vocabulary]."""
+    shape = list(bias.shape)
+    if shape not in ([vocab_size], [1, vocab_size]):
+        raise InvalidRequest(
+            f"embedding bias shape is not as expected: it is {shape}, [{vocab_size}] is needed (the vocabulary)"
+        )
+    flat = bias.reshape(-1)
+    ids = flat.nonzero().reshape(-1)
+    return dict(zip(ids.tolist(), flat[ids].tolist()))

@@ -1,0 +1,282 @@
+"""ExecutorConfig as the engine's configuration, Request as the core's: what arrives, and what is refused by name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from backend import trtllm
+from backend.api import EngineConfig, OutputConfig, SamplingConfig
+from backend.api.config import MAX_SECONDS, ModelConfigSection
+from backend.api.config import KvCacheConfig as CoreKvCacheConfig
+from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.trtllm.engine_config import engine_config, runs_in_own_process
+from backend.trtllm.to_core import to_core
+
+POLICY = trtllm.CapacitySchedulerPolicy
+CHUNKING = trtllm.ContextChunkingPolicy
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [
+        ({}, "scheduler.max_batch_size", 64),
+        ({"max_batch_size": 8}, "scheduler.max_batch_size", 8),
+        ({}, "scheduler.max_num_tokens", 8192),
+        ({"max_num_tokens": 128}, "scheduler.max_num_tokens", 128),
+        ({}, "scheduler.policy", "guaranteed_no_evict"),
+        ({"scheduler_config": trtllm.SchedulerConfig(POLICY.MAX_UTILIZATION)}, "scheduler.policy", "max_utilization"),
+        ({"scheduler_config": trtllm.SchedulerConfig(POLICY.STATIC_BATCH)}, "scheduler.policy", "static_batch"),
+        ({}, "scheduler.chunking_policy", "first_come_first_served"),
+        (
+            {"scheduler_config": trtllm.SchedulerConfig(context_chunking_policy=CHUNKING.EQUAL_PROGRESS)},
+            "scheduler.chunking_policy",
+            "equal_progress",
+        ),
+        ({}, "scheduler.enable_chunked_context", False),
+        ({"enable_chunked_context": True}, "scheduler.enable_chunked_context", True),
+        ({}, "scheduler.batching", "fused"),
+        ({"batching_type": trtllm.BatchingType.STATIC}, "scheduler.batching", "static"),
+        ({}, "kv_cache.enable_block_reuse", True),
+        ({"kv_cache_config": trtllm.KvCacheConfig(False)}, "kv_cache.enable_block_reuse", False),
+        ({"kv_cache_config": trtllm.KvCacheConfig(max_tokens=99)}, "kv_cache.max_tokens", 99),
+        (
+            {"kv_cache_config": trtllm.KvCacheConfig(free_gpu_memory_fraction=0.5)},
+            "kv_cache.free_memory_fraction",
+            0.5,
+        ),
+        (
+            {"kv_cache_config": trtllm.KvCacheConfig(enable_partial_reuse=False)},
+            "kv_cache.enable_partial_reuse",
+            False,
+        ),
+        (
+            {"kv_cache_config": trtllm.KvCacheConfig(max_attention_window=[7, 7])},
+            "kv_cache.max_attention_window",
+            7,
+        ),
+        ({"max_queue_size": 3}, "limits.max_queue_size", 3),
+        ({}, "limits.default_timeout_s", MAX_SECONDS),
+        ({}, "records.max_iterations", 1000),
+        ({"request_stats_max_iterations": 5}, "records.max_request_iterations", 5),
+        ({"kv_cache_config": trtllm.KvCacheConfig(event_buffer_max_size=6)}, "records.max_kv_events", 6),
+    ],
+)
+def test_what_the_engine_is_configured_with(options: dict[str, Any], key: str, expected: object) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(engine_config(trtllm.ExecutorConfig(**options)), section), name) == expected
+
+
+def test_a_program_may_bring_what_the_bindings_have_no_name_for() -> None:
+    config = trtllm.ExecutorConfig(max_batch_size=3)
+    config.engine_config = EngineConfig(ModelConfigSection(num_threads=1), CoreKvCacheConfig(block_size=16))
+    made = engine_config(config)
+    assert (made.model.num_threads, made.kv_cache.block_size, made.scheduler.max_batch_size) == (1, 16, 3)
+    config.engine_config = {"model": {}}
+    with pytest.raises(TypeError, match="a backend.api.EngineConfig is needed"):
+        engine_config(config)
+
+
+def kv(**options: Any) -> dict[str, Any]:
+    return {"kv_cache_config": trtllm.KvCacheConfig(**options)}
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (kv(sink_token_length=4), "kv_cache_config.sink_token_length is 4"),
+        (kv(host_cache_size=1), "kv_cache_config.host_cache_size is 1"),
+        (kv(cross_kv_cache_fraction=0.5), "kv_cache_config.cross_kv_cache_fraction is 0.5"),
+        (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
+        (kv(max_gpu_total_bytes=1), "kv_cache_config.max_gpu_total_bytes is 1"),
+        (kv(max_attention_window=[1, 2]), "kv_cache_config.max_attention_window is [1, 2]"),
+        ({"peft_cache_config": trtllm.PeftCacheConfig()}, "peft_cache_config is"),
+        (
+            {
+                "guided_decoding_config": trtllm.GuidedDecodingConfig(
+                    trtllm.GuidedDecodingConfig.GuidedDecodingBackend(0)
+                )
+            },
+            "guided_decoding_config is",
+        ),
+        ({"cache_transceiver_config": trtllm.CacheTransceiverConfig()}, "cache_transceiver_config is"),
+        ({"spec_dec_config": trtllm.SpeculativeDecodingConfig(True)}, "spec_dec_config.fast_logits is True"),
+        ({"use_gpu_direct_storage": True}, "use_gpu_direct_storage is True"),
+        ({"gpu_weights_percent": 0.5}, "gpu_weights_percent is 0.5"),
+        ({"mm_embedding_offloading": True}, "mm_embedding_offloading is True"),
+        ({"enable_trt_overlap": True}, "enable_trt_overlap is True"),
+        ({"debug_config": trtllm.DebugConfig(debug_tensor_names=["x"])}, "debug_config.debug_tensor_names is ['x']"),
+        ({"debug_config": trtllm.DebugConfig(True)}, "debug_config.debug_input_tensors is True"),
+        (
+            {"decoding_config": trtllm.DecodingConfig(trtllm.DecodingMode.Medusa())},
+            "decoding_config.decoding_mode is DecodingMode.Medusa()",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        engine_config(trtllm.ExecutorConfig(**options))
+    assert f"ExecutorConfig.{name}" in str(caught.value) and "not serve: " in str(caught.value)
+
+
+def test_hints_and_neutral_values_are_taken() -> None:
+    engine_config(
+        trtllm.ExecutorConfig(
+            recv_poll_period_ms=50,
+            max_seq_idle_microseconds=1,
+            extended_runtime_perf_knob_config=trtllm.ExtendedRuntimePerfKnobConfig(False, True),
+            debug_config=trtllm.DebugConfig(),
+            spec_dec_config=trtllm.SpeculativeDecodingConfig(),
+            decoding_config=trtllm.DecodingConfig(trtllm.DecodingMode.TopKTopP()),
+            kv_cache_config=trtllm.KvCacheConfig(onboard_blocks=False, sink_token_length=0, host_cache_size=0),
+        )
+    )
+
+
+ORCHESTRATOR = trtllm.CommunicationMode.ORCHESTRATOR
+
+
+@pytest.mark.parametrize(
+    ("parallel", "own"),
+    [
+        (None, False),
+        (trtllm.ParallelConfig(), False),
+        (trtllm.ParallelConfig(device_ids=[0], participant_ids=[0], num_nodes=1), False),
+        (trtllm.ParallelConfig(communication_mode=ORCHESTRATOR), True),
+        (
+            trtllm.ParallelConfig(
+                communication_mode=ORCHESTRATOR, orchestrator_config=trtllm.OrchestratorConfig(True, "worker")
+            ),
+            True,
+        ),
+    ],
+)
+def test_the_parallel_configuration_says_where_the_engine_runs(parallel: Any, own: bool) -> None:
+    assert runs_in_own_process(parallel) is own
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        (trtllm.ParallelConfig(device_ids=[0, 1]), r"device_ids is \[0, 1\]"),
+        (trtllm.ParallelConfig(participant_ids=[4, 5]), r"participant_ids is \[4, 5\]"),
+        (trtllm.ParallelConfig(num_nodes=2), "num_nodes is 2"),
+        (
+            trtllm.ParallelConfig(
+                communication_mode=ORCHESTRATOR, orchestrator_config=trtllm.OrchestratorConfig(is_orchestrator=False)
+            ),
+            "is_orchestrator is False",
+        ),
+        (
+            trtllm.ParallelConfig(
+                communication_mode=ORCHESTRATOR, orchestrator_config=trtllm.OrchestratorConfig(spawn_processes=False)
+            ),
+            "spawn_processes is False",
+        ),
+    ],
+)
+def test_more_ranks_than_there_are_are_refused_by_name(parallel: Any, name: str) -> None:
+    with pytest.raises(RuntimeError, match=name):
+        runs_in_own_process(parallel)
+
+
+def converted(**options: Any) -> Any:
+    return to_core(trtllm.Request([1, 2], 5, **options), vocab_size=10, max_beam_width=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "expected"),
+    [
+        ({}, "end_ids", ()),
+        ({"end_id": -1}, "end_ids", ()),
+        ({"end_id": 3}, "end_ids", (3,)),
+        ({"streaming": True}, "streaming", True),
+        ({"stop_words": [[1], [2, 3]]}, "stop_words", [[1], [2, 3]]),
+        ({"bad_words": [[4]]}, "bad_words", [[4]]),
+        ({"client_id": 7}, "client_id", 7),
+        ({"return_all_generated_tokens": True}, "return_all_generated_tokens", True),
+        ({"priority": 0.25}, "priority", 0.25),
+        ({"allotted_time_ms": timedelta(milliseconds=250)}, "timeout_s", 0.25),
+        ({"cache_salt_id": 9}, "cache_salt", "9"),
+        ({}, "cache_salt", ""),
+        ({}, "sampling_config", SamplingConfig()),
+        ({"num_return_sequences": 3}, "sampling_config", SamplingConfig(num_return_sequences=3)),
+        ({}, "output_config", OutputConfig()),
+        ({"pad_id": 3}, "end_ids", ()),
+        (
+            {"output_config": trtllm.OutputConfig(True, exclude_input_from_output=True, return_perf_metrics=True)},
+            "output_config",
+            OutputConfig(return_log_probs=True, exclude_input_from_output=True, return_perf_metrics=True),
+        ),
+        (
+            {
+                "sampling_config": trtllm.SamplingConfig(
+                    3, top_k=5, top_p=0.5, min_p=0.1, seed=7, temperature=0.5, min_tokens=2, num_return_sequences=2
+                )
+            },
+            "sampling_config",
+            SamplingConfig(3, 2, 0.5, 5, 0.5, 0.1, 7, min_tokens=2),
+        ),
+        (
+            {
+                "sampling_config": trtllm.SamplingConfig(
+                    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25, temperature=0.5
+                )
+            },
+            "sampling_config",
+            SamplingConfig(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25),
+        ),
+        (
+            {"embedding_bias": torch.tensor([0.0] * 8 + [1.5, -2.0])},
+            "sampling_config",
+            SamplingConfig(logit_bias={8: 1.5, 9: -2.0}),
+        ),
+        (
+            {
+                "kv_cache_retention_config": trtllm.KvCacheRetentionConfig(
+                    [
+                        trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig(2, None, 90),
+                        trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 2, 30, timedelta(seconds=9)),
+                    ],
+                    80,
+                    timedelta(seconds=1),
+                )
+            },
+            "retention",
+            RetentionConfig((TokenRangeRetention(0, 2, 30, 9.0), TokenRangeRetention(2, None, 90)), 80, 1.0),
+        ),
+    ],
+)
+def test_what_the_core_is_asked_for(options: dict[str, Any], name: str, expected: object) -> None:
+    request = converted(**options)
+    assert getattr(request, name) == expected
+    assert (request.input_token_ids, request.max_tokens) == ([1, 2], 5)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p_decay": 0.5}, {"no_repeat_ngram_size": 2}], ids=lambda sampling: next(iter(sampling))
+)
+def test_sampling_that_is_not_served_is_refused_by_name(sampling: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=f"SamplingConfig.{next(iter(sampling))} is not served"):
+        converted(sampling_config=trtllm.SamplingConfig(**sampling))
+
+
+def test_sampling_that_would_change_nothing_is_taken() -> None:
+    converted(sampling_config=trtllm.SamplingConfig(top_p_decay=1.0, top_p_min=0.5, top_p_reset_ids=3))
+    converted(sampling_config=trtllm.SamplingConfig(length_penalty=2.0, early_stopping=1, no_repeat_ngram_size=0))
+
+
+@pytest.mark.feature("000-33")
+def test_more_beams_than_the_executor_allows_are_refused() -> None:
+    assert converted(sampling_config=trtllm.SamplingConfig(4)).sampling_config.beam_width == 4
+    with pytest.raises(Exception, match="beam_width is 5, the limit is max_beam_width 4"):
+        converted(sampling_config=trtllm.SamplingConfig(5))
+
+
+def test_a_dense_bias_may_have_a_row_in_front_but_no_other_shape() -> None:
+    assert converted(embedding_bias=torch.eye(1, 10)).sampling_config.logit_bias == {0: 1.0}
+    with pytest.raises(Exception, match=r"it is \[10, 1\], \[10\] is needed"):
+        converted(embedding_bias=torch.zeros(10, 1))
