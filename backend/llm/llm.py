@@ -43,14 +43,14 @@ class LLM:
         `tokenizer`: a directory, a Tokenizer, or a fast tokenizer of transformers. `docs/llm.md` lists the keyword arguments.
         Raises TypeError for an unknown one, NotHere for what this version does not have, and ConfigError.
         """
-        named = dict(
-            tokenizer_mode=tokenizer_mode,
-            trust_remote_code=bool(trust_remote_code),
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            revision=revision,
-            tokenizer_revision=tokenizer_revision,
-        )
+        named = {
+            "tokenizer_mode": tokenizer_mode,
+            "trust_remote_code": bool(trust_remote_code),
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+        }
         self.args = LlmArguments({**named, **kwargs})
         kind = GenerationExecutorProxy if self.args.has_own_process else GenerationExecutorWorker
         with loading(self.args.shows_progress):
