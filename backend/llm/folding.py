@@ -169,15 +169,15 @@ class SequenceFold:
         self._cut()
 
     def _end_by_word(self) -> None:
-        """The engine has found one of the token lists at the end."""
-        for reason, word in self._params.stop_words:
-            if self._generated[-len(word) :] == word:
-                self._stop_reason = reason
-                if not self._params.include_stop:
-                    del self._generated[-len(word) :]
-                    self._cut()
-                    self._show_again()
-                return
+        """The engine has found token lists at the end. The shortest of them is what is taken off."""
+        found = [entry for entry in self._params.stop_words if self._generated[-len(entry[1]) :] == entry[1]]
+        if not found:
+            return
+        self._stop_reason, word = min(found, key=lambda entry: len(entry[1]))
+        if not self._params.include_stop:
+            del self._generated[-len(word) :]
+            self._cut()
+            self._show_again()
 
     def _cut(self) -> None:
         self.ids = self._shown_ids + self._generated

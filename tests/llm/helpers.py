@@ -81,25 +81,29 @@ class Engine:
         self, tokenizer: Tokenizer | None = None, postprocess: PostprocWorkerConfig | None = None, **options: object
     ) -> None:
         self._transport = ScriptedTransport()
+        self._submitted: list[Submit] = []
+        self._transport.on_send = self._take
         self.worker = GenerationExecutorWorker(
             Executor(self._transport), tokenizer, postprocess=postprocess, **options
         )
 
     @property
     def requests(self) -> list[Request]:
-        return [command.request for command in self._transport.sent if isinstance(command, Submit)]
+        return [command.request for command in self._submitted]
 
     @property
     def cancelled(self) -> list[int]:
         """Request ids of the engine."""
         return [command.request_id for command in self._transport.sent if isinstance(command, Cancel)]
 
-    @property
-    def commands(self) -> list[Command]:
-        return self._transport.sent
-
     def engine_id(self, number: int = -1) -> int:
-        return [command.request_id for command in self._transport.sent if isinstance(command, Submit)][number]
+        return self._submitted[number].request_id
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._submitted.append(command)
+        else:
+            self._transport.sent.append(command)
 
     def say(self, result: Result, number: int = -1) -> None:
         """Answer the request of that number, the last one unless told otherwise."""
