@@ -118,12 +118,12 @@ def output_config(params: SamplingParams) -> OutputConfig:
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:
-    """The end id of the request, else those of the tokenizer, else those of the checkpoint."""
+    """The end id of the request, else those of the tokenizer and of the checkpoint. -1 means none, as in TensorRT-LLM."""
     if params.ignore_eos:
         return ()
     if params.end_id is not None:
         return () if params.end_id == -1 else (params.end_id,)
-    return (tokenizer.eos_ids if tokenizer is not None else ()) or tuple(model.eos_ids)
+    return tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer is not None else ()), *model.eos_ids]))
 
 
 def stop_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[str | int, list[int]]]:

@@ -8,8 +8,9 @@ import socket
 
 import msgspec
 
+from backend.api import EverbatchError
 from backend.api.log_lines import set_up_logging
-from backend.llm.postprocessing import Pipe, PostprocInput, PostprocWorker
+from backend.llm.postprocessing import Pipe, PostprocInput, PostprocWorker, Ready
 from backend.text.tokenizer import Tokenizer
 
 
@@ -20,11 +21,18 @@ def main() -> None:
     arguments = parser.parse_args()
     set_up_logging("postproc")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the executor ends this one.
-    serve(Pipe(socket.socket(fileno=arguments.fd)), PostprocWorker(Tokenizer.from_directory(arguments.tokenizer)))
+    pipe = Pipe(socket.socket(fileno=arguments.fd))
+    try:
+        tokenizer = Tokenizer.from_directory(arguments.tokenizer)
+    except EverbatchError as error:
+        pipe.send(Ready(error.message))
+        return
+    serve(pipe, PostprocWorker(tokenizer))
 
 
 def serve(pipe: Pipe, worker: PostprocWorker) -> None:
     """Answer inputs until the pipe ends."""
+    pipe.send(Ready())
     decode = msgspec.msgpack.Decoder(PostprocInput).decode
     while (body := pipe.receive()) is not None:
         output = worker.handle(decode(body))

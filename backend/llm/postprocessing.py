@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from backend.api import ErrorCode, EverbatchError, Response
+from backend.api import ConfigError, ErrorCode, EverbatchError, Response
 from backend.llm import updates
 from backend.llm.errors import BackgroundError, ParameterError
 from backend.llm.folding import RequestFold
@@ -126,11 +126,14 @@ class Pipe:
 
     def receive(self) -> bytes | None:
         """The next body; None at the end."""
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        try:
+            head = self._reader.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            body = self._reader.read(length)
+        except ConnectionError:  # The other side has ended without reading all that it was sent.
             return None
-        (length,) = _LENGTH.unpack(head)
-        body = self._reader.read(length)
         return body if len(body) == length else None
 
     def close(self) -> None:
@@ -139,6 +142,12 @@ class Pipe:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             log.debug("the other side of a pipe was gone already")
+
+
+class Ready(Struct, frozen=True):
+    """The first thing that a process says. With an error it has ended."""
+
+    error: str = ""
 
 
 class PostprocProcess:
@@ -164,12 +173,24 @@ class PostprocProcess:
         self._pipe = Pipe(ours)
         self._on_output, self._on_lost = on_output, on_lost
         self._decode = msgspec.msgpack.Decoder(updates.Output).decode
+        self._why_not_ready = "a post-processing process has ended while it started; the log says why"
+        self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="llm-postproc", daemon=True)
         self._thread.start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def was_ready(self) -> bool:
+        return not self._why_not_ready
+
+    def wait(self) -> None:
+        """Block until the process has loaded its tokenizer. Raises ConfigError when it cannot."""
+        self._has_begun.wait()
+        if self._why_not_ready:
+            raise ConfigError(self._why_not_ready)
 
     def send(self, given: PostprocInput) -> None:
         """Raises BackgroundError when the process has ended."""
@@ -190,9 +211,14 @@ class PostprocProcess:
 
     def _listen(self) -> None:
         try:
+            first = self._pipe.receive()
+            if first is not None:
+                self._why_not_ready = msgspec.msgpack.decode(first, type=Ready).error
+            self._has_begun.set()
             while (body := self._pipe.receive()) is not None:
                 self._on_output(self._decode(body))
         finally:
+            self._has_begun.set()
             self._on_lost(self)
 
 
@@ -210,13 +236,22 @@ class PostprocPool:
         on_lost: Callable[[int], None],
         module: str = PROCESS,
     ) -> None:
-        """`on_lost` is called with the number of a worker whose process has ended by itself."""
+        """Start the processes, and wait until they are ready. Raises ConfigError when their tokenizer cannot be read.
+
+        `on_lost` is called with the number of a worker whose process has ended by itself.
+        """
         self._is_closed = False
         self._on_lost = on_lost
-        directory = config.postprocess_tokenizer_dir or tokenizer_dir
-        self._workers = [
-            PostprocProcess(directory, on_output, self._lost, module) for _ in range(config.num_postprocess_workers)
-        ]
+        directory = str(Path(config.postprocess_tokenizer_dir or tokenizer_dir).resolve())
+        self._workers: list[PostprocProcess] = []
+        try:
+            for _ in range(config.num_postprocess_workers):
+                self._workers.append(PostprocProcess(directory, on_output, self._lost, module))
+            for worker in self._workers:
+                worker.wait()
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -238,5 +273,5 @@ class PostprocPool:
             worker.close()
 
     def _lost(self, worker: PostprocProcess) -> None:
-        if not self._is_closed:
+        if not self._is_closed and worker.was_ready:
             self._on_lost(self._workers.index(worker))

@@ -54,7 +54,9 @@ def make_worker(
 
 
 @contextmanager
-def gated(tokenizer: Tokenizer | None = None, **options: object) -> Iterator[tuple[GenerationExecutorWorker, threading.Event]]:
+def gated(
+    tokenizer: Tokenizer | None = None, **options: object
+) -> Iterator[tuple[GenerationExecutorWorker, threading.Event]]:
     """An executor, and the gate of its model."""
     group = GatedWorkerGroup(vocab_size=1000 if tokenizer is None else tokenizer.vocab_size)
     worker = make_worker(tokenizer, group, **options)
@@ -83,9 +85,7 @@ class Engine:
         self._transport = ScriptedTransport()
         self._submitted: list[Submit] = []
         self._transport.on_send = self._take
-        self.worker = GenerationExecutorWorker(
-            Executor(self._transport), tokenizer, postprocess=postprocess, **options
-        )
+        self.worker = GenerationExecutorWorker(Executor(self._transport), tokenizer, postprocess=postprocess, **options)
 
     @property
     def requests(self) -> list[Request]:
@@ -116,7 +116,9 @@ class Engine:
         self._transport.answer(response)
 
 
-def part(ids: list[int], index: int = 0, finish: FinishReason | None = None, is_final: bool = False, **fields: object) -> Result:
+def part(
+    ids: list[int], index: int = 0, finish: FinishReason | None = None, is_final: bool = False, **fields: object
+) -> Result:
     """New tokens of one sampled sequence; `finish` ends the sequence, `is_final` the request."""
     return Result(
         [ids],

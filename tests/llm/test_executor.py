@@ -238,7 +238,9 @@ def test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come
 
 
 @pytest.mark.feature("002-31")
-def test_a_request_is_aborted_while_it_waits_while_it_runs_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_is_aborted_while_it_waits_while_it_runs_and_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with gated() as (worker, gate):
         running = worker.generate_async(PROMPT, params(EVER), streaming=True)
         next(running)

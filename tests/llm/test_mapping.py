@@ -9,7 +9,14 @@ import pytest
 
 from backend.api import OutputConfig, Request, SamplingConfig, Unsupported
 from backend.core.step import ModelInfo
-from backend.llm import DisaggregatedParams, GenerationRequest, LoRARequest, NotHere, PromptAdapterRequest, SamplingParams
+from backend.llm import (
+    DisaggregatedParams,
+    GenerationRequest,
+    LoRARequest,
+    NotHere,
+    PromptAdapterRequest,
+    SamplingParams,
+)
 from backend.llm.mapping import core_request, text_params
 from backend.text.tokenizer import Tokenizer
 from tests.llm.helpers import make_tokenizer
@@ -78,10 +85,11 @@ def test_more_alternatives_than_the_engine_tells_are_refused_with_the_limit() ->
         mapped(logprobs=21)
 
 
-def test_the_output_ends_at_the_id_of_the_request_else_of_the_tokenizer_else_of_the_model(tokenizer: Tokenizer) -> None:
+def test_the_output_ends_at_the_id_of_the_request_else_where_tokenizer_and_model_end(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_ids
     assert mapped(tokenizer, end_id=9).end_ids == (9,)
-    assert mapped(tokenizer).end_ids == tokenizer.eos_ids
+    assert mapped(tokenizer).end_ids == (*tokenizer.eos_ids, 5, 6)
+    assert mapped(end_id=-1).end_ids == ()
     assert mapped().end_ids == (5, 6)
     assert mapped(tokenizer, end_id=9, ignore_eos=True).end_ids == ()
 

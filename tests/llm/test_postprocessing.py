@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.api import FinishReason, Response
+from backend.api import ConfigError, FinishReason, Response
 from backend.llm import (
     BackgroundError,
     GenerationExecutor,
@@ -66,7 +66,9 @@ def test_four_processes_make_the_same_text_in_the_same_order_as_none(
 
 
 @pytest.mark.feature("002-25")
-def test_the_processes_are_others_and_a_request_belongs_to_the_one_of_its_number(four: GenerationExecutorWorker) -> None:
+def test_the_processes_are_others_and_a_request_belongs_to_the_one_of_its_number(
+    four: GenerationExecutorWorker,
+) -> None:
     assert len(set(four.postprocess_pids) | {os.getpid()}) == 5
     sent: list[tuple[int, int]] = []
     for number, process in enumerate(four._pool._workers):
@@ -151,6 +153,11 @@ def test_pending_requests_of_processes_fail_at_the_end(directory: str, tokenizer
     for result in pending:
         with pytest.raises(Exception, match="shut down|engine process ended"):
             result.result(PATIENCE_S)
+
+
+def test_a_tokenizer_that_the_processes_cannot_read_is_told_at_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model directory has no tokenizer.json"):
+        make_worker(tokenizer, postprocess=PostprocWorkerConfig(2, str(tmp_path)))
 
 
 def test_the_number_of_processes_is_bounded() -> None:

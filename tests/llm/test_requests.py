@@ -71,7 +71,6 @@ def test_the_arrival_is_noted_and_never_goes_back() -> None:
     assert before <= times[0] and times == sorted(times) and times[-1] <= time.monotonic()
 
 
-@pytest.mark.feature("002-45", "002-46")
 def test_adapters_are_named_and_their_path_is_not_looked_at() -> None:
     lora = LoRARequest("math", 1, "does/not/exist")
     assert (lora.name, lora.adapter_id, lora.path) == ("math", 1, "does/not/exist")
@@ -80,14 +79,12 @@ def test_adapters_are_named_and_their_path_is_not_looked_at() -> None:
     assert (soft.name, soft.adapter_id, soft.local_path) == ("soft", 2, "does/not/exist")
 
 
-@pytest.mark.feature("002-49")
 @pytest.mark.parametrize("kind", ["context_only", "generation_only", "context_and_generation", None])
 def test_a_disaggregated_request_is_of_a_known_type(kind: str | None) -> None:
     half = DisaggregatedParams(request_type=kind, first_gen_tokens=[1], ctx_request_id=2, opaque_state=b"x")
     assert (half.request_type, half.first_gen_tokens, half.draft_tokens) == (kind, [1], None)
 
 
-@pytest.mark.feature("002-49")
 def test_an_unknown_type_of_a_disaggregated_request_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="request_type is 'prefill', allowed are context_only"):
         DisaggregatedParams(request_type="prefill")

@@ -210,7 +210,9 @@ def test_an_event_loop_that_was_closed_holds_up_nobody() -> None:
 
 
 @pytest.mark.feature("002-31")
-def test_an_aborted_result_is_finished_as_cancelled_and_says_that_it_was_aborted(worker: GenerationExecutorWorker) -> None:
+def test_an_aborted_result_is_finished_as_cancelled_and_says_that_it_was_aborted(
+    worker: GenerationExecutorWorker,
+) -> None:
     result = worker.generate_async(PROMPT, params(EVER), streaming=True)
     next(result)
     assert not result.aborted()
@@ -239,7 +241,9 @@ def test_tokens_are_told_at_the_interval_that_was_asked_for(tokenizer: Tokenizer
     assert result.token_ids == expected(PROMPT, 10, tokenizer)
 
 
-def test_the_prompt_stands_in_front_where_it_is_asked_for(worker: GenerationExecutorWorker, tokenizer: Tokenizer) -> None:
+def test_the_prompt_stands_in_front_where_it_is_asked_for(
+    worker: GenerationExecutorWorker, tokenizer: Tokenizer
+) -> None:
     output = worker.generate_async(PROMPT, params(5, exclude_input_from_output=False)).result(PATIENCE_S).outputs[0]
     assert output.token_ids == PROMPT + expected(PROMPT, 5, tokenizer)
     assert output.text == tokenizer.decode(output.token_ids)

@@ -114,7 +114,9 @@ def test_a_request_that_is_cut_ends_all_its_sequences() -> None:
 @pytest.mark.feature("002-28")
 def test_log_probabilities_come_with_their_ranks_and_always_with_the_token_itself() -> None:
     tops = [[TopLogProb(1, -0.5), TopLogProb(2, -1.5)], [TopLogProb(4, -0.1), TopLogProb(5, -0.2)]]
-    told = part([1, 9], finish=LENGTH, is_final=True, cum_log_probs=[-6.5], log_probs=[[-0.5, -6.0]], top_log_probs=tops)
+    told = part(
+        [1, 9], finish=LENGTH, is_final=True, cum_log_probs=[-6.5], log_probs=[[-0.5, -6.0]], top_log_probs=tops
+    )
     output = said(Engine(), told, logprobs=2).outputs[0]
     assert output.logprobs == [
         {1: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)},
