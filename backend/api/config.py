@@ -18,8 +18,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 Quantization = Literal["none", "int8", "w8a8"]
 KvDType = Literal["auto", "int8", "int4"]
-Policy = Literal["guaranteed_no_evict", "max_utilization"]
-Batching = Literal["fused", "separate"]
+Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
+Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
@@ -58,8 +58,8 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
-    policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause the youngest when the pool is full
-    batching: Batching = "fused"  # `separate`: a step holds context rows or generation rows, never both
+    policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause when full; `static_batch`: none joins
+    batching: Batching = "fused"  # `separate`: prompts and generation in steps of their own; `static`: in lockstep too
     enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
@@ -93,6 +93,14 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
+class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Records of single steps, which an Executor keeps until its program fetches them; the oldest go first. 0 = none."""
+
+    max_iterations: int = 0  # statistics of steps
+    max_request_iterations: int = 0  # of all live requests in a step
+    max_kv_events: int = 0  # blocks of the KV cache that can be found from now on, or no longer
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -120,6 +128,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     limits: LimitsConfig = LimitsConfig()
     sessions: SessionsConfig = SessionsConfig()
+    records: RecordsConfig = RecordsConfig()
     triton: TritonConfig = TritonConfig()
 
 
@@ -245,6 +254,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "sessions.max_sessions": (1, math.inf),
     "sessions.max_bytes": (0, math.inf),
     "sessions.idle_ttl_s": (0.001, MAX_SECONDS),
+    "records.max_iterations": (0, 1_000_000),
+    "records.max_request_iterations": (0, 1_000_000),
+    "records.max_kv_events": (0, 10_000_000),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

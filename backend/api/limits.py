@@ -9,9 +9,9 @@ import math
 
 from msgspec import Struct
 
-from backend.api.config import LimitsConfig
+from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
-from backend.api.request import Request, SessionConfig
+from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 
 UINT64 = 1 << 64
@@ -52,6 +52,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         )
     if len(request.cache_salt) > 256:
         raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters, the limit is 256")
+    _check_range("priority", request.priority, 0, 1)
+    if request.retention is not None:
+        _check_retention(request.retention)
     if request.extra_inputs:
         if request.session is not None:
             raise Unsupported("a session takes tokens only in this version; send extra inputs without a session")
@@ -121,6 +124,26 @@ def _check_session(session: SessionConfig) -> None:
         raise SessionError(SessionStatus.INVALID, f"step is {session.step}, it counts tokens from 0")
     if session.session_len is not None and session.session_len < 1:
         raise SessionError(SessionStatus.INVALID, f"session_len is {session.session_len}, at least 1 is needed")
+
+
+def _check_retention(retention: RetentionConfig) -> None:
+    end: int | None = 0
+    for span in retention.token_ranges:
+        if end is None or span.token_start < end or (span.token_end is not None and span.token_end <= span.token_start):
+            raise InvalidRequest(
+                f"retention range {span.token_start} to {span.token_end} is empty, or begins before the end of the one "
+                f"ahead of it ({end}); give ranges in order, the last one may be open"
+            )
+        end = span.token_end
+        _check_range("retention priority", span.priority, 0, 100)
+        _check_duration(span.duration_s)
+    _check_range("retention decode_priority", retention.decode_priority, 0, 100)
+    _check_duration(retention.decode_duration_s)
+
+
+def _check_duration(seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds <= MAX_SECONDS:
+        raise InvalidRequest(f"retention duration is {seconds} s, allowed is more than 0 to {MAX_SECONDS:g} s")
 
 
 def _check_extra_inputs(inputs: dict[str, bytes], limits: RequestLimits) -> None:

@@ -14,6 +14,41 @@ RequestId = NewType("RequestId", int)  # uint64, unique among the live requests 
 SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
 
 
+DEFAULT_RETENTION_PRIORITY = 35
+
+
+class TokenRangeRetention(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How long KV of prompt tokens [token_start, token_end) is kept; None = to the prompt's end."""
+
+    token_start: int
+    token_end: int | None = None
+    priority: int = DEFAULT_RETENTION_PRIORITY  # 0 to 100; lower ones are evicted first
+    duration_s: float | None = None  # a higher priority than the default falls to that afterwards; None = it never does
+
+
+class RetentionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What of a request's KV outlives that of others once the request has left it.
+
+    A block takes the priority of the range that holds its first token; without one the default priority. `decode_priority`:
+    of blocks that begin with an output token. Nothing outlives the tokens ahead of it, which are kept as long.
+
+    After TensorRT-LLM's KvCacheRetentionConfig.
+    """
+
+    token_ranges: tuple[TokenRangeRetention, ...] = ()
+    decode_priority: int = DEFAULT_RETENTION_PRIORITY
+    decode_duration_s: float | None = None
+
+    def of_token(self, position: int, num_prompt_tokens: int) -> tuple[int, float | None]:
+        """(priority, seconds for which it holds) of a block whose first token is at `position`."""
+        if position >= num_prompt_tokens:
+            return self.decode_priority, self.decode_duration_s
+        for span in self.token_ranges:
+            if span.token_start <= position and (span.token_end is None or position < span.token_end):
+                return span.priority, span.duration_s
+        return DEFAULT_RETENTION_PRIORITY, None
+
+
 class SessionConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Makes the request one turn of a session: a sequence that outlives its requests (docs/features.md, 004).
 
@@ -38,6 +73,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `stop_words`: token lists; the output ends as soon as its tail equals one of them. `bad_words`: token lists that are
     never completed. `timeout_s`: seconds from acceptance until the request is cut with FinishReason.TIMED_OUT.
     `cache_salt`: KV blocks are shared only between requests of the same salt.
+    `priority`: 0 to 1; who waits with a higher one runs first. It moves nobody who runs, or was paused.
+    `retention`: how long its KV outlives that of others; None = like all.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Refused by models that take none. KV is shared only between requests with equal extra inputs.
     """
@@ -56,6 +93,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     timeout_s: float | None = None
     cache_salt: str = ""
     extra_inputs: dict[str, bytes] = {}
+    priority: float = 0.5
+    retention: RetentionConfig | None = None
 
     @property
     def namespace(self) -> str:

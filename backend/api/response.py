@@ -40,7 +40,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    num_cached_tokens: int = 0  # history and prompt tokens whose KV was found, at first admission
+    num_cached_tokens: int = 0  # history and prompt tokens whose KV was found, and that had not been run for this turn
     num_context_tokens: int = 0  # tokens run through the context phase, recomputation included
     num_recomputed_tokens: int = 0  # of these, tokens whose KV had been computed before and was lost
     num_evictions: int = 0  # how often this turn found KV of its sequence gone

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+
 from msgspec import Struct
+
+from backend.api.request import RequestId
 
 
 class KvCacheStats(Struct, frozen=True):
@@ -28,11 +32,14 @@ class IterationStats(Struct, frozen=True):
     num_queued_requests: int = 0  # waiting for their first admission
     num_paused_requests: int = 0
     num_completed_requests: int = 0
+    num_new_active_requests: int = 0  # ran in this step for the first time
+    new_active_requests_queue_latency_ms: float = 0.0  # how long these had waited, all together
     max_num_active_requests: int = 0  # batch slots
     num_scheduled_requests: int = 0
     num_context_requests: int = 0
     num_gen_requests: int = 0
     num_ctx_tokens: int = 0
+    num_empty_gen_slots: int = 0  # rows of a static batch that have ended before it
     micro_batch_id: int = 0
     num_sessions: int = 0
     cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
@@ -66,3 +73,80 @@ class EngineStats(Struct, frozen=True):
     counters: EngineCounters
     uptime_s: float = 0.0
     started_ns: int = 0  # when this engine was made, of its monotonic clock: tells one engine from the next
+
+
+class RequestStage(enum.IntEnum):
+    """How far a request is."""
+
+    QUEUED = 0  # waits for its first admission, or was paused
+    CONTEXT = 1
+    GENERATION = 2
+    COMPLETE = 3  # told once, by the step after which it ended
+
+
+class RequestStats(Struct, frozen=True, omit_defaults=True):
+    """One request in one step."""
+
+    request_id: RequestId
+    stage: RequestStage
+    num_computed_tokens: int = 0  # of the prompt
+    num_output_tokens: int = 0
+    is_scheduled: bool = False  # it ran in this step
+    is_paused: bool = False
+    num_new_blocks: int = 0
+    num_reused_blocks: int = 0
+
+
+class IterationRequests(Struct, frozen=True):
+    """All live requests in one step, and those that ended with it."""
+
+    iter: int
+    requests: list[RequestStats]
+
+
+class StoredBlock(Struct, frozen=True):
+    """A full block that requests can find. `block_hash` is of its tokens, all tokens before them, and the namespace."""
+
+    block_hash: int
+    token_ids: list[int]
+
+
+class BlocksCreated(Struct, frozen=True, tag="created"):
+    """The pool was made."""
+
+    num_blocks: int
+
+
+class BlocksStored(Struct, frozen=True, tag="stored"):
+    """Blocks became findable, each the child of the one before; `parent_hash` is that of the first one's parent."""
+
+    parent_hash: int | None
+    blocks: list[StoredBlock]
+
+
+class BlocksRemoved(Struct, frozen=True, tag="removed"):
+    """Blocks cannot be found any more."""
+
+    block_hashes: list[int]
+
+
+class BlockUpdated(Struct, frozen=True, tag="updated"):
+    """A block has another priority in the order of eviction."""
+
+    block_hash: int
+    priority: int
+
+
+class KvEvent(Struct, frozen=True):
+    """One change of what can be found in the KV cache. Ids count from 0 without gaps; a gap means that events were dropped."""
+
+    event_id: int
+    data: BlocksCreated | BlocksStored | BlocksRemoved | BlockUpdated
+
+
+class Records(Struct, frozen=True):
+    """What single steps did, oldest first."""
+
+    iterations: list[IterationStats] = []
+    requests: list[IterationRequests] = []
+    kv_events: list[KvEvent] = []

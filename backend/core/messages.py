@@ -11,7 +11,7 @@ from msgspec import Struct
 from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
-from backend.api.stats import EngineStats
+from backend.api.stats import EngineStats, Records
 from backend.core.step import ModelInfo
 
 HEARTBEAT_S = 0.25
@@ -64,10 +64,16 @@ class Stats(Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
+class Recorded(Struct, frozen=True, tag="recorded"):
+    """Records of steps, ahead of the responses of the same steps."""
+
+    records: Records
+
+
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     """Sent every HEARTBEAT_S, whatever the loop does. `turn_age_s`: for how long it has been in its present turn, 0 when idle."""
 
     turn_age_s: float
 
 
-Message = Hello | Responses | Stats | Heartbeat
+Message = Hello | Responses | Stats | Recorded | Heartbeat

@@ -105,7 +105,7 @@ class Sequence:
     namespace: str
     is_anonymous: bool  # its client named no namespace
     status: Status
-    arrival: int  # order of acceptance: the scheduling priority, smaller runs first
+    arrival: int  # order of acceptance
     arrival_ns: int
     deadline_ns: int | None
     num_history_tokens: int

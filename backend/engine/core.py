@@ -22,18 +22,20 @@ from backend.api.config import EngineConfig
 from backend.api.errors import EverbatchError, InvalidRequest, SessionError, SessionStatus
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason, Response
-from backend.api.stats import EngineCounters, EngineStats, IterationStats
+from backend.api.stats import EngineCounters, EngineStats, IterationStats, Records
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
+from backend.engine.outbox import Outbox
+from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
-from backend.scheduler.scheduler import Scheduler, StepPlan
+from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
 
@@ -56,18 +58,20 @@ class EngineCore:
             config.scheduler.max_batch_size,
             self.model.sliding_window,
             config.scheduler.max_num_tokens,
+            config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)
+        self._recorder = Recorder(config.records)
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
         self._live: dict[RequestId, Sequence] = {}
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
-        self._outbox: list[Response] = []
+        self._outbox = Outbox()
 
     @property
     def has_work(self) -> bool:
@@ -105,14 +109,14 @@ class EngineCore:
         """Accept a request, or answer it with an error."""
         now_ns = self.clock.monotonic_ns()
         try:
-            if request_id in self._live:
+            if request_id in self._live or request_id in self._outbox:
                 raise InvalidRequest(
                     f"request id {request_id} is in use by a request that is still processed; choose another"
                 )
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
             self.counters.requests_rejected_total += 1
-            self._outbox.append(publish.error_response(request_id, request.client_id, error))
+            self._outbox.put(publish.error_response(request_id, request.client_id, error))
             return
         self._live[request_id] = seq
         self._note_deadline(seq)
@@ -149,14 +153,14 @@ class EngineCore:
                     SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop"
                 )
         except SessionError as error:
-            self._outbox.append(publish.error_response(request_id, None, error))
+            self._outbox.put(publish.error_response(request_id, None, error))
             return
         if seq.status is Status.IDLE:
             self.sessions.erase(key)
         else:
             seq.erase_when_finished = end
             self._finish(seq, FinishReason.CANCELLED)
-        self._outbox.append(publish.empty_response(request_id))
+        self._outbox.put(publish.empty_response(request_id))
 
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
@@ -174,13 +178,18 @@ class EngineCore:
         else:
             if landed is not None:
                 self._publish(self._update(*landed))
-                self.statistics.record(landed[0])
+                self._record(landed[0])
         return self.take_responses()
 
     def take_responses(self) -> list[Response]:
         """Hand over what is ready, without a step; answers to commands are."""
-        ready, self._outbox = self._outbox, []
-        return ready
+        if not self.scheduler.running:
+            self._outbox.let_go()
+        return self._outbox.take()
+
+    def take_records(self) -> Records | None:
+        """Hand over what the steps since the last call did, as far as the configuration asks for it; None = nothing."""
+        return self._recorder.take(self.kv.take_events())
 
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
@@ -198,6 +207,7 @@ class EngineCore:
             if seq is not None and seq.deadline_ns == deadline_ns:
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
+        self.kv.tick(now_ns)
 
     def _note_deadline(self, seq: Sequence) -> None:
         """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
@@ -233,14 +243,15 @@ class EngineCore:
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
-        self._fail_rejected(plan)
+        for seq in plan.rejected:
+            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
         has_work = bool(step.rows or step.new_rows)
         if has_work or not self._in_flight:
             self._num_launched += 1
         if has_work:
             return flight
         if not self._in_flight:
-            self.statistics.record(flight)
+            self._record(flight)
         return None
 
     def _submit(self, flight: Flight) -> None:
@@ -296,16 +307,20 @@ class EngineCore:
         iteration = self.iteration
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
-                self._finish(seq, reason)
+                self._finish(seq, reason, with_batch=self.scheduler.is_static and seq.session_key is None)
             elif seq.request.streaming:
-                self._outbox.append(publish.result_response(seq, iteration))
+                self._outbox.put(publish.result_response(seq, iteration))
 
-    def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
-        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None, with_batch: bool = False
+    ) -> None:
+        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free.
+        `with_batch`: the answer waits until nobody runs; that of a turn never does, for its session may go on.
+        """
         seq.finish_reason = reason
         self._leave(seq)
         self.statistics.count_end(reason.name)
-        self._outbox.append(publish.result_response(seq, self.iteration))
+        (self._outbox.hold if with_batch else self._outbox.put)(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
@@ -315,11 +330,12 @@ class EngineCore:
         self.statistics.count_end("ERROR")
         self.counters.discarded_tokens_total += seq.num_tokens - seq.num_published_tokens
         account = publish.perf_metrics(seq)
-        self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error, account))
+        self._outbox.put(publish.error_response(seq.request_id, seq.request.client_id, error, account))
         self._settle(seq, undo=True)
 
     def _leave(self, seq: Sequence) -> None:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
+        self._recorder.note_end(seq)
         self.scheduler.remove(seq)
         del self._live[seq.request_id]
         seq.num_inflight_tokens = seq.num_inflight_samples = 0
@@ -352,10 +368,6 @@ class EngineCore:
         seq.end_turn()
         self.sessions.touch(seq.session_key, self.clock.monotonic_ns())
 
-    def _fail_rejected(self, plan: StepPlan) -> None:
-        for seq in plan.rejected:
-            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
-
     def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""
         flights = list(self._in_flight)
@@ -367,7 +379,12 @@ class EngineCore:
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
         for flight in flights:
-            self.statistics.record(flight)
+            self._record(flight)
+
+    def _record(self, flight: Flight) -> None:
+        self.statistics.record(flight)
+        if self._recorder.wants_steps:
+            self._recorder.record(flight, self.latest_iteration(), self._live.values())
 
     def _gauges(self) -> Gauges:
         waiting = self.scheduler.waiting

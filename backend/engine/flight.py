@@ -45,6 +45,7 @@ class StepRecord(NamedTuple):
     num_generation: int
     num_context: int
     num_context_tokens: int
+    num_empty_slots: int
 
     def statistics(self, clock: Clock) -> IterationStats:
         return IterationStats(
@@ -56,4 +57,5 @@ class StepRecord(NamedTuple):
             num_context_requests=self.num_context,
             num_gen_requests=self.num_generation,
             num_ctx_tokens=self.num_context_tokens,
+            num_empty_gen_slots=self.num_empty_slots,
         )

@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from backend.api.errors import EngineUnavailable
 from backend.api.response import Response
-from backend.api.stats import EngineStats
+from backend.api.stats import EngineStats, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
 from backend.engine.core import EngineCore
 
 MAX_IDLE_S = 1.0
 Deliver = Callable[[list[Response]], None]
 PublishStats = Callable[[EngineStats], None]
+PublishRecords = Callable[[Records], None]
 
 
 class EngineLoop:
@@ -44,10 +45,15 @@ class EngineLoop:
         self._stopping = True
         self._inbox.put(None)
 
-    def run(self, deliver: Deliver, publish_stats: PublishStats = lambda stats: None) -> None:
+    def run(
+        self,
+        deliver: Deliver,
+        publish_stats: PublishStats = lambda stats: None,
+        publish_records: PublishRecords = lambda records: None,
+    ) -> None:
         """Serve until `stop`. Whatever ends it, every live request has been answered then.
 
-        `deliver` and `publish_stats` are called from this thread and must not block.
+        The callbacks are called from this thread and must not block. Records go ahead of the responses of the same steps.
         """
         try:
             while True:
@@ -56,6 +62,9 @@ class EngineLoop:
                 if self._stopping and not (self._drain and self._core.has_work):
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
+                records = self._core.take_records()
+                if records is not None:
+                    publish_records(records)
                 if responses:
                     deliver(responses)
                 self._report(publish_stats)

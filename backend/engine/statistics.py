@@ -56,6 +56,7 @@ class Statistics:
             len(plan.generation),
             len(plan.context),
             sum(num_tokens for _, num_tokens in plan.context),
+            plan.num_empty_slots,
         )
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1

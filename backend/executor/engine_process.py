@@ -81,7 +81,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     calm_garbage_collector()
     _tell({"ready": True})
     try:
-        loop.run(server.deliver, server.publish_stats)
+        loop.run(server.deliver, server.publish_stats, server.publish_records)
     finally:
         server.close()
         workers.shutdown()

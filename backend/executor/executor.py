@@ -24,7 +24,7 @@ from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
-from backend.api.stats import EngineStats
+from backend.api.stats import EngineStats, IterationRequests, IterationStats, KvEvent
 from backend.core.messages import (
     CLIENT_SHIFT,
     Cancel,
@@ -32,6 +32,7 @@ from backend.core.messages import (
     Heartbeat,
     Hello,
     Message,
+    Recorded,
     Responses,
     StopSession,
     Submit,
@@ -39,6 +40,7 @@ from backend.core.messages import (
 from backend.core.step import WorkerGroup
 from backend.engine.core import EngineCore
 from backend.executor.mailbox import Mailboxes
+from backend.executor.record_shelf import RecordShelf
 from backend.executor.transport import InProcessTransport, Transport
 from backend.executor.watch import STALE_S, Watch
 from backend.wire.client import SocketTransport, wait_until
@@ -61,6 +63,7 @@ class Executor:
         self._stats: EngineStats | None = None
         self._live: dict[RequestId, OnResponse] = {}
         self._mailboxes = Mailboxes()
+        self._records = RecordShelf()
         self._lock = threading.Lock()
         self._counter = itertools.count(1)
         self._shut_down = False
@@ -201,6 +204,24 @@ class Executor:
         """The newest statistics that the engine has sent, which it does once in a period; None before the first."""
         return self._stats
 
+    def take_iteration_stats(self) -> list[IterationStats]:
+        """What the steps since the last call did, oldest first; at most `records.max_iterations` (0 = none are kept)."""
+        self._check_open()
+        return self._records.take_iterations()
+
+    def take_request_stats(self) -> list[IterationRequests]:
+        """The requests in each step since the last call; at most `records.max_request_iterations` steps (0 = none)."""
+        self._check_open()
+        return self._records.take_requests()
+
+    def take_kv_events(self, timeout: timedelta | float | None = 0.0) -> list[KvEvent]:
+        """Which blocks can be found in the cache, or no longer, since the last call; at most `records.max_kv_events` (0 = none).
+
+        Waits for the first one, at most for `timeout` (seconds or timedelta; None waits until `shutdown`).
+        """
+        self._check_open()
+        return self._records.take_kv_events(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+
     def shutdown(self, drain: bool = False) -> None:
         """End the Executor, with the engine if it is its own, and wake all waiters.
 
@@ -216,6 +237,7 @@ class Executor:
             self._process.stop()
         self._on_lost()
         self._mailboxes.close()
+        self._records.close()
 
     def __enter__(self) -> Executor:
         return self
@@ -278,8 +300,11 @@ class Executor:
             self._num_deaths = 0 if self._process is None else self._process.num_deaths
             with self._lock:
                 self._hello, self._connected = message, True
+            self._records.limit(message.config.records)
         elif isinstance(message, Heartbeat):
             self._beat(message.turn_age_s)
+        elif isinstance(message, Recorded):
+            self._records.put(message.records)
         else:
             self._stats = message.stats
 

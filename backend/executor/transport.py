@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backend.api.errors import EngineUnavailable
-from backend.core.messages import Command, Hello, Message, Responses, Stats
+from backend.core.messages import Command, Hello, Message, Recorded, Responses, Stats
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 
@@ -47,7 +47,11 @@ class InProcessTransport:
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         self._loop = EngineLoop(self._core)
-        arguments = (lambda responses: on_message(Responses(responses)), lambda stats: on_message(Stats(stats)))
+        arguments = (
+            lambda responses: on_message(Responses(responses)),
+            lambda stats: on_message(Stats(stats)),
+            lambda records: on_message(Recorded(records)),
+        )
         self._thread = threading.Thread(target=self._loop.run, args=arguments, name="engine-loop", daemon=True)
         on_message(Hello(1, self._core.model, self._model_path, self._core.config, self._core.max_kv_tokens))
         self._thread.start()

@@ -1,21 +1,23 @@
-"""BlockManager: the pool. It knows blocks, reference counts and the LRU order, and nothing of sequences or tokens.
+"""BlockManager: the pool. It knows blocks, reference counts and the order of eviction, and nothing of sequences or tokens.
 
     unbacked --grow--> free --allocate--> active --release(keep=True)--> cached --evict--> free
                         ^                   |  ^                            |
                         +--release(False)---+  +----------lock--------------+
 
-Order of preference for a new block: free, then growth of the backed part of the pool, then eviction of the least recently
-used cached block. Invariant: free + cached + active == num_blocks, where free counts the unbacked ones too.
+Order of preference for a new block: free, then growth of the backed part of the pool, then eviction of the cached block of the
+lowest priority that was used least recently. Invariant: free + cached + active == num_blocks, where free counts the unbacked
+ones too.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from backend.api.request import DEFAULT_RETENTION_PRIORITY
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, Block, BlockHandle
+from backend.kvcache.eviction import EvictionOrder
 
 
 class OutOfBlocks(RuntimeError):
@@ -31,7 +33,8 @@ class BlockManager:
         self.chunk_blocks = {-1: num_blocks, 0: max(1, math.isqrt(num_blocks))}.get(chunk_blocks, chunk_blocks)
         self.blocks: list[Block] = []  # those backed by memory
         self._free: list[BlockId] = []
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._cached = EvictionOrder()
+        self.has_priorities = False  # whether any block ever got one
         self._num_active = 0
         self._next_unique_id = 1
         self._on_evict = on_evict
@@ -78,7 +81,7 @@ class BlockManager:
         if not self._free:
             self._grow()
         if not self._free:
-            self.evict_lru()
+            self.evict_first()
         block = self.blocks[self._free.pop()]
         block.ref_count = 1
         block.unique_id = self._next_unique_id
@@ -91,7 +94,7 @@ class BlockManager:
         """Add a reference to a block that is cached or active."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
-            del self._cached[block_id]
+            self._cached.remove(block)
             self._num_active += 1
         block.ref_count += 1
 
@@ -111,7 +114,7 @@ class BlockManager:
             return
         self._num_active -= 1
         if keep:
-            self._cached[block_id] = None
+            self._cached.add(block)
         else:
             self._clear(block)
 
@@ -126,9 +129,34 @@ class BlockManager:
 
     def discard(self, block_id: BlockId) -> None:
         """Turn a cached block into a free one, because nobody can ask for its content any more."""
-        if block_id in self._cached:
-            del self._cached[block_id]
-            self._clear(self.blocks[block_id])
+        block = self.blocks[block_id]
+        if block in self._cached:
+            self._cached.remove(block)
+            self._clear(block)
+
+    def retain(self, block_id: BlockId, priority: int, until_ns: int | None) -> None:
+        """Give an active block a priority in the order of eviction, and say when it lapses."""
+        block = self.blocks[block_id]
+        block.priority, block.lapse = priority, None
+        self.has_priorities = True
+        if until_ns is not None:
+            self._cached.note_lapse(block, until_ns)
+
+    def lapse(self, now_ns: int) -> list[BlockId]:
+        """Take priorities away that have come to their end. Returns the blocks; a cached one counts as used just now."""
+        changed = []
+        for lapse, block_id in self._cached.lapsed(now_ns):
+            block = self.blocks[block_id]
+            if block.lapse != lapse:
+                continue
+            is_cached = block in self._cached
+            if is_cached:
+                self._cached.remove(block)
+            block.priority, block.lapse = DEFAULT_RETENTION_PRIORITY, None
+            if is_cached:
+                self._cached.add(block)
+            changed.append(block_id)
+        return changed
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the equation when the pool's books do not balance."""
@@ -153,16 +181,19 @@ class BlockManager:
             self.blocks.append(Block(BlockId(len(self.blocks))))
             self._free.append(self.blocks[-1].block_id)
 
-    def evict_lru(self) -> None:
-        """Turn the least recently used cached block into a free one. Raises OutOfBlocks when nothing is cached."""
-        if not self._cached:
+    def evict_first(self) -> None:
+        """Turn the first cached block in the order of eviction into a free one. Raises OutOfBlocks when nothing is cached."""
+        block_id = self._cached.first()
+        if block_id is None:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use by running sequences")
-        block_id, _ = self._cached.popitem(last=False)
+        block = self.blocks[block_id]
+        self._cached.remove(block)
         self.num_evicted_total += 1
-        self._clear(self.blocks[block_id])
+        self._clear(block)
 
     def _clear(self, block: Block) -> None:
         block.unique_id = 0
         block.is_shareable = False
+        block.priority, block.lapse = DEFAULT_RETENTION_PRIORITY, None
         self._free.append(block.block_id)
         self._on_evict(block.block_id)

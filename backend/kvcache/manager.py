@@ -20,10 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backend.api.config import KvCacheConfig
-from backend.api.stats import KvCacheStats
+from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig
+from backend.api.stats import KvCacheStats, KvEvent
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId, SlotId
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.kvcache.eviction import Retained
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.plan import Grant, KVPlan
 from backend.kvcache.state import CacheState
@@ -53,12 +55,15 @@ class KVCacheManager:
         num_slots: int,
         sliding_window: int | None = None,
         max_chunk_tokens: int = 1 << 30,
+        max_events: int = 0,
     ) -> None:
+        """`max_events`: how many events are kept until `take_events`; 0 = none are made."""
         self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens)
-        self.state = CacheState(config, num_blocks, num_slots, self.geometry)
+        self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
         self._reused_blocks_total = 0
         self._missed_blocks_total = 0
+        self._now_ns = 0
 
     @property
     def block_size(self) -> int:
@@ -98,13 +103,14 @@ class KVCacheManager:
         return KVPlan(self.state)
 
     def commit(self, plan: KVPlan) -> KVCommit:
-        """Carry a plan out: pause, lock what was found, allocate (evicting the least recently used), note copies.
+        """Carry a plan out: pause, lock what was found, allocate (evicting what comes first in that order), note copies.
 
         Writes slot and num_computed_tokens of every sequence it admits or pauses.
         """
         if not (plan.grants or plan.pauses):
             return KVCommit({}, [])
         for seq in plan.pauses:
+            self._retain(seq)
             self._unlock(self._tables[seq.seq_id], keep=True)
             self._release_slot(seq)
         grants = list(plan.grants.values())
@@ -142,12 +148,19 @@ class KVCacheManager:
         table = self._tables.get(seq.seq_id)
         if table is not None:
             if table.is_locked:
+                self._retain(seq)
                 self._unlock(table, keep)
             elif not keep:
                 self._discard(table.handles)
             if not keep:
                 del self._tables[seq.seq_id]
         self._release_slot(seq)
+
+    def tick(self, now_ns: int) -> None:
+        """Let priorities lapse that hold until now or sooner. Durations of retention count from the latest tick."""
+        self._now_ns = now_ns
+        for block_id in self._blocks.lapse(now_ns):
+            self._trie.tell_updated(block_id, self._blocks.blocks[block_id].priority)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """An idle sequence is cut to `num_tokens`: let go of the blocks beyond. The caller cuts the token ids."""
@@ -183,7 +196,11 @@ class KVCacheManager:
     def lose_everything(self) -> None:
         """Evict every cached block, because the workers' memory can no longer be trusted. Nothing may be running."""
         while self._blocks.num_cached:
-            self._blocks.evict_lru()
+            self._blocks.evict_first()
+
+    def take_events(self) -> list[KvEvent]:
+        """What has become findable, or is no longer, since the last call."""
+        return [] if self.state.events is None else self.state.events.take()
 
     def stats(self) -> KvCacheStats:
         blocks = self._blocks
@@ -258,6 +275,34 @@ class KVCacheManager:
         seq.num_new_blocks += len(new)
         assert seq.slot is not None  # it runs, or was admitted just now
         return TableChange(seq.slot, [handle.block_id for handle in new], grant.admitted or grant.replaces is not None)
+
+    def _retain(self, seq: Sequence) -> None:
+        """Give a running sequence's blocks the priorities that its request asks for, tail first like `_unlock`.
+
+        A block is kept no shorter than those behind it, which are worth nothing without it. A request that asks for nothing
+        leaves priorities as they are, for this rule's sake not below the default.
+        """
+        retention = seq.request.retention
+        if retention is None and not self._blocks.has_priorities:
+            return
+        handles = self._tables[seq.seq_id].handles
+        keep = Retained(0, None)
+        for index in reversed(range(len(handles))):
+            if handles[index] is DROPPED:
+                break
+            block = self._blocks.blocks[handles[index].block_id]
+            before = Retained(block.priority, block.lapse[0] if block.lapse else None)
+            keep = keep.before(self._asked_for(retention, index, seq.num_prompt_tokens) if retention else before)
+            if keep != before or keep.until_ns is not None:  # what lapses does so in the order of the latest use
+                self._blocks.retain(block.block_id, keep.priority, keep.until_ns)
+            if keep.priority != before.priority:
+                self._trie.tell_updated(block.block_id, keep.priority)
+
+    def _asked_for(self, retention: RetentionConfig, index: int, num_prompt_tokens: int) -> Retained:
+        priority, duration_s = retention.of_token(index * self.block_size, num_prompt_tokens)
+        if duration_s is None or priority <= DEFAULT_RETENTION_PRIORITY:
+            return Retained(priority, None)
+        return Retained(priority, self._now_ns + int(duration_s * 1e9))
 
     def _unlock(self, table: BlockTable, keep: bool) -> None:
         """Tail first, so that the tail is the least recently used: eviction then shortens a prefix instead of beheading it."""

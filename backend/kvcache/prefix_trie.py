@@ -15,15 +15,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
+from backend.api.stats import StoredBlock
 from backend.core.step import BlockId
 from backend.kvcache.block import DROPPED, BlockHandle
+from backend.kvcache.events import KvEventLog, block_hash, root_hash
 
 Key = tuple[int, ...]
 ROOT = BlockHandle(BlockId(-1), -1)  # of a namespace: no block
 
 
 class TrieNode:
-    __slots__ = ("children", "handle", "key", "namespace", "ordered_keys", "parent")
+    __slots__ = ("children", "handle", "hash", "key", "namespace", "ordered_keys", "parent")
 
     def __init__(self, parent: TrieNode | None, key: Key, handle: BlockHandle, namespace: str = "") -> None:
         self.parent = parent  # None when cut off, and for roots
@@ -32,6 +34,7 @@ class TrieNode:
         self.namespace = namespace  # of roots
         self.children: dict[Key, TrieNode] = {}
         self.ordered_keys: list[Key] = []  # of the children, ascending
+        self.hash = 0  # for the log of events, where there is one
 
     def add(self, child: TrieNode) -> None:
         self.children[child.key] = child
@@ -43,8 +46,10 @@ class TrieNode:
 
 
 class PrefixTrie:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, events: KvEventLog | None = None) -> None:
+        """`events`: is told which blocks can be found, and which no longer."""
         self._block_size = block_size
+        self._events = events
         self._roots: dict[str, TrieNode] = {}
         self._nodes: dict[BlockId, TrieNode] = {}
 
@@ -56,7 +61,12 @@ class PrefixTrie:
         return block_id in self._nodes
 
     def root(self, namespace: str) -> TrieNode:
-        return self._roots.setdefault(namespace, TrieNode(None, (), ROOT, namespace))
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = TrieNode(None, (), ROOT, namespace)
+            if self._events is not None:
+                node.hash = root_hash(namespace)
+        return node
 
     def is_attached(self, node: TrieNode) -> bool:
         return node.handle is ROOT or self._nodes.get(node.handle.block_id) is node
@@ -102,17 +112,21 @@ class PrefixTrie:
         if node is None or not self.is_attached(node):
             node, depth = self.root(namespace), 0
         size = self._block_size
+        entered: list[TrieNode] = []
         for index in range(depth, num_blocks):
             key = tuple(token_ids[index * size : (index + 1) * size])
             child = node.children.get(key)
             if child is None:
                 if handles[index] is DROPPED or handles[index].block_id in self._nodes:
                     self._drop_empty_root(node)
+                    self._tell_stored(entered)
                     return None, index
                 child = TrieNode(node, key, handles[index])
                 node.add(child)
                 self._nodes[handles[index].block_id] = child
+                entered.append(child)
             node = child
+        self._tell_stored(entered)
         return node, max(depth, num_blocks)
 
     def forget(self, block_id: BlockId) -> None:
@@ -124,12 +138,22 @@ class PrefixTrie:
             node.parent.remove(node)
             self._drop_empty_root(node.parent)
         stack = [node]
+        removed: list[int] = []
         while stack:
             cut = stack.pop()
             del self._nodes[cut.handle.block_id]
             cut.parent = None
+            removed.append(cut.hash)
             stack.extend(cut.children.values())
             cut.children, cut.ordered_keys = {}, []
+        if self._events is not None:
+            self._events.removed(removed)
+
+    def tell_updated(self, block_id: BlockId, priority: int) -> None:
+        """A block has another priority in the order of eviction. Unknown blocks are ignored."""
+        node = self._nodes.get(block_id)
+        if node is not None and self._events is not None:
+            self._events.updated(node.hash, priority)
 
     def check_integrity(self) -> None:
         for block_id, node in self._nodes.items():
@@ -143,6 +167,18 @@ class PrefixTrie:
                 f"trie: the keys of namespace {namespace!r} are out of order"
             )
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
+
+    def _tell_stored(self, entered: list[TrieNode]) -> None:
+        """Each node of `entered` is the child of the one before it: a known block in between would be a child of a new one."""
+        if self._events is None or not entered:
+            return
+        parent = entered[0].parent
+        assert parent is not None  # it was entered just now
+        parent_hash = None if parent.handle is ROOT else parent.hash
+        before = parent.hash
+        for node in entered:
+            before = node.hash = block_hash(before, node.key)
+        self._events.stored(parent_hash, [StoredBlock(node.hash, list(node.key)) for node in entered])
 
     def _drop_empty_root(self, node: TrieNode) -> None:
         """Namespaces are chosen by clients: one that holds nothing must not be remembered."""

@@ -12,6 +12,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.events import KvEventLog
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.slots import SlotManager
@@ -19,9 +20,12 @@ from backend.kvcache.tables import BlockTable
 
 
 class CacheState:
-    def __init__(self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry) -> None:
+    def __init__(
+        self, config: KvCacheConfig, num_blocks: int, num_slots: int, geometry: Geometry, max_events: int = 0
+    ) -> None:
         self.geometry = geometry
-        self.trie = PrefixTrie(config.block_size)
+        self.events = KvEventLog(max_events, num_blocks) if max_events else None
+        self.trie = PrefixTrie(config.block_size, self.events)
         self.blocks = BlockManager(num_blocks, config.chunk_blocks, on_evict=self.trie.forget)
         self.slots = SlotManager(num_slots)
         self.tables: dict[SequenceId, BlockTable] = {}

@@ -2,6 +2,7 @@
 
     GuaranteedNoEvict   a sequence is admitted only when all admitted ones could run to their longest end together; none is
                         ever paused
+    StaticBatch         the same, and nobody is admitted while others run
     MaxUtilization      a sequence is admitted when its known tokens fit; when the pool runs dry, the youngest running
                         sequence is paused, and computed again when there is room
 
@@ -49,6 +50,11 @@ class GuaranteedNoEvict:
         if grant is not None and grant.admitted:
             return max(0, self._kv.blocks_needed(max_cells(seq)) - grant.num_held)
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
+
+
+class StaticBatch(GuaranteedNoEvict):
+    def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
+        return Admission.LATER if running else super().admit(plan, seq, running, admitted)
 
 
 class MaxUtilization:

@@ -1,4 +1,4 @@
-"""WaitingQueue: sequences that want a slot, in order of acceptance. Paused ones are older than all that never ran."""
+"""WaitingQueue: sequences that want a slot. The paused are first, then those that never ran, by priority and acceptance."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class WaitingQueue:
         return self._queue[0] if self._queue else None
 
     def append(self, seq: Sequence) -> None:
-        """A newly accepted request: last in line."""
-        self._queue.append(seq)
+        """A newly accepted request: behind all of its priority or a higher one, and behind the paused."""
+        priority, place = seq.request.priority, len(self._queue)
+        while place > self.num_paused and self._queue[place - 1].request.priority < priority:
+            place -= 1
+        self._queue.insert(place, seq)
         self.num_tokens += seq.num_tokens
 
     def put_back(self, seq: Sequence) -> None:

@@ -21,7 +21,13 @@ from backend.core.sequence import Event, Sequence, Status
 from backend.core.step import BlockId, NewRow, Row, SequenceId, StepInput
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
-from backend.scheduler.capacity import CapacityScheduler, GuaranteedNoEvict, MaxUtilization, extend_or_pause
+from backend.scheduler.capacity import (
+    CapacityScheduler,
+    GuaranteedNoEvict,
+    MaxUtilization,
+    StaticBatch,
+    extend_or_pause,
+)
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 
@@ -37,6 +43,7 @@ class StepPlan:
     rejected: list[Sequence] = field(default_factory=list)  # will never fit
     num_cached_tokens: int = 0  # written by commit: KV found by turns that are admitted for the first time
     num_evicted: int = 0  # written by commit: admitted sequences that had lost KV
+    num_empty_slots: int = 0  # written by commit: sequences of a static batch that have ended before it
 
     @property
     def rows(self) -> list[tuple[Sequence, int]]:
@@ -63,9 +70,10 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
         self._micro_batch = MicroBatchScheduler(config, on_cpu)
-        self._separate = config.batching == "separate"
-        no_evict = config.policy == "guaranteed_no_evict"
-        self._capacity: CapacityScheduler = GuaranteedNoEvict(kv) if no_evict else MaxUtilization(kv)
+        self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
+        self._separate = config.batching != "fused"
+        self._capacity = _capacity_scheduler(config, kv)
+        self._num_batch = 0  # sequences of the static batch when it began
 
     @property
     def has_work(self) -> bool:
@@ -77,7 +85,7 @@ class Scheduler:
         return self._micro_batch.max_prompt_tokens
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence that is WAITING last in line."""
+        """Put a sequence that is WAITING in line, behind all of its priority."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -128,6 +136,10 @@ class Scheduler:
             seq.num_pauses += 1
             self.running.remove(seq)
             self.waiting.put_back(seq)
+        if self.is_static:
+            if plan.admitted:
+                self._num_batch = len(plan.admitted)
+            plan.num_empty_slots = self._num_batch - len(self.running or plan.admitted)
         for seq in plan.admitted:
             self.waiting.remove(seq)
             self.running.append(seq)
@@ -154,7 +166,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
         for seq in self.waiting:
-            if not self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens):
+            room = self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens)
+            if not (room or self.is_static):  # a static batch is as large as the slots and the pool allow
                 break
             answer = self._capacity.admit(plan.kv, seq, self.running, plan.admitted)
             if answer is Admission.NEVER:
@@ -177,6 +190,12 @@ class Scheduler:
         return seq.num_uncomputed_tokens
 
 
+def _capacity_scheduler(config: SchedulerConfig, kv: KVCacheManager) -> CapacityScheduler:
+    if config.batching == "static" or config.policy == "static_batch":
+        return StaticBatch(kv)
+    return MaxUtilization(kv) if config.policy == "max_utilization" else GuaranteedNoEvict(kv)
+
+
 def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> None:
     """Book what an admission found: KV reused, or KV lost since the sequence last ran (`known` tokens then).
 
@@ -189,6 +208,10 @@ def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> N
         seq.first_scheduled_ns = now_ns
         seq.num_cached_tokens = own
         plan.num_cached_tokens += seq.num_computed_tokens
+    else:  # paused within its prompt, of which others have computed more since
+        more = max(0, own - max(seq.max_computed_tokens, seq.num_cached_tokens))
+        seq.num_cached_tokens += more
+        plan.num_cached_tokens += more
     if seq.num_computed_tokens < min(known, seq.num_tokens - 1):
         seq.num_evictions += 1
         plan.num_evicted += 1

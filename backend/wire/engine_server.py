@@ -21,8 +21,19 @@ from pathlib import Path
 from backend.api.errors import ErrorCode, InvalidRequest
 from backend.api.request import RequestId
 from backend.api.response import Response
-from backend.api.stats import EngineStats
-from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, Heartbeat, Hello, Message, Responses, Stats
+from backend.api.stats import EngineStats, Records
+from backend.core.messages import (
+    CLIENT_SHIFT,
+    Cancel,
+    ClientGone,
+    Command,
+    Heartbeat,
+    Hello,
+    Message,
+    Recorded,
+    Responses,
+    Stats,
+)
 from backend.wire.framing import FrameTooLarge, Undecodable, decode_command, encode_frame, receive_frame, request_id_of
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
@@ -160,6 +171,13 @@ class EngineServer:
 
     def publish_stats(self, stats: EngineStats) -> None:
         self._broadcast(Stats(stats))
+
+    def publish_records(self, records: Records) -> None:
+        """Tell all clients. Records that make no frame are dropped: nobody may wait for the responses behind them."""
+        try:
+            self._broadcast(Recorded(records))
+        except FrameTooLarge as error:
+            log.warning("records of %d bytes were dropped, the limit is %d", error.num_bytes, error.limit)
 
     def close(self) -> None:
         """Stop listening; connections end once what is queued for them has been sent."""

@@ -22,7 +22,7 @@ from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
-from tests.e2e.wire import events, eventually, post, scrape, to_input
+from tests.e2e.wire import events, eventually, post, to_input
 
 pytestmark = pytest.mark.feature("W-07")
 MODELS = ("vllm_model", "vllm_opt")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.api import EngineConfig, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig, SchedulerConfig, SessionsConfig
+from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig, SessionsConfig
 from backend.core.clock import ManualClock
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
@@ -27,6 +27,8 @@ class Driver:
         reuse: bool = True,
         sharing: str = "namespace",
         chunked: bool = True,
+        batching: str = "fused",
+        records: RecordsConfig | None = None,
         **worker: object,
     ) -> None:
         config = EngineConfig(
@@ -41,9 +43,11 @@ class Driver:
                 max_batch_size=slots,
                 max_num_tokens=max_num_tokens,
                 policy=policy,
+                batching=batching,
                 enable_chunked_context=chunked,
             ),
             sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
+            records=records or RecordsConfig(),
         )
         self.clock = ManualClock()
         self.workers = HashWorkerGroup(vocab_size=VOCAB, **worker)

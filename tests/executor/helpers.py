@@ -33,12 +33,12 @@ def make_executor(config: EngineConfig = CONFIG, **worker: object) -> Executor:
 
 
 @contextmanager
-def engine(socket_path: Path) -> Iterator[EngineCore]:
+def engine(socket_path: Path, config: EngineConfig = CONFIG) -> Iterator[EngineCore]:
     """An engine that listens, in this process."""
-    core = make_core()
+    core = make_core(config)
     loop = EngineLoop(core, stats_period_s=0.01)
-    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", CONFIG))
-    thread = threading.Thread(target=loop.run, args=(server.deliver, server.publish_stats))
+    server = EngineServer(str(socket_path), loop.post, lambda index: Hello(index, core.model, "", config))
+    thread = threading.Thread(target=loop.run, args=(server.deliver, server.publish_stats, server.publish_records))
     thread.start()
     try:
         yield core

@@ -41,10 +41,11 @@ class Cache:
         max_chunk_tokens: int = 64,
         watermark: float = 0.0,
         vocab_size: int = VOCAB,
+        max_events: int = 0,
         **config: object,
     ) -> None:
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
-        self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens)
+        self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens, max_events)
         self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.num_backed_blocks)
         self.copies: list[tuple[int, int]] = []  # the copies of the last step

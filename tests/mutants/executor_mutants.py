@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
+from backend.engine.recorder import Recorder
 from backend.engine.statistics import Statistics
 from backend.executor import engine_process
 from backend.executor.engine_supervisor import EngineProcess, RestartPolicy
 from backend.executor.executor import Executor
 from backend.executor.gpt_manager import GptManager
 from backend.executor.mailbox import Mailboxes
+from backend.executor.record_shelf import RecordShelf
 from backend.executor.watch import Watch
+from backend.kvcache.events import KvEventLog
+from backend.kvcache.prefix_trie import PrefixTrie
 from backend.wire import framing
 from backend.wire.client import SocketTransport
 from backend.wire.engine_server import Connection, EngineServer
@@ -24,6 +28,7 @@ SERVER = ["tests/wire/test_engine_server.py"]
 OUTGOING = ["tests/wire/test_outgoing.py", "tests/wire/test_engine_server.py"]
 PROCESS = ["tests/executor/test_engine_process.py"]
 EXECUTOR = ["tests/executor/test_answers.py", "tests/executor/test_executor.py", "tests/executor/test_socket.py"]
+RECORDS = ["tests/engine/test_recorder.py", "tests/executor/test_records.py", "tests/kvcache/test_events.py"]
 MANAGER = ["tests/executor/test_gpt_manager.py"]
 SUPERVISOR = ["tests/executor/test_supervisor.py"]
 WATCH = ["tests/executor/test_watch.py"]
@@ -163,6 +168,26 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
     "a_busy_loop_looks_hung": (
         change(Heart, "beat", (" and turn == self._turn", "")),
         SERVER,
+    ),
+    "records_are_told_again": (
+        change(Recorder, "take", ("    self._iterations.clear()\n", "")),
+        RECORDS,
+    ),
+    "who_returns_from_a_pause_counts_as_new": (
+        change(Recorder, "record", (" if seq.first_scheduled_ns == flight.started_ns", "")),
+        RECORDS,
+    ),
+    "a_waiter_for_events_sleeps_on": (
+        change(RecordShelf, "put", ("        self._changed.notify_all()\n", "")),
+        RECORDS,
+    ),
+    "blocks_below_a_removed_one_are_not_told": (
+        change(PrefixTrie, "forget", ("removed.append(cut.hash)", "removed = [node.hash]")),
+        RECORDS,
+    ),
+    "events_start_at_one": (
+        change(KvEventLog, "__init__", ("self._next_id = 0", "self._next_id = 1")),
+        RECORDS,
     ),
     "more_is_asked_for_than_there_is_room": (
         change(GptManager, "_take_in", (" - len(self._core.scheduler.waiting)", "")),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
+from backend.api.request import RetentionConfig, TokenRangeRetention
 from tests.simulation.model import Key, Model, Turn, key_of, reference_output
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 
@@ -132,10 +133,21 @@ class Generator:
             ),
             timeout_s=rng.choice((None, None, None, 1.0, 5.0)),
             cache_salt=salt,
+            retention=self._retention(),
             return_all_generated_tokens=rng.random() < 0.1,
             session=session,
         )
         return Enqueue(request_id, self._with_ends(request_id, request))
+
+    def _retention(self) -> RetentionConfig | None:
+        if self._rng.random() < 0.8:
+            return None
+        first = self._rng.randrange(5)
+        spans = (
+            TokenRangeRetention(first, first + self._rng.randint(1, 5), self._rng.choice((0, 35, 90)), 2.0),
+            TokenRangeRetention(first + 5, None, self._rng.choice((10, 100))),
+        )
+        return RetentionConfig(spans[: self._rng.randint(0, 2)], self._rng.choice((0, 35, 50)), 1.0)
 
     def _session(self, salt: str) -> SessionConfig:
         rng = self._rng

@@ -1,0 +1,34 @@
+"""Outbox: responses that are ready, in order, and those of a static batch that wait for its end."""
+
+from __future__ import annotations
+
+from backend.api.request import RequestId
+from backend.api.response import Response
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._ready: list[Response] = []
+        self._held: dict[RequestId, Response] = {}
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether a final response of this id is held back."""
+        return request_id in self._held
+
+    def put(self, response: Response) -> None:
+        self._ready.append(response)
+
+    def hold(self, response: Response) -> None:
+        """Keep a final response until `let_go`."""
+        self._held[response.request_id] = response
+
+    def let_go(self) -> None:
+        """The batch of the responses that are held has ended."""
+        if self._held:
+            self._ready += self._held.values()
+            self._held = {}
+
+    def take(self) -> list[Response]:
+        """Hand over what is ready."""
+        ready, self._ready = self._ready, []
+        return ready

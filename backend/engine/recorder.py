@@ -1,0 +1,73 @@
+"""Recorder: keeps what each step did, for clients that want to read it step by step. It is told, and decides nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from backend.api.config import RecordsConfig
+from backend.api.stats import IterationRequests, IterationStats, KvEvent, Records, RequestStage, RequestStats
+from backend.core.sequence import Sequence, Status
+from backend.engine.flight import Flight
+
+
+class Recorder:
+    """Holds records until they are taken, which the loop does after every step; the oldest go first when nobody takes them."""
+
+    def __init__(self, config: RecordsConfig) -> None:
+        self._iterations: deque[IterationStats] = deque(maxlen=config.max_iterations)
+        self._requests: deque[IterationRequests] = deque(maxlen=config.max_request_iterations)
+        self._ended: list[RequestStats] = []
+        self._wants_requests = config.max_request_iterations > 0
+        self.wants_steps = config.max_iterations > 0 or self._wants_requests
+
+    def note_end(self, seq: Sequence) -> None:
+        """A request has ended. Call it before its books are reset."""
+        if self._wants_requests:
+            self._ended.append(_request_stats(seq, RequestStage.COMPLETE))
+
+    def record(self, flight: Flight, latest: IterationStats, live: Iterable[Sequence]) -> None:
+        """A step has landed. `latest`: its statistics; `live`: the requests that go on."""
+        if self._iterations.maxlen:
+            new = [seq for seq in flight.plan.admitted if seq.first_scheduled_ns == flight.started_ns]
+            waited_ns = sum(flight.started_ns - seq.arrival_ns for seq in new)
+            self._iterations.append(
+                msgspec.structs.replace(
+                    latest, num_new_active_requests=len(new), new_active_requests_queue_latency_ms=waited_ns / 1e6
+                )
+            )
+        if self._wants_requests:
+            scheduled = {seq.seq_id for seq, _ in flight.plan.rows}
+            requests = [_request_stats(seq, _stage(seq), seq.seq_id in scheduled) for seq in live]
+            self._requests.append(IterationRequests(latest.iter, [*requests, *self._ended]))
+            self._ended = []
+
+    def take(self, kv_events: list[KvEvent]) -> Records | None:
+        """Return what there is since the last call, `kv_events` with it; None when there is nothing."""
+        if not (self._iterations or self._requests or kv_events):
+            return None
+        records = Records(list(self._iterations), list(self._requests), kv_events)
+        self._iterations.clear()
+        self._requests.clear()
+        return records
+
+
+def _stage(seq: Sequence) -> RequestStage:
+    if seq.status is not Status.RUNNING:
+        return RequestStage.QUEUED
+    return RequestStage.GENERATION if seq.num_output_tokens else RequestStage.CONTEXT
+
+
+def _request_stats(seq: Sequence, stage: RequestStage, is_scheduled: bool = False) -> RequestStats:
+    return RequestStats(
+        seq.request_id,
+        stage,
+        min(seq.num_computed_tokens, seq.num_prompt_tokens),
+        seq.num_output_tokens,
+        is_scheduled,
+        seq.status is Status.PAUSED,
+        seq.num_new_blocks,
+        seq.num_reused_blocks,
+    )

@@ -1,0 +1,63 @@
+"""RecordShelf: keeps the records of steps until the program fetches them. The oldest go first when there are too many."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TypeVar
+
+from backend.api.config import RecordsConfig
+from backend.api.stats import IterationRequests, IterationStats, KvEvent, Records
+
+T = TypeVar("T")
+
+
+class RecordShelf:
+    """Any thread may call its methods."""
+
+    def __init__(self) -> None:
+        self._iterations: deque[IterationStats] = deque(maxlen=0)
+        self._requests: deque[IterationRequests] = deque(maxlen=0)
+        self._kv_events: deque[KvEvent] = deque(maxlen=0)
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def limit(self, config: RecordsConfig) -> None:
+        """Keep so many records of each kind; what is there stays as far as there is room."""
+        with self._changed:
+            self._iterations = deque(self._iterations, config.max_iterations)
+            self._requests = deque(self._requests, config.max_request_iterations)
+            self._kv_events = deque(self._kv_events, config.max_kv_events)
+
+    def put(self, records: Records) -> None:
+        with self._changed:
+            self._iterations.extend(records.iterations)
+            self._requests.extend(records.requests)
+            self._kv_events.extend(records.kv_events)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake all waiters. From now on nobody waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def take_iterations(self) -> list[IterationStats]:
+        with self._changed:
+            return _drained(self._iterations)
+
+    def take_requests(self) -> list[IterationRequests]:
+        with self._changed:
+            return _drained(self._requests)
+
+    def take_kv_events(self, timeout_s: float | None) -> list[KvEvent]:
+        """Wait for an event, and return all that are there; [] after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._kv_events), timeout_s)
+            return _drained(self._kv_events)
+
+
+def _drained(shelf: deque[T]) -> list[T]:
+    records = list(shelf)
+    shelf.clear()
+    return records

@@ -1,0 +1,57 @@
+"""KvEventLog: tells which blocks can be found, for routers that send a request to where its prefix is.
+
+A block's hash is that of its tokens and its parent's hash, so equal prefixes have equal hashes in every engine. After
+TensorRT-LLM's KVCacheEventManager.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Iterable
+
+from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, BlockUpdated, KvEvent, StoredBlock
+
+
+class KvEventLog:
+    """Keeps at most `max_events` until they are taken; the oldest are dropped."""
+
+    def __init__(self, max_events: int, num_blocks: int) -> None:
+        self._events: deque[KvEvent] = deque(maxlen=max_events)
+        self._next_id = 0
+        self._add(BlocksCreated(num_blocks))
+
+    def stored(self, parent_hash: int | None, blocks: list[StoredBlock]) -> None:
+        """Blocks were entered, each below the one before it."""
+        self._add(BlocksStored(parent_hash, blocks))
+
+    def removed(self, block_hashes: list[int]) -> None:
+        self._add(BlocksRemoved(block_hashes))
+
+    def updated(self, block_hash: int, priority: int) -> None:
+        self._add(BlockUpdated(block_hash, priority))
+
+    def take(self) -> list[KvEvent]:
+        """Return what has not been taken yet, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _add(self, data: BlocksCreated | BlocksStored | BlocksRemoved | BlockUpdated) -> None:
+        self._events.append(KvEvent(self._next_id, data))
+        self._next_id += 1
+
+
+def root_hash(namespace: str) -> int:
+    """Stands in for the parent's hash of a namespace's first blocks."""
+    return _number(namespace.encode())
+
+
+def block_hash(parent_hash: int, token_ids: Iterable[int]) -> int:
+    """64 bits over the parent's hash and the tokens as 32-bit integers (BLAKE2b)."""
+    return _number(parent_hash.to_bytes(8, "little") + array("i", token_ids).tobytes())
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,99 @@
+"""Records of steps, as an Executor's program fetches them: of an engine in this process, and over a socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backend.api import EngineUnavailable, Request
+from backend.api.config import RecordsConfig
+from backend.api.stats import BlocksCreated, BlocksStored, KvEvent, Records, RequestStage
+from backend.executor import Executor
+from backend.executor.record_shelf import RecordShelf
+from backend.wire.client import wait_until
+from tests.executor.helpers import CONFIG, drain, engine, make_executor
+
+RECORDING = msgspec.structs.replace(CONFIG, records=RecordsConfig(1000, 1000, 1000))
+
+
+@pytest.fixture(params=["in this process", "over a socket"])
+def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Executor]:
+    if request.param == "in this process":
+        with make_executor(RECORDING) as executor:
+            yield executor
+        return
+    with (
+        engine(tmp_path / "run" / "engine.sock", RECORDING),
+        Executor.attach(str(tmp_path / "run" / "engine.sock"), 10) as executor,
+    ):
+        yield executor
+
+
+@pytest.mark.feature("000-08", "000-09")
+def test_the_records_of_a_request_are_there_with_its_final_response_and_are_fetched_once(executor: Executor) -> None:
+    request_id = executor.enqueue_request(Request([1, 2, 3, 4, 5], 5))
+    drain(executor, [request_id])
+    steps, requests = executor.take_iteration_stats(), executor.take_request_stats()
+    assert [step.iter for step in steps] == list(range(5)) == [step.iter for step in requests]
+    stages = [stats.stage for step in requests for stats in step.requests]
+    assert stages == [RequestStage.GENERATION] * 4 + [RequestStage.COMPLETE]
+    assert executor.take_iteration_stats() == [] and executor.take_request_stats() == []
+
+
+@pytest.mark.feature("000-61")
+def test_events_of_the_cache_arrive_and_a_waiter_wakes_for_them(executor: Executor) -> None:
+    events = []
+    waiter = threading.Thread(target=lambda: events.extend(executor.take_kv_events(timedelta(seconds=30))))
+    waiter.start()
+    drain(executor, [executor.enqueue_request(Request([1, 2, 3, 4, 5], 1))])
+    waiter.join()
+    events += executor.take_kv_events()
+    assert [event.event_id for event in events] == list(range(len(events)))
+    stored = [
+        block.token_ids for event in events if isinstance(event.data, BlocksStored) for block in event.data.blocks
+    ]
+    assert stored == [[1, 2, 3, 4]]
+
+
+def test_the_first_event_tells_the_size_of_the_pool() -> None:
+    with make_executor(RECORDING) as executor:
+        drain(executor, [executor.enqueue_request(Request([1], 1))])
+        assert executor.take_kv_events()[0].data == BlocksCreated(64)
+
+
+def test_after_shutdown_nothing_can_be_fetched_and_nobody_waits() -> None:
+    executor = make_executor()
+    ended = threading.Event()
+    waiter = threading.Thread(target=lambda: (executor.take_kv_events(None), ended.set()))
+    waiter.start()
+    executor.shutdown()
+    assert ended.wait(10)
+    for take in (executor.take_iteration_stats, executor.take_request_stats, executor.take_kv_events):
+        with pytest.raises(EngineUnavailable, match="shut down"):
+            take()
+
+
+def test_nothing_is_kept_unless_the_configuration_asks_for_it() -> None:
+    with make_executor() as executor:
+        drain(executor, [executor.enqueue_request(Request([1, 2, 3, 4, 5], 2))])
+        assert (executor.take_iteration_stats(), executor.take_request_stats(), executor.take_kv_events()) == (
+            [],
+            [],
+            [],
+        )
+
+
+def test_a_waiter_wakes_when_an_event_comes() -> None:
+    shelf, events = RecordShelf(), []
+    shelf.limit(RecordsConfig(max_kv_events=1))
+    waiter = threading.Thread(target=lambda: events.extend(shelf.take_kv_events(60.0)))
+    waiter.start()
+    assert wait_until(lambda: bool(shelf._changed._waiters), 10)
+    shelf.put(Records(kv_events=[KvEvent(0, BlocksCreated(1))]))
+    waiter.join(20)
+    assert events == [KvEvent(0, BlocksCreated(1))]

@@ -1,0 +1,42 @@
+"""Bugs planted in batching, priorities and retention; those of the cache and the scheduler's plans are in tests/simulation."""
+
+from __future__ import annotations
+
+from backend.engine.core import EngineCore
+from backend.engine.outbox import Outbox
+from backend.kvcache.block_manager import BlockManager
+from backend.kvcache.eviction import EvictionOrder, Retained
+from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.capacity import StaticBatch
+from backend.scheduler.queue import WaitingQueue
+from backend.scheduler.scheduler import Scheduler
+from tests.mutants.changes import change
+
+STATIC = ["tests/engine/test_static_batching.py"]
+PRIORITY = ["tests/scheduler/test_priority.py"]
+RETENTION = ["tests/kvcache/test_retention.py"]
+
+MUTANTS = {
+    "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
+    "a_short_answer_does_not_wait": (
+        change(Outbox, "hold", ("self._held[response.request_id] = response", "self.put(response)")),
+        STATIC,
+    ),
+    "held_ids_are_free": (change(Outbox, "__contains__", ("return request_id in self._held", "return False")), STATIC),
+    "a_static_batch_is_cut_to_a_step": (change(Scheduler, "_admit", ("(room or self.is_static)", "room")), STATIC),
+    "empty_rows_are_not_counted": (change(Scheduler, "commit", ("self._num_batch - ", "0 * ")), STATIC),
+    "a_timeout_waits_for_the_batch": (
+        change(
+            EngineCore, "_finish", ("self._outbox.hold if with_batch", "self._outbox.hold if self.scheduler.is_static")
+        ),
+        STATIC,
+    ),
+    "priority_is_ignored": (change(WaitingQueue, "append", ("priority < priority", "priority < -1")), PRIORITY),
+    "equals_overtake": (change(WaitingQueue, "append", ("priority < priority", "priority <= priority")), PRIORITY),
+    "the_paused_are_overtaken": (change(WaitingQueue, "append", ("place > self.num_paused", "place > 0")), PRIORITY),
+    "high_goes_first": (change(EvictionOrder, "first", ("min(p for", "max(p for")), RETENTION),
+    "nothing_lapses": (change(BlockManager, "lapse", ("block.lapse != lapse", "True")), RETENTION),
+    "void_lapses_count": (change(BlockManager, "lapse", ("block.lapse != lapse", "False")), RETENTION),
+    "a_head_is_kept_for_itself": (change(Retained, "before", ("own.priority < self.priority", "False")), RETENTION),
+    "nothing_is_retained": (change(KVCacheManager, "_retain", ("if retention is None and", "if")), RETENTION),
+}
