@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, check_config
+from backend.api.config import ChunkingPolicy, KvCacheConfig, Policy, check_config
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.postprocessing import PostprocWorkerConfig
 
@@ -20,6 +20,8 @@ KEYS = {
     "max_batch_size": "scheduler.max_batch_size",
     "max_num_tokens": "scheduler.max_num_tokens",
     "enable_chunked_prefill": "scheduler.enable_chunked_context",
+    "iter_stats_max_iterations": "records.max_iterations",
+    "request_stats_max_iterations": "records.max_request_iterations",
 }
 # argument -> values that ask for nothing, why all others are refused
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -38,9 +40,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_config": ((None,), "nothing is decoded speculatively"),
     "gather_generation_logits": ((False,), "logits are not kept"),
     "batch_wait_timeout_ms": ((0, None), "a request never waits for others"),
-    "iter_stats_max_iterations": ((None, 0), "the engine tells the newest iteration only"),
-    "request_stats_max_iterations": ((None, 0), "the engine tells the newest iteration only"),
-    "enable_iter_req_stats": ((False,), "the engine tells the newest iteration only"),
 }
 # argument -> default; handled by LLM itself
 OWN: dict[str, Any] = {
@@ -54,6 +53,7 @@ OWN: dict[str, Any] = {
     "postprocess_tokenizer_dir": None,
     "return_perf_metrics": False,
     "enable_iter_perf_stats": False,
+    "enable_iter_req_stats": False,
     "disable_overlap_scheduler": False,
     "orchestrator_type": None,
     "engine_config": None,
@@ -73,14 +73,15 @@ KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "onboard_blocks": (True,),
     "cross_kv_cache_fraction": (None,),
     "secondary_offload_min_priority": (None,),
-    "event_buffer_max_size": (0,),
     "copy_on_partial_reuse": (True,),
     "use_uvm": (False,),
     "attention_dp_events_gather_period_ms": (5,),
     "max_gpu_total_bytes": (None, 0),
 }
-POLICIES = {"GUARANTEED_NO_EVICT": "guaranteed_no_evict", "MAX_UTILIZATION": "max_utilization"}
-CHUNKING = {"FIRST_COME_FIRST_SERVED": "first_come_first_served", "EQUAL_PROGRESS": "equal_progress"}
+EVENTS = "event_buffer_max_size"  # of KvCacheConfig too, and of our records
+KEPT = 1000  # records of iterations, where only that they are wanted is said
+POLICIES = {name.upper(): name for name in get_args(Policy)}
+CHUNKING = {name.upper(): name for name in get_args(ChunkingPolicy)}
 
 
 class LlmArguments:
@@ -128,7 +129,13 @@ def _at_least_one(name: str, value: int) -> int:
 
 def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration with what the arguments change."""
-    changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}}
+    changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}, "records": {}}
+    for wanted, field in {
+        "enable_iter_perf_stats": "max_iterations",
+        "enable_iter_req_stats": "max_request_iterations",
+    }.items():
+        if given.get(wanted):
+            changes["records"][field] = KEPT
     for name, key in KEYS.items():
         section, _, field = key.partition(".")
         if given.get(name) is not None:
@@ -138,9 +145,12 @@ def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
     changes["scheduler"] |= _scheduler_fields(given.get("scheduler_config"))
     kv_cache = given.get("kv_cache_config")
     if isinstance(kv_cache, KvCacheConfig):
-        changes["kv_cache"] = msgspec.structs.asdict(kv_cache)
+        changes["kv_cache"] = msgspec.to_builtins(kv_cache)
     else:
-        changes["kv_cache"] = _kv_fields(kv_cache)
+        fields = _fields("kv_cache_config", kv_cache)
+        if fields.get(EVENTS):
+            changes["records"]["max_kv_events"] = fields[EVENTS]
+        changes["kv_cache"] = _kv_fields(fields)
     return _changed(config, changes)
 
 
@@ -162,16 +172,20 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return dict(value)
-    known = [*KV_FIELDS, *KV_NEUTRAL, "max_attention_window"] if name == "kv_cache_config" else [*SCHEDULER_FIELDS]
+    known = (
+        [*KV_FIELDS, *KV_NEUTRAL, "max_attention_window", EVENTS] if name == "kv_cache_config" else [*SCHEDULER_FIELDS]
+    )
     return {field: getattr(value, field) for field in known if hasattr(value, field)}
 
 
 SCHEDULER_FIELDS = ("capacity_scheduler_policy", "context_chunking_policy", "dynamic_batch_config")
 
 
-def _kv_fields(value: Any) -> dict[str, Any]:
+def _kv_fields(given: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for name, setting in _fields("kv_cache_config", value).items():
+    for name, setting in given.items():
+        if name == EVENTS:
+            continue
         if name in KV_FIELDS:
             if setting is not None:
                 fields[KV_FIELDS[name]] = setting

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from backend.api import OutputConfig, Request, SamplingConfig
+from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.requests import GenerationRequest
@@ -32,6 +34,7 @@ OPTIONAL: dict[str, Any] = {
     "no_repeat_ngram_size": 1 << 30,
     "beam_width_array": None,
 }
+DEFAULT_PRIORITY = 0.5
 NOT_HERE = {
     "logits_processor": "logits processors are not served here",
     "apply_batched_logits_processor": "logits processors are not served here",
@@ -46,7 +49,6 @@ NOT_HERE = {
 REQUEST_NOT_HERE = {
     "lora_request": "adapters are not served here",
     "prompt_adapter_request": "prompt adapters are not served here",
-    "kv_cache_retention_config": "the cache keeps no priorities here",
     "disaggregated_params": "prompt and output are computed in one place here",
     "postproc_params": "the output is made into text and nothing else",
     "scheduling_params": "there is one scheduler for all requests",
@@ -89,7 +91,8 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         client_id=request.id,
         cache_salt=request.cache_salt or "",
         extra_inputs=dict(request.multimodal_params or {}),
-        **_priority(request),
+        priority=_priority(request),
+        retention=retention(request.kv_cache_retention_config),
     )
 
 
@@ -200,13 +203,32 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
     return entries or None
 
 
-def _priority(request: GenerationRequest) -> dict[str, Any]:
-    """The field of the request if the engine has it. 0.5 asks for nothing."""
+def _priority(request: GenerationRequest) -> float:
     if request.priority is None:
-        return {}
+        return DEFAULT_PRIORITY
     if not 0 <= request.priority <= 1:
         raise ParameterError(f"priority is {request.priority}, allowed is 0 to 1")
-    if "priority" in Request.__struct_fields__:
-        return {"priority": request.priority}
-    refuse("priority", request.priority != 0.5, "requests are served in the order in which they come")
-    return {}
+    return request.priority
+
+
+def retention(config: Any) -> RetentionConfig | None:
+    """How long the KV of a request outlives that of others: our own RetentionConfig, or one with TensorRT-LLM's fields."""
+    if config is None or isinstance(config, RetentionConfig):
+        return config
+    try:
+        ranges = tuple(
+            TokenRangeRetention(each.token_start, each.token_end, each.priority, _seconds(each.duration_ms))
+            for each in config.token_range_retention_configs
+        )
+        return RetentionConfig(ranges, config.decode_retention_priority, _seconds(config.decode_duration_ms))
+    except AttributeError:
+        raise TypeError(
+            f"kv_cache_retention_config is a {type(config).__name__}; a KvCacheRetentionConfig or our RetentionConfig is needed"
+        ) from None
+
+
+def _seconds(duration: timedelta | float | None) -> float | None:
+    """Of a time span, or of a number of milliseconds."""
+    if duration is None:
+        return None
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration / 1000

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from backend.api import IterationStats
+from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, IterationRequests, KvEvent
 
 LOOK_S = 0.02  # how often a waiter looks for records, which nobody announces
 
@@ -69,6 +70,8 @@ def as_json(stats: IterationStats) -> dict[str, Any]:
         "timestamp": datetime.fromtimestamp(stats.timestamp_ns / 1e9).strftime("%m-%d-%Y %H:%M:%S.%f"),
         "iter": stats.iter,
         "iterLatencyMS": stats.iter_latency_ms,
+        "newActiveRequestsQueueLatencyMS": stats.new_active_requests_queue_latency_ms,
+        "numNewActiveRequests": stats.num_new_active_requests,
         "numActiveRequests": stats.num_active_requests,
         "numQueuedRequests": stats.num_queued_requests,
         "numCompletedRequests": stats.num_completed_requests,
@@ -96,3 +99,45 @@ def as_json(stats: IterationStats) -> dict[str, Any]:
             "microBatchId": stats.micro_batch_id,
         },
     }
+
+
+def requests_as_json(iteration: IterationRequests) -> list[dict[str, Any]]:
+    """The requests of one iteration under the names of TensorRT-LLM's JSON. `id` is the engine's own."""
+    return [
+        {
+            "id": request.request_id,
+            "stage": request.stage.name,
+            "contextPrefillPosition": request.num_computed_tokens,
+            "numGeneratedTokens": request.num_output_tokens,
+            "scheduled": request.is_scheduled,
+            "paused": request.is_paused,
+            "allocNewBlocksPerRequest": request.num_new_blocks,
+            "reusedBlocksPerRequest": request.num_reused_blocks,
+        }
+        for request in iteration.requests
+    ]
+
+
+def event_as_json(event: KvEvent) -> dict[str, Any]:
+    """A change of the KV cache in the form of TensorRT-LLM's LLM API. All blocks are on the device (level 0)."""
+    return {"event_id": event.event_id, "data": _event_data(event)}
+
+
+def _event_data(event: KvEvent) -> dict[str, Any]:
+    data = event.data
+    if isinstance(data, BlocksCreated):
+        return {"type": "created", "num_blocks_per_cache_level": [data.num_blocks, 0]}
+    if isinstance(data, BlocksStored):
+        blocks = [
+            {
+                "type": "stored_block",
+                "block_hash": block.block_hash,
+                "tokens": [{"type": "unique_token", "token_id": i, "token_extra_id": 0} for i in block.token_ids],
+                "cache_level": 0,
+            }
+            for block in data.blocks
+        ]
+        return {"type": "stored", "parent_hash": data.parent_hash, "blocks": blocks}
+    if isinstance(data, BlocksRemoved):
+        return {"type": "removed", "block_hashes": data.block_hashes}
+    return {"type": "updated", "block_hash": data.block_hash, "priority": data.priority}

@@ -32,7 +32,7 @@ from backend.llm.postprocessing import LOST, PROCESS, PostprocInput, PostprocPoo
 from backend.llm.requests import GenerationRequest
 from backend.llm.result import GenerationResult
 from backend.llm.result_queue import ResultQueue
-from backend.llm.statistics import LatestStats, as_json
+from backend.llm.statistics import LatestStats, as_json, event_as_json, requests_as_json
 from backend.llm.updates import Output, TextParams
 from backend.text.tokenizer import Tokenizer
 
@@ -152,11 +152,15 @@ class GenerationExecutorWorker(GenerationExecutor):
         self.engine_executor.cancel_request(engine_id)
 
     def iteration_stats(self) -> list[dict[str, Any]]:
-        stats = self.engine_executor.latest_stats()
-        if stats is None or stats.latest.iter <= self._last_iter:
-            return []
-        self._last_iter = stats.latest.iter
-        return [as_json(stats.latest)]
+        """All that were kept (`records.max_iterations`); where none are, the newest that the engine has told of."""
+        if not self.hello.config.records.max_iterations:
+            return self._newest_stats()
+        requests = {each.iter: requests_as_json(each) for each in self.engine_executor.take_request_stats()}
+        records = [as_json(stats) for stats in self.engine_executor.take_iteration_stats()]
+        for record in records:
+            if record["iter"] in requests:
+                record["requestStats"] = requests[record["iter"]]
+        return records
 
     def get_latest_stats(self) -> LatestStats:
         stats = self.engine_executor.latest_stats()
@@ -166,7 +170,9 @@ class GenerationExecutorWorker(GenerationExecutor):
         return LatestStats(latest.num_active_requests, latest.num_queued_requests, latest.num_scheduled_requests)
 
     def kv_events(self) -> list[dict[str, Any]]:
-        raise NotHere("the engine tells no events of its KV cache in this version; do not ask for them")
+        if not self.hello.config.records.max_kv_events:
+            raise NotHere("events of the KV cache are not kept; set event_buffer_max_size of kv_cache_config")
+        return [event_as_json(event) for event in self.engine_executor.take_kv_events()]
 
     def shutdown(self) -> None:
         with self._lock:
@@ -180,6 +186,13 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._pool.close()
         self._fail_all(EngineUnavailable("the executor has been shut down; make a new one"))
         self._on_shutdown()
+
+    def _newest_stats(self) -> list[dict[str, Any]]:
+        stats = self.engine_executor.latest_stats()
+        if stats is None or stats.latest.iter <= self._last_iter:
+            return []
+        self._last_iter = stats.latest.iter
+        return [as_json(stats.latest)]
 
     def _check_open(self) -> None:
         if self._failure is not None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig
 from backend.llm import NotHere
 from backend.llm.arguments import LlmArguments
 
@@ -50,6 +50,13 @@ def test_the_scheduler_is_configured_by_names_or_by_members() -> None:
     assert by_name == by_member and by_name.scheduler.policy == "max_utilization"
     equal = config(scheduler_config={"context_chunking_policy": "EQUAL_PROGRESS"})
     assert equal.scheduler.chunking_policy == "equal_progress"
+
+
+def test_records_of_iterations_are_kept_where_they_are_wanted() -> None:
+    assert config(enable_iter_perf_stats=True).records == RecordsConfig(max_iterations=1000)
+    asked = config(iter_stats_max_iterations=7, request_stats_max_iterations=5, enable_iter_perf_stats=True)
+    assert asked.records == RecordsConfig(max_iterations=7, max_request_iterations=5)
+    assert config(kv_cache_config={"event_buffer_max_size": 16}).records.max_kv_events == 16
 
 
 REFUSED = {

@@ -7,14 +7,16 @@ import pickle
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from backend.api import ConfigError, EngineUnavailable
+from backend.api.config import RecordsConfig
 from backend.llm import LLM, NotHere, RequestError, RequestOutput, SamplingParams
 from backend.llm.progress import with_bar
 from backend.text.tokenizer import Tokenizer
-from tests.llm.helpers import EVER, PATIENCE_S, expected, gated, make_worker, params
+from tests.llm.helpers import CONFIG, EVER, PATIENCE_S, expected, gated, make_worker, params
 
 TEXTS = ["The quick brown fox", "jumps", "over the lazy dog"]
 FEW = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -123,6 +125,33 @@ def test_statistics_are_a_list_or_an_asynchronous_iterator_that_ends(llm: LLM) -
     iterations = asyncio.run(collect())
     assert iterations == sorted(set(iterations)) and iterations[0] > last["iter"]
     assert llm.get_stats(timeout=0) == [], "each record is handed out once"
+
+
+@pytest.mark.feature("002-29")
+def test_all_iterations_are_told_where_they_are_kept_with_the_requests_in_them() -> None:
+    kept = msgspec.structs.replace(CONFIG, records=RecordsConfig(100, 100, 100))
+    with LLM.from_executor(make_worker(config=kept)) as llm:
+        llm.generate([1, 2, 3, 4, 5], params(5))
+        records = llm.get_stats(timeout=PATIENCE_S)
+        assert [record["iter"] for record in records] == list(range(records[0]["iter"], records[0]["iter"] + 5))
+        assert [record["inflightBatchingStats"]["numGenRequests"] for record in records] == [0, 1, 1, 1, 1]
+        assert [record["requestStats"][0]["stage"] for record in records][-1] == "COMPLETE"
+        events = llm.get_kv_cache_events(timeout=PATIENCE_S)
+        assert [event["event_id"] for event in events] == list(range(len(events)))
+        assert events[0]["data"]["type"] == "created"
+        stored = next(event["data"] for event in events if event["data"]["type"] == "stored")
+        assert [token["token_id"] for token in stored["blocks"][0]["tokens"]] == [1, 2, 3, 4]
+
+        async def collect() -> list[str]:
+            llm.generate([6, 7, 8, 9, 10], params(1))
+            return [event["data"]["type"] async for event in llm.get_kv_cache_events_async(timeout=0.2)]
+
+        assert "stored" in asyncio.run(collect())
+
+
+def test_events_that_are_not_kept_are_refused_with_the_setting(llm: LLM) -> None:
+    with pytest.raises(NotHere, match="set event_buffer_max_size of kv_cache_config"):
+        llm.get_kv_cache_events()
 
 
 def test_the_tokenizer_is_ours_or_given_or_left_out(llm: LLM, model_dir: Path, tokenizer_dir: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from backend.api import OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.llm import (
     DisaggregatedParams,
@@ -215,9 +218,23 @@ def test_a_priority_is_between_0_and_1() -> None:
 
     with pytest.raises(ValueError, match="priority is 1.5, allowed is 0 to 1"):
         priority(1.5)
-    priority(0.5)
-    if "priority" in Request.__struct_fields__:
-        assert priority(0.9).priority == 0.9
-    else:
-        with pytest.raises(NotHere, match="priority"):
-            priority(0.9)
+    assert (mapped().priority, priority(0.5).priority, priority(0.9).priority) == (0.5, 0.5, 0.9)
+
+
+@pytest.mark.feature("002-47")
+def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None:
+    ours = RetentionConfig((TokenRangeRetention(0, 8, 80, 2.0), TokenRangeRetention(8, None, 10)), 20, 0.5)
+    theirs = SimpleNamespace(
+        token_range_retention_configs=[
+            SimpleNamespace(token_start=0, token_end=8, priority=80, duration_ms=timedelta(seconds=2)),
+            SimpleNamespace(token_start=8, token_end=None, priority=10, duration_ms=None),
+        ],
+        decode_retention_priority=20,
+        decode_duration_ms=500,
+    )
+    for given in (ours, theirs):
+        request = GenerationRequest([1], SamplingParams(), kv_cache_retention_config=given)
+        assert core_request(request, None, MODEL, 20).retention == ours
+    assert mapped().retention is None
+    with pytest.raises(TypeError, match="kv_cache_retention_config is a int"):
+        core_request(GenerationRequest([1], SamplingParams(), kv_cache_retention_config=5), None, MODEL, 20)
