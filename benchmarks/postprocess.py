@@ -107,9 +107,7 @@ def model_speed(processes: int) -> float:
 
         def run() -> int:
             asked = SamplingParams(max_tokens=MODEL_TOKENS, ignore_eos=True)
-            results = [
-                llm.generate_async(f"def function_{n}(", asked, streaming=True) for n in range(MODEL_STREAMS)
-            ]
+            results = [llm.generate_async(f"def function_{n}(", asked, streaming=True) for n in range(MODEL_STREAMS)]
             readers = [threading.Thread(target=lambda result=result: list(result)) for result in results]
             for reader in readers:
                 reader.start()

@@ -215,6 +215,9 @@ class RequestFold:
 
     @property
     def is_final(self) -> bool:
+        """Beams end with the engine only: one that has ended may still be replaced by a better one."""
+        if self._params.beams:
+            return self._engine_is_done
         return self._engine_is_done or all(sequence.has_ended for sequence in self._sequences)
 
     @property

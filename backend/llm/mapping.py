@@ -80,8 +80,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
     return Request(
         input_token_ids=prompt,
         max_tokens=max(1, model.max_seq_len - len(prompt)) if max_tokens is None else max_tokens,
-        # A stop string is seen in the text only, so the engine has to tell each token.
-        streaming=request.streaming or bool(_stops_in_text(params, tokenizer)),
+        streaming=request.streaming or _has_to_be_watched(params, tokenizer),
         return_all_generated_tokens=params.use_beam_search,
         sampling_config=sampling_config(params),
         output_config=output_config(params),
@@ -169,6 +168,11 @@ def text_params(request: GenerationRequest, tokenizer: Tokenizer | None, stream_
 
 def _stops_in_text(params: SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
     return params.stops() if params.detokenize and tokenizer is not None else []
+
+
+def _has_to_be_watched(params: SamplingParams, tokenizer: Tokenizer | None) -> bool:
+    """Whether the engine has to tell each token, because a stop string is seen in the text only. Beams are cut at the end."""
+    return bool(_stops_in_text(params, tokenizer)) and not params.use_beam_search
 
 
 def _needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:

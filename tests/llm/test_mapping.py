@@ -112,6 +112,7 @@ def test_a_stop_string_is_looked_for_in_the_text_of_each_token(tokenizer: Tokeni
     assert mapped(tokenizer).streaming is False
     request = mapped(tokenizer, stop="fox")
     assert (request.streaming, request.stop_words) == (True, [])
+    assert not mapped(tokenizer, stop="fox", n=2, use_beam_search=True).streaming, "beams are cut at the end"
 
 
 def test_a_stop_string_is_left_to_the_engine_where_there_is_no_text_or_several(tokenizer: Tokenizer) -> None:

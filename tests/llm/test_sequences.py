@@ -83,20 +83,38 @@ def test_the_best_of_several_are_chosen_by_their_log_probability() -> None:
     assert [output.logprobs for output in result.outputs] == [[], []], "they were not asked for"
 
 
+def beams(tokenizer: Tokenizer, *texts: str, is_final: bool = False) -> Result:
+    """All beams so far."""
+    return Result(
+        [of(tokenizer, text) for text in texts],
+        is_final=is_final,
+        is_sequence_final=is_final,
+        finish_reasons=(LENGTH if is_final else FinishReason.NOT_FINISHED,) * len(texts),
+        cum_log_probs=[-float(n + 1) for n in range(len(texts))],
+    )
+
+
+def test_beams_that_have_met_a_stop_string_may_be_replaced_until_the_engine_ends(tokenizer: Tokenizer) -> None:
+    engine = Engine(tokenizer)
+    script = [
+        beams(tokenizer, "a dog", "the dog"),
+        beams(tokenizer, "a fox dog it", "a dog it"),
+        beams(tokenizer, "a fox dog it is", "b", is_final=True),
+    ]
+    result = submit(engine, *script, n=2, use_beam_search=True, stop="dog").result(PATIENCE_S)
+    assert [(output.text, output.finish_reason) for output in result.outputs] == [("a fox ", "stop"), ("b", "length")]
+    assert engine.cancelled == []
+    engine.worker.shutdown()
+
+
 @pytest.mark.feature("000-30", "002-11")
 def test_beams_come_in_one_result_and_are_replaced_whole(tokenizer: Tokenizer) -> None:
-    def beams(*texts: str, is_final: bool = False) -> Result:
-        return Result(
-            [of(tokenizer, text) for text in texts],
-            is_final=is_final,
-            is_sequence_final=is_final,
-            finish_reasons=(LENGTH if is_final else FinishReason.NOT_FINISHED,) * 3,
-            cum_log_probs=[-1.0, -2.0, -3.0],
-        )
-
     engine = Engine(tokenizer)
-    said_first = beams("the fox", "the dog", "a")
-    script = (said_first, beams("the dog is", "the fox", "a b"), beams("the dog is", "a b c", "x", is_final=True))
+    script = [
+        beams(tokenizer, "the fox", "the dog", "a"),
+        beams(tokenizer, "the dog is", "the fox", "a b"),
+        beams(tokenizer, "the dog is", "a b c", "x", is_final=True),
+    ]
     result = submit(engine, *script, n=2, best_of=3, use_beam_search=True, streaming=True)
     texts = [[output.text for output in step.outputs] for step in result]
     assert texts == [["the fox", "the dog"], ["the dog is", "the fox"], ["the dog is", "a b c"]]
