@@ -161,7 +161,10 @@ def _changed(config: EngineConfig, changes: dict[str, dict[str, Any]]) -> Engine
     try:
         changed = msgspec.convert(tree, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ParameterError(f"the arguments make no configuration: {error}") from None
+        key = str(error).rpartition("$.")[2].rstrip("`")
+        section, _, field = key.partition(".")
+        value = changes.get(section, {}).get(field)
+        raise ParameterError(f"{key} would be {value!r}; docs/configuration.md says what it can be") from None
     check_config(changed)
     return changed
 

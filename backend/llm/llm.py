@@ -21,6 +21,8 @@ from backend.llm.statistics import IterationResult
 from backend.llm.worker import GenerationExecutorProxy, GenerationExecutorWorker
 from backend.text.tokenizer import NAMED_TOKENS, Tokenizer
 
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "query_token_ids", "multi_modal_data"}
+
 
 class LLM:
     """One model, ready to generate. Any thread may call its methods. End it with `shutdown`, or use it as a context manager."""
@@ -64,10 +66,23 @@ class LLM:
             )
 
     @classmethod
-    def from_executor(cls, executor: GenerationExecutorWorker, **kwargs: Any) -> LLM:
-        """An LLM over an executor that is there already, which it then owns. `kwargs`: as of LLM, for the requests."""
+    def from_executor(
+        cls,
+        executor: GenerationExecutorWorker,
+        *,
+        max_input_len: int | None = None,
+        max_beam_width: int | None = None,
+        return_perf_metrics: bool = False,
+    ) -> LLM:
+        """An LLM over an executor that is there already, which it then owns."""
         llm = cls.__new__(cls)
-        llm.args = LlmArguments(kwargs)
+        llm.args = LlmArguments(
+            {
+                "max_input_len": max_input_len,
+                "max_beam_width": max_beam_width,
+                "return_perf_metrics": return_perf_metrics,
+            }
+        )
         llm._executor = executor
         return llm
 
@@ -140,15 +155,17 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}, SamplingParams are needed")
-        text, ids, multimodal = self._read(inputs, params)
+        prompt = inputs if isinstance(inputs, dict) else {}
+        text, ids = self._read(inputs, params)
         self._check(ids, params)
         request = GenerationRequest(
             ids,
             self._with_metrics(params),
+            query_token_ids=prompt.get("query_token_ids"),
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             streaming=streaming,
-            multimodal_params=multimodal,
+            multimodal_params=prompt.get("multi_modal_data"),
             kv_cache_retention_config=kv_cache_retention_config,
             disaggregated_params=disaggregated_params,
             scheduling_params=scheduling_params,
@@ -173,8 +190,9 @@ class LLM:
 
     def save(self, engine_dir: str | Path) -> None:
         """Copy the checkpoint to a directory that is not there yet, or empty, from which it can be loaded again."""
-        source, target = Path(self._executor.hello.model_path), Path(engine_dir)
-        if not source.is_dir():
+        path, target = self._executor.hello.model_path, Path(engine_dir)
+        source = Path(path)
+        if path in ("", ".") or not source.is_dir():  # Tensors in memory have the path ".".
             raise ConfigError("the model was not loaded from a directory, so there is nothing to copy")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target.name} exists and is not empty; give a new directory")
@@ -196,22 +214,18 @@ class LLM:
     def __getstate__(self) -> object:
         raise RuntimeError("LLM object can not be pickled.")
 
-    def _read(self, inputs: Any, params: SamplingParams) -> tuple[str | None, list[int], Any]:
-        """The text of a prompt if it has one, its token ids, and what it brings besides."""
-        multimodal = None
+    def _read(self, inputs: Any, params: SamplingParams) -> tuple[str | None, Any]:
+        """The text of a prompt if it has one, and its token ids."""
         if isinstance(inputs, dict):
-            unknown = set(inputs) - {"prompt", "prompt_token_ids", "multi_modal_data"}
+            unknown = sorted(set(inputs) - PROMPT_KEYS)
             if unknown:
-                raise ParameterError(
-                    f"a prompt has the key {sorted(unknown)[0]!r}; known are prompt and prompt_token_ids"
-                )
-            multimodal = inputs.get("multi_modal_data")
+                raise ParameterError(f"a prompt has the key {unknown[0]!r}; known are {', '.join(sorted(PROMPT_KEYS))}")
             inputs = inputs.get("prompt_token_ids", inputs.get("prompt"))
         if not isinstance(inputs, str):
-            return None, _truncated(inputs, params), multimodal
+            return None, _truncated(inputs, params)
         if self.tokenizer is None:
             raise ParameterError("the prompt is text, and there is no tokenizer; give token ids")
-        return inputs, _truncated(self.tokenizer.encode(inputs, params.add_special_tokens), params), multimodal
+        return inputs, _truncated(self.tokenizer.encode(inputs, params.add_special_tokens), params)
 
     def _check(self, ids: Any, params: SamplingParams) -> None:
         longest, widest = self.args.max_input_len, self.args.max_beam_width

@@ -47,13 +47,20 @@ class ResultQueue(Generic[T]):
             with self._changed:
                 if self._items:
                     return self._items.popleft()
-                future = loop.create_future()
-                self._coroutines.append((loop, future))
+                waiting = (loop, loop.create_future())
+                self._coroutines.append(waiting)
             left = None if end is None else end - loop.time()
             try:
-                await asyncio.wait_for(future, left)
+                await asyncio.wait_for(waiting[1], left)
             except TimeoutError:
                 raise ResultTimeout(_late(timeout)) from None
+            finally:
+                self._leave(waiting)
+
+    def _leave(self, waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
+        with self._changed:
+            if waiting in self._coroutines:
+                self._coroutines.remove(waiting)
 
     def empty(self) -> bool:
         return not self._items

@@ -108,6 +108,12 @@ class GenerationExecutorWorker(GenerationExecutor):
 
         `tokenizer_dir` may also be a Tokenizer. Raises ConfigError and EngineUnavailable.
         """
+        if isinstance(tokenizer_dir, Tokenizer) and postprocess is not None and postprocess.enabled:
+            if not postprocess.postprocess_tokenizer_dir:
+                raise ParameterError(
+                    "the tokenizer is an object, which post-processing processes cannot be given; "
+                    "set postprocess_tokenizer_dir to its directory"
+                )
         executor, clean_up = cls.start_engine(with_model(config or EngineConfig(), model))
         try:
             given, directory = tokenizer_dir, model_directory(executor)

@@ -110,7 +110,7 @@ def test_an_unknown_argument_is_a_type_error_with_the_one_that_was_meant() -> No
 def test_values_out_of_range_are_told_by_their_key() -> None:
     with pytest.raises(ConfigError, match="scheduler.max_batch_size is 0"):
         LlmArguments({"max_batch_size": 0})
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(ValueError, match="^model.dtype would be 'float8'; docs/configuration.md says what it can be$"):
         LlmArguments({"dtype": "float8"})
     with pytest.raises(ValueError, match="stream_interval is 0, at least 1 is needed"):
         LlmArguments({"stream_interval": 0})

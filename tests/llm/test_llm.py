@@ -39,6 +39,8 @@ def test_a_list_of_ints_is_one_prompt(llm: LLM) -> None:
     output = llm.generate(ids, FEW)
     assert (output.prompt, output.prompt_token_ids) == (None, ids)
     assert output.outputs == llm.generate(TEXTS[1], FEW).outputs
+    cut = {"prompt_token_ids": ids[:2], "query_token_ids": ids[2:]}
+    assert llm.generate(cut, FEW).outputs == output.outputs
     mixed = llm.generate([ids, TEXTS[1], {"prompt": TEXTS[1]}, {"prompt_token_ids": ids}], FEW)
     assert [each.outputs for each in mixed] == [output.outputs] * 4
 
@@ -177,6 +179,18 @@ def test_a_saved_model_is_loaded_again(llm: LLM, tmp_path: Path) -> None:
         assert copy.generate(TEXTS[0], FEW).outputs == llm.generate(TEXTS[0], FEW).outputs
     with pytest.raises(ConfigError, match="copy exists and is not empty; give a new directory"):
         llm.save(tmp_path / "copy")
+
+
+def test_a_model_without_a_directory_is_not_saved(tmp_path: Path) -> None:
+    with LLM.from_executor(make_worker()) as llm:
+        with pytest.raises(ConfigError, match="not loaded from a directory"):
+            llm.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_processes_are_not_given_a_tokenizer_that_is_an_object(llm: LLM, model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="set postprocess_tokenizer_dir to its directory"):
+        LLM(model_dir, tokenizer=llm.tokenizer, num_postprocess_workers=1)
 
 
 def test_a_model_that_is_not_there_is_an_error_without_its_path() -> None:
