@@ -67,8 +67,11 @@ def test_the_timeout_is_for_the_whole_result_and_not_for_each_token() -> None:
     stopped = threading.Event()
 
     def talk() -> None:
-        while not stopped.wait(0.02):
+        for _ in range(200):
+            if stopped.wait(0.02):
+                return
             engine.say(part([1]))
+        engine.say(part([1], finish=FinishReason.LENGTH, is_final=True))
 
     talker = threading.Thread(target=talk)
     talker.start()
