@@ -91,7 +91,8 @@ class Executor:
         config = config or EngineConfig()
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
-        return cls.in_process(config, InProcessWorkerGroup(model, config.scheduler, config.kv_cache), str(model_path))
+        workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache)
+        return cls.in_process(config, workers, str(workers.model_path))
 
     @classmethod
     def from_buffers(cls, tensors: Mapping[str, Any], json_config: str, config: EngineConfig | None = None) -> Executor:
