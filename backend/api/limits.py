@@ -58,6 +58,11 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _check_extra_inputs(request.extra_inputs, limits)
     if request.session is not None:
         _check_session(request.session)
+        if request.sampling_config.num_return_sequences not in (None, 1):
+            raise Unsupported(
+                f"num_return_sequences is {request.sampling_config.num_return_sequences}, a session's turn returns 1; "
+                f"send the request without a session"
+            )
 
 
 def _check_range(name: str, value: float, least: float, greatest: float) -> None:
@@ -83,10 +88,8 @@ def _check_words(name: str, words: list[list[int]], max_words: int, limits: Requ
 def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
     if config.beam_width != 1:
         raise Unsupported(f"beam_width is {config.beam_width}, this version serves 1; use sampling instead")
-    if config.num_return_sequences not in (None, 1):
-        raise Unsupported(
-            f"num_return_sequences is {config.num_return_sequences}, this version serves 1; send several requests"
-        )
+    if config.num_return_sequences is not None:
+        _check_sequences(config.num_return_sequences, limits.caps.max_queue_size)
     ranges = {
         "temperature": (0.0, 100.0),
         "top_k": (0, (1 << 31) - 1),
@@ -112,6 +115,13 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         _check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
         if not all(math.isfinite(value) for value in config.logit_bias.values()):
             raise InvalidRequest("logit_bias holds a value that is not finite; use -100 to 100")
+
+
+def _check_sequences(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise InvalidRequest(
+            f"num_return_sequences is {count}, allowed is 1 to {most} (limits.max_queue_size); send several requests"
+        )
 
 
 def _check_session(session: SessionConfig) -> None:

@@ -31,6 +31,7 @@ from typing import NamedTuple, cast
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
+from backend.core.group import SequenceGroup
 from backend.core.step import SequenceId, SlotId
 
 
@@ -99,6 +100,8 @@ class Sequence:
     finish_reason: FinishReason
     first_token_ns: int
     last_token_ns: int
+    sequence_index: int  # among the sequences that the request returns
+    group: SequenceGroup | None  # of a request that returns several
 
     seq_id: SequenceId
     session_key: SessionKey | None
@@ -143,6 +146,8 @@ class Sequence:
         self.seed = 0
         self.erase_when_finished = False
         self.slot = None
+        self.sequence_index = 0
+        self.group = None
         self.status = Status.WAITING
         self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
 

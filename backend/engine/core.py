@@ -26,7 +26,7 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import publish, update
+from backend.engine import groups, publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.sessions import SessionTable
@@ -65,7 +65,7 @@ class EngineCore:
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
-        self._live: dict[RequestId, Sequence] = {}
+        self._live: dict[RequestId, Sequence] = {}  # of a request's sequences the first that lives
         self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
         self._outbox: list[Response] = []
 
@@ -119,14 +119,16 @@ class EngineCore:
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
 
-    def cancel(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
-        """End a request wherever it is; its blocks and slot are free at once. Unknown ids are ignored.
+    def cancel(
+        self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None:
+        """End a request wherever it is, or one of its sequences; blocks and slots are free at once. Unknown ids are ignored.
 
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
-        seq = self._live.get(request_id)
-        if seq is not None:
+        live = self._live.get(request_id)
+        for seq in [] if live is None else groups.members(live, sequence_index):
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
             if keep_output_tokens is not None:
                 self.counters.discarded_tokens_total += max(0, seq.num_output_tokens - keep_output_tokens)
@@ -194,8 +196,8 @@ class EngineCore:
     def _expire(self, now_ns: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             deadline_ns, request_id = heapq.heappop(self._deadlines)
-            seq = self._live.get(request_id)
-            if seq is not None and seq.deadline_ns == deadline_ns:
+            live = self._live.get(request_id)
+            for seq in [] if live is None or live.deadline_ns != deadline_ns else groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
 
@@ -225,6 +227,7 @@ class EngineCore:
             assert seq.status is Status.RUNNING and seq.slot is not None, f"{seq!r} is in the batch"
         for seq in self.scheduler.waiting:
             assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
+        groups.check_integrity([*self.scheduler.running, *self.scheduler.waiting], self._live)
 
     def _schedule(self, started_ns: int) -> Flight | None:
         """Plan a step and commit it. None when there is nothing to run, or nothing before the step in flight has landed."""
@@ -283,6 +286,8 @@ class EngineCore:
             counters.context_tokens_total += context
             counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
+            if seq.group is not None:
+                groups.share_prompt(seq, self.kv)
             if first is not None:
                 update.append_token(seq, first, now_ns)
                 counters.generated_tokens_total += 1
@@ -304,16 +309,21 @@ class EngineCore:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
         seq.finish_reason = reason
         self._leave(seq)
-        self.statistics.count_end(reason.name)
+        if seq.group is None or not seq.group.members:
+            self.statistics.count_end(reason.name)
         self._outbox.append(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
+        """End the request of a sequence, with all its sequences."""
+        if seq.status is Status.RETIRED:
+            return  # with another one of its request
         if seq.session_key is not None:
             error = SessionError(SessionStatus.FAIL, error.message, error.code)
-        self._leave(seq)
+        for member in groups.members(seq):
+            self._leave(member)
+            self.counters.discarded_tokens_total += member.num_tokens - member.num_published_tokens
         self.statistics.count_end("ERROR")
-        self.counters.discarded_tokens_total += seq.num_tokens - seq.num_published_tokens
         account = publish.perf_metrics(seq)
         self._outbox.append(publish.error_response(seq.request_id, seq.request.client_id, error, account))
         self._settle(seq, undo=True)
@@ -321,12 +331,16 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> None:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
         self.scheduler.remove(seq)
-        del self._live[seq.request_id]
+        another = groups.leave(seq)
+        if another is None:
+            del self._live[seq.request_id]
+        else:
+            self._live[seq.request_id] = another
         seq.num_inflight_tokens = seq.num_inflight_samples = 0
         for flight in self._in_flight:
             flight.dropped.add(seq.seq_id)
         seq.apply(Event.REST if self._stays(seq) else Event.RETIRE)
-        self.kv.release(seq, keep=seq.status is Status.IDLE)
+        self.kv.release(seq, seq.status is Status.IDLE, groups.has_heirs(seq))
 
     def _stays(self, seq: Sequence) -> bool:
         session = seq.request.session

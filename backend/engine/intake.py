@@ -14,6 +14,7 @@ from backend.api.limits import RequestLimits, check_request
 from backend.api.request import Request, RequestId
 from backend.core.sequence import Event, Sequence, SessionKey
 from backend.core.step import ModelInfo, SequenceId
+from backend.engine.groups import make_sequences
 from backend.engine.sessions import SessionTable
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
@@ -34,19 +35,25 @@ class Intake:
         self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
-        """Return the sequence, queued. Raises EverbatchError subclasses and changes nothing."""
+        """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing."""
         check_request(request, self._limits)
-        self._check_queue(request)
+        count = request.sampling_config.num_return_sequences or 1
+        self._check_queue(request, count)
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
-            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+            sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)
         else:
             seq, max_output = self._accept_turn(request_id, request, now_ns)
-        seq.max_output_tokens = max_output
+            sequences = [seq]
         timeout_s = request.timeout_s or self._caps.default_timeout_s
-        seq.deadline_ns = now_ns + int(timeout_s * 1e9)
-        self._scheduler.add(seq)
-        return seq
+        for seq in sequences:
+            seq.max_output_tokens = max_output
+            seq.deadline_ns = now_ns + int(timeout_s * 1e9)
+            self._scheduler.add(seq)
+        return sequences[0]
+
+    def _make(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
+        return Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
 
     def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int]:
         session = request.session
@@ -59,7 +66,7 @@ class Intake:
         max_output = self._check_room(request, keep, len(new_ids))
         self.sessions_this_poll.add(key)
         if known is None:
-            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+            seq = self._make(request_id, request, now_ns)
             self._sessions.put(key, seq, now_ns)
             return seq, max_output
         if keep < known.num_tokens:
@@ -70,14 +77,15 @@ class Intake:
         self._sessions.touch(key, now_ns)
         return known, max_output
 
-    def _check_queue(self, request: Request) -> None:
+    def _check_queue(self, request: Request, count: int) -> None:
+        """`count`: sequences of the request, each of which takes a place, and the room of its prompt."""
         waiting = self._scheduler.waiting
-        if len(waiting) >= self._caps.max_queue_size:
+        if len(waiting) + count > self._caps.max_queue_size:
             raise Overloaded(
                 f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {self._caps.max_queue_size} "
                 f"is reached (limits.max_queue_size); try again later"
             )
-        if waiting.num_tokens + len(request.input_token_ids) > self._caps.max_queued_tokens:
+        if waiting.num_tokens + count * len(request.input_token_ids) > self._caps.max_queued_tokens:
             raise Overloaded(
                 f"Exceeds maximum queue size: {waiting.num_tokens} prompt tokens wait, the limit is "
                 f"{self._caps.max_queued_tokens} (limits.max_queued_tokens); try again later"

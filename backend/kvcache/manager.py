@@ -137,13 +137,29 @@ class KVCacheManager:
             self._drop_outside_window(seq, table)
         seq.kv_due_at = self._next_due(full, table)
 
-    def release(self, seq: Sequence, keep: bool) -> None:
-        """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence."""
+    def share(self, seq: Sequence, heirs: Iterable[Sequence]) -> None:
+        """Let sequences that wait know the blocks of a running one, as far as its prompt goes, which they have in common.
+
+        Nothing is allocated, and nothing is kept for them: what is still there when one is admitted, it finds as its own.
+        """
+        table = self._tables[seq.seq_id]
+        num_tokens = min(seq.num_prompt_tokens, seq.num_computed_tokens)
+        handles = table.handles[: self.geometry.blocks_for(num_tokens)]
+        self._blocks.mark_shareable(handles)
+        for heir in heirs:
+            self._tables[heir.seq_id] = BlockTable(list(handles), num_dropped=min(table.num_dropped, len(handles)))
+            heir.num_computed_tokens = num_tokens
+
+    def release(self, seq: Sequence, keep: bool, has_heirs: bool = False) -> None:
+        """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence.
+
+        `has_heirs`: others know its blocks (`share`), so they stay cached.
+        """
         table = self._tables.get(seq.seq_id)
         if table is not None:
             if table.is_locked:
-                self._unlock(table, keep)
-            elif not keep:
+                self._unlock(table, keep or has_heirs)
+            elif not (keep or has_heirs):
                 self._discard(table.handles)
             if not keep:
                 del self._tables[seq.seq_id]
@@ -300,5 +316,6 @@ class KVCacheManager:
         for index in range(table.num_dropped, min(outside, len(table.handles))):
             block_id = table.handles[index].block_id
             table.handles[index] = DROPPED
-            self._blocks.release(block_id, keep=self._trie.holds(block_id))
+            has_heirs = seq.group is not None and self._blocks.is_shareable(block_id)
+            self._blocks.release(block_id, keep=has_heirs or self._trie.holds(block_id))
             table.num_dropped = index + 1

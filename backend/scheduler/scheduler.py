@@ -154,6 +154,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
         for seq in self.waiting:
+            if seq.group is not None and seq.group.holds_back(seq):
+                break
             if not self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens):
                 break
             answer = self._capacity.admit(plan.kv, seq, self.running, plan.admitted)

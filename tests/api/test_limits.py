@@ -102,7 +102,7 @@ def test_a_field_out_of_its_limits_is_named_with_its_value(bad: Request, message
     assert message in str(caught.value) and caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("sampling", [{"beam_width": 2}, {"num_return_sequences": 2}])
+@pytest.mark.parametrize("sampling", [{"beam_width": 2}])
 def test_what_is_not_built_is_refused_as_unsupported(sampling: dict[str, object]) -> None:
     with pytest.raises(Unsupported) as caught:
         check_request(request(sampling=sampling), LIMITS)

@@ -20,6 +20,7 @@ class Enqueue:
 class Cancel:
     request_id: int
     keep: int | None = None
+    sequence_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Generator:
         )  # many short prompts that grow, each far smaller than the pool, together larger
         if self._is_crowd:
             self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
+        self._several = rng.choice((0.0, 0.2, 0.6))  # how often a request asks for several sequences
         if setup.twins:
             self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
             self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = (
@@ -95,7 +97,8 @@ class Generator:
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
-            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)))
+            index = rng.choice((None, None, 0, 1))
+            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
@@ -124,6 +127,7 @@ class Generator:
                 seed=rng.choice((None, None, rng.randrange(100))),
                 presence_penalty=rng.choice((None, 1.0)),
                 min_tokens=rng.choice((None, None, None, 2, 4)),
+                num_return_sequences=self._num_sequences() if session is None else None,
             ),
             output_config=OutputConfig(
                 rng.random() < 0.3,
@@ -136,6 +140,11 @@ class Generator:
             session=session,
         )
         return Enqueue(request_id, self._with_ends(request_id, request))
+
+    def _num_sequences(self) -> int | None:
+        if self._rng.random() >= self._several:
+            return None
+        return self._rng.choice((1, 2, 2, 3, 4, 8))
 
     def _session(self, salt: str) -> SessionConfig:
         rng = self._rng

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from backend.api import FinishReason, Request
+from backend.engine.groups import stream_seed
 from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
 from tests.fakes.hash_worker import cell_of, next_token, seed_of
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
@@ -34,7 +35,7 @@ class Session:
 
 @dataclass
 class Turn:
-    """One accepted request, of a session or not."""
+    """One sequence of an accepted request, of a session or not."""
 
     request: Request
     history: list[int]
@@ -50,6 +51,13 @@ class Turn:
     seen: list[int] = field(default_factory=list)  # outputs published so far
     reason_seen: FinishReason = FinishReason.NOT_FINISHED
     was_stepped: bool = False
+    index: int = 0
+    family: list[Turn] = field(default_factory=list)  # the sequences of the request, by index
+
+    @property
+    def open(self) -> list[Turn]:
+        """The sequences of the request that have not ended."""
+        return [turn for turn in self.family if turn.reason_seen is FinishReason.NOT_FINISHED]
 
     @property
     def prompt(self) -> list[int]:
@@ -101,6 +109,8 @@ class Model:
             return "duplicate"
         if not request.input_token_ids or max(request.input_token_ids) >= VOCAB:
             return "field"
+        if (request.sampling_config.num_return_sequences or 1) > self._setup.config.limits.max_queue_size:
+            return "field"
         session = request.session
         if session is not None:
             known = self.sessions.get(key_of(request))
@@ -131,9 +141,14 @@ class Model:
                 seed, counter = before
         max_output = min(request.max_tokens, self._limit(request) - len(history) - len(new_ids))
         deadline_ns = now_ns + int((request.timeout_s or config.limits.default_timeout_s) * 1e9)
-        turn = Turn(request, history, new_ids, max_output, seed, counter, namespace, deadline_ns, before)
-        turn.tokens, turn.reason = reference_output(turn, self._setup.window)
-        self.live[request_id] = turn
+        family: list[Turn] = []
+        for index in range(request.sampling_config.num_return_sequences or 1):
+            own = stream_seed(seed, index)
+            turn = Turn(request, history, new_ids, max_output, own, counter, namespace, deadline_ns, before)
+            turn.tokens, turn.reason = reference_output(turn, self._setup.window)
+            turn.index, turn.family = index, family
+            family.append(turn)
+        turn = self.live[request_id] = family[0]
         if session is not None:
             key = key_of(request)
             self.polled.add(key)

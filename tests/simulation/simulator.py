@@ -72,8 +72,8 @@ class Simulation:
         match event:
             case Enqueue(request_id, request):
                 self._enqueue(request_id, request)
-            case Cancel(request_id, keep):
-                self._cancel(request_id, keep)
+            case Cancel(request_id, keep, sequence_index):
+                self._cancel(request_id, keep, sequence_index)
             case Stop():
                 self._stop(event)
             case Poll():
@@ -109,7 +109,7 @@ class Simulation:
         assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
-        live = self.model.live.values()
+        live = [turn for first in self.model.live.values() for turn in first.family]
         for _ in range(20 + 2 * len(live) * sum(len(turn.prompt) + turn.max_output for turn in live)):
             if not self.core.has_work:
                 break
@@ -120,7 +120,8 @@ class Simulation:
     def _enqueue(self, request_id: int, request: Request) -> None:
         expected = self.model.judge(request_id, request)
         waiting = len(self.core.scheduler.waiting)
-        if expected not in ("duplicate", "field") and waiting >= self.setup.config.limits.max_queue_size:
+        count = request.sampling_config.num_return_sequences or 1
+        if expected not in ("duplicate", "field") and waiting + count > self.setup.config.limits.max_queue_size:
             expected = "queue"
         self.core.enqueue(request_id, request)
         responses = self._take(self.core.take_responses())
@@ -136,13 +137,14 @@ class Simulation:
         """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
         return ("pool", "ok") if expected == "pool" and self.setup.window else (expected,)
 
-    def _cancel(self, request_id: int, keep: int | None) -> None:
+    def _cancel(self, request_id: int, keep: int | None, sequence_index: int | None) -> None:
         turn = self.model.live.get(request_id)
-        self.core.cancel(request_id, keep)
+        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
+        self.core.cancel(request_id, keep, sequence_index)
         responses = self._take(self.core.take_responses())
-        assert len(responses) == (turn is not None), responses
-        if turn is not None:
-            self._finish(responses[0], FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
+        assert [response.result.sequence_index for response in responses] == hit, responses
+        for response in responses:
+            self._finish(response, FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
 
     def _stop(self, event: Stop) -> None:
         session = self.model.sessions.get(event.session)
@@ -167,19 +169,21 @@ class Simulation:
         late = {key for key, turn in self.model.live.items() if turn.deadline_ns <= now_ns}
         if self._drops_plans:
             self.core.scheduler.schedule()
+        num_late = sum(len(self.model.live[key].open) for key in late)
         responses = self._take(self.core.step())
         failed, self.workers.has_failed = self.workers.has_failed, False
-        for response in responses[: len(late)]:
+        for response in responses[:num_late]:
             assert response.request_id in late, f"requests {late} are past their deadline, yet first came {response}"
             self._finish(response, FinishReason.TIMED_OUT, None)
         self.model.expire_sessions(now_ns)
         for turn in self.model.live.values():
-            turn.was_stepped = True
-        for response in responses[len(late) :]:
+            for sequence in turn.family:
+                sequence.was_stepped = True
+        for response in responses[num_late:]:
             if response.has_error():
                 self._check_step_error(response, failed)
                 self._settle(response, None, False)
-            elif response.is_final:
+            elif response.result.is_sequence_final:
                 self._finish(response, None, None)
             else:
                 self._see(response)
@@ -191,7 +195,7 @@ class Simulation:
         assert failed and error == "worker", response
 
     def _finish(self, response: Response, reason: FinishReason | None, keep: int | None, erase: bool = False) -> None:
-        """A final response that is no error. `reason`: the only one allowed; None: the request's own end."""
+        """The final response of a sequence. `reason`: the only one allowed; None: the sequence's own end."""
         turn = self._see(response)
         actual = response.result.finish_reasons[0]
         if reason is None:
@@ -199,15 +203,18 @@ class Simulation:
         else:
             assert actual is reason, response
         turn.reason_seen = actual
-        self._settle(response, keep, erase)
+        assert response.result.is_sequence_final and response.is_final == (not turn.open), response
+        if response.is_final:
+            self._settle(response, keep, erase)
 
     def _see(self, response: Response) -> Turn:
         """Add what a response carries to what its request has said, and compare with what it ought to say."""
-        turn = self.model.live[response.request_id]
+        turn = self.model.live[response.request_id].family[response.result.sequence_index]
+        assert turn in turn.open, f"a sequence that has ended goes on: {response}"
         request, result = turn.request, response.result
         tokens = result.output_token_ids[0]
         if not request.streaming:
-            assert result.is_final, f"a part of a request that does not stream: {response}"
+            assert result.is_sequence_final, f"a part of a request that does not stream: {response}"
             if not request.output_config.exclude_input_from_output:
                 length = len(request.input_token_ids)
                 assert tokens[:length] == request.input_token_ids, response
@@ -225,7 +232,7 @@ class Simulation:
         """A client without a namespace is told nothing of what others have computed."""
         assert metrics.num_cached_tokens < len(turn.prompt), metrics
         is_stranger = not turn.request.cache_salt and self.setup.config.kv_cache.sharing != "all"
-        if is_stranger and not turn.history:
+        if is_stranger and not turn.history and not turn.index:
             assert not metrics.num_cached_tokens, f"a request was told of KV that is not its own: {metrics}"
         if turn.seen:
             num_had = metrics.num_cached_tokens + metrics.num_context_tokens
