@@ -26,7 +26,7 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import groups, publish, update
+from backend.engine import beams, groups, publish, update
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.sessions import SessionTable
@@ -175,7 +175,10 @@ class EngineCore:
             self._lose_steps(error)
         else:
             if landed is not None:
-                self._publish(self._update(*landed))
+                if landed[0].plan.beam_width > 1:
+                    self._advance_beams(*landed)
+                else:
+                    self._publish(self._update(*landed))
                 self.statistics.record(landed[0])
         return self.take_responses()
 
@@ -296,6 +299,38 @@ class EngineCore:
                 news.append((seq, update.finish_reason(seq)))
         return news
 
+    def _advance_beams(self, flight: Flight, output: StepOutput) -> None:
+        """`_update` and `_publish` of a step of beams: book it, then take the searches further that have all candidates."""
+        now_ns = self.clock.monotonic_ns()
+        self.statistics.iteration = flight.step.step_id
+        samples, touched = iter(output.sampled), {}
+        for (seq, num_tokens), row in zip(flight.plan.rows, flight.step.rows, strict=True):
+            candidates = next(samples) if row.samples else None
+            if seq.seq_id in flight.dropped:
+                continue
+            context, recomputed = update.advance(seq, num_tokens)
+            self.counters.context_tokens_total += context
+            self.counters.recomputed_tokens_total += recomputed
+            self.kv.advance(seq, max_shared_tokens=seq.num_prompt_tokens)
+            if candidates is not None:
+                beams.take(seq, candidates)
+                self.counters.generated_tokens_total += 1
+            touched[seq.request_id] = beams.search_of(seq)
+        for search in touched.values():
+            self._search(search, now_ns)
+
+    def _search(self, search: beams.BeamSearch, now_ns: int) -> None:
+        """Take a search further if it can be, and tell what is new of it."""
+        first = search.members[0]
+        if not search.is_ready:
+            if not first.max_output_tokens and not first.num_uncomputed_tokens + first.num_inflight_tokens:
+                self._finish(first, FinishReason.LENGTH)
+        elif beams.advance(search, self.kv, self.scheduler, now_ns):
+            self._finish(first, search.ended[0].reason)
+        elif first.request.streaming:
+            hypotheses = beams.result(search, FinishReason.NOT_FINISHED)
+            self._outbox.append(publish.beams_response(first, hypotheses, self.iteration, is_final=False))
+
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
         iteration = self.iteration
@@ -307,12 +342,27 @@ class EngineCore:
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
+        if seq.beam_width > 1:
+            self._finish_beams(beams.search_of(seq), reason)
+            return
         seq.finish_reason = reason
         self._leave(seq)
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name)
         self._outbox.append(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
+
+    def _finish_beams(self, search: beams.BeamSearch, reason: FinishReason) -> None:
+        """`_finish` of all rows of a search. Does nothing when it has ended before."""
+        if not search.members:
+            return
+        hypotheses = beams.result(search, reason)
+        rows = list(search.members)
+        for row in rows:
+            row.finish_reason = reason
+            self._leave(row)
+        self.statistics.count_end(reason.name)
+        self._outbox.append(publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True))
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
         """End the request of a sequence, with all its sequences."""
@@ -368,7 +418,8 @@ class EngineCore:
 
     def _fail_rejected(self, plan: StepPlan) -> None:
         for seq in plan.rejected:
-            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
+            size = seq.num_prompt_tokens, seq.max_output_tokens, seq.beam_width
+            self._fail(seq, never_fits(self.kv, self.scheduler.blocks_needed(*size), *size))
 
     def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""

@@ -58,7 +58,7 @@ def leave(seq: Sequence) -> Sequence | None:
 def has_heirs(seq: Sequence) -> bool:
     """Whether others of its request wait that know blocks of it."""
     group = seq.group
-    return group is not None and any(member.status is not Status.RUNNING for member in group.members)
+    return group is not None and group.beam_width == 1 and any(member.status is not Status.RUNNING for member in group.members)
 
 
 def check_integrity(queued: list[Sequence], live: Mapping[RequestId, Sequence]) -> None:

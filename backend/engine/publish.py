@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from backend.api.errors import EverbatchError
 from backend.api.request import RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
 from backend.core.sequence import Sequence
+from backend.engine.beams import Hypothesis
 
 
 def result_response(seq: Sequence, iteration: int) -> Response:
@@ -50,6 +53,28 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         history_token_ids=history,
     )
     return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_over else None)
+
+
+def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, is_final: bool) -> Response:
+    """What there is of the beams of a request, the best first, one of whose rows is `seq`. Never only what is new of them: a
+    beam may become the continuation of another one.
+    """
+    request, output = seq.request, seq.request.output_config
+    told = hypotheses or [Hypothesis([], 0.0, [], 0.0, seq.finish_reason)]
+    prompt = [] if request.streaming or output.exclude_input_from_output else request.input_token_ids
+    account = msgspec.structs.replace(perf_metrics(seq), num_output_tokens=sum(len(beam.token_ids) for beam in told))
+    result = Result(
+        output_token_ids=[prompt + beam.token_ids for beam in told],
+        is_final=is_final,
+        is_sequence_final=is_final,
+        finish_reasons=tuple(beam.reason for beam in told),
+        cum_log_probs=[beam.cum_log_prob for beam in told],
+        log_probs=[beam.log_probs for beam in told] if output.return_log_probs else None,
+        decoding_iter=iteration,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        perf_metrics=account if output.return_perf_metrics else None,
+    )
+    return Response(seq.request_id, request.client_id, result, account=account if is_final else None)
 
 
 def error_response(

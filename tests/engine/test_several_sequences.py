@@ -217,7 +217,7 @@ def test_the_prompt_of_each_sequence_counts_against_the_limit_of_queued_tokens()
 def test_a_session_returns_one_sequence() -> None:
     driver = Driver()
     refused = driver.ask(PROMPT, 3, sampling_config=several(2), session=driver_session(1))
-    assert "num_return_sequences is 2, a session's turn returns 1" in driver.error(refused)
+    assert "num_return_sequences is 2, a session's turn has 1" in driver.error(refused)
 
 
 def driver_session(number: int) -> object:

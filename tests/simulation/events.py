@@ -56,8 +56,10 @@ Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, setup: Setup, model: Model) -> None:
+    def __init__(self, rng: Random, more: Random, setup: Setup, model: Model) -> None:
+        """`more` decides about requests for several sequences; without them a schedule is the same as if there were none."""
         self._rng = rng
+        self._more = more
         self._setup = setup
         self._model = model
         self._next_id = 1
@@ -76,7 +78,7 @@ class Generator:
         )  # many short prompts that grow, each far smaller than the pool, together larger
         if self._is_crowd:
             self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
-        self._several = rng.choice((0.0, 0.2, 0.6))  # how often a request asks for several sequences
+        self._several = more.choice((0.0, 0.0, 0.2, 0.6))  # how often a request asks for several sequences
         if setup.twins:
             self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
             self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = (
@@ -97,7 +99,7 @@ class Generator:
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
-            index = rng.choice((None, None, 0, 1))
+            index = self._more.choice((None, None, 0, 1)) if self._several else None
             return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
@@ -142,9 +144,9 @@ class Generator:
         return Enqueue(request_id, self._with_ends(request_id, request))
 
     def _num_sequences(self) -> int | None:
-        if self._rng.random() >= self._several:
+        if self._more.random() >= self._several:
             return None
-        return self._rng.choice((1, 2, 2, 3, 4, 8))
+        return self._more.choice((1, 2, 2, 3, 4, 8))
 
     def _session(self, salt: str) -> SessionConfig:
         rng = self._rng

@@ -41,7 +41,7 @@ class Simulation:
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, self.setup, self.model)
+        self._generator = Generator(self.rng, Random(f"several {seed}"), self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
