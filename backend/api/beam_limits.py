@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import SamplingConfig
@@ -28,10 +26,10 @@ def check_beams(request: Request, max_beam_width: int) -> None:
             f"beam_width is {config.beam_width}, allowed is 1 to {max_beam_width} (scheduler.max_beam_width, at most "
             f"scheduler.max_batch_size)"
         )
-    for name in ("length_penalty", "beam_search_diversity_rate"):
+    for name, most in (("length_penalty", 50), ("beam_search_diversity_rate", 100)):
         value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and abs(value) <= 100):
-            raise InvalidRequest(f"{name} is {value}, allowed is -100 to 100")
+        if value is not None and not abs(value) <= most:  # true for NaN too
+            raise InvalidRequest(f"{name} is {value}, allowed is -{most} to {most}")
     if config.beam_width > 1:
         _check_search(request, config)
 

@@ -9,9 +9,9 @@ import math
 
 from msgspec import Struct
 
+from backend.api.beam_limits import check_beams
 from backend.api.config import LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
-from backend.api.beam_limits import check_beams
 from backend.api.request import Request, SessionConfig
 from backend.api.sampling import SamplingConfig
 

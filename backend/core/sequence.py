@@ -232,6 +232,11 @@ class Sequence:
         return 1 if self.group is None else self.group.beam_width
 
     @property
+    def rows(self) -> list[Sequence]:
+        """All that is admitted and paused with it: the rows of its search, or it alone."""
+        return [self] if self.group is None or self.group.beam_width == 1 else self.group.members
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Position of the next token in this sequence's random stream."""
         return self.num_sampled_before + self.num_output_tokens

@@ -13,6 +13,7 @@ ends. What must not be said (bad words, ends before min_tokens) is left out, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,6 @@ from backend.api.request import Request
 from backend.api.response import FinishReason
 from backend.core.group import BeamGroup
 from backend.core.sequence import BeamSequence, Sequence
-from backend.core.step import SampledToken
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
@@ -48,11 +48,19 @@ class _Candidate:
 class BeamSearch(BeamGroup):
     """A group with what else a search must remember: the hypotheses that have ended. Those that go on are its `beams`."""
 
-    __slots__ = ("ended",)
+    __slots__ = ("ended", "rows")
 
     def __init__(self, beam_width: int, num_candidates: int) -> None:
         super().__init__(beam_width, num_candidates)
+        self.rows: list[BeamSequence] = []  # all members, whether they hold hypotheses or not
         self.ended: list[Hypothesis] = []  # the best first, at most beam_width
+
+    def told(self, reason: FinishReason) -> list[Hypothesis]:
+        """The hypotheses to return, the best first. Those that would go on count as ended with `reason`."""
+        config = self.rows[0].request.sampling_config
+        open_ones = [_as_ended(beam, reason) for beam in self.beams if beam.num_output_tokens]
+        ranked = sorted([*self.ended, *open_ones], key=lambda hypothesis: -hypothesis.score)
+        return ranked[: config.num_return_sequences or self.beam_width]
 
 
 def make_beams(make: Callable[[], BeamSequence], request: Request) -> list[Sequence]:
@@ -61,26 +69,19 @@ def make_beams(make: Callable[[], BeamSequence], request: Request) -> list[Seque
     ends = len(set(request.end_ids)) + len(request.stop_words)
     masked = (len(set(request.end_ids)) if config.min_tokens else 0) + len(request.bad_words)
     search = BeamSearch(config.beam_width, max(2, 1 + ends) * config.beam_width + masked)
-    rows = [make() for _ in range(config.beam_width)]
-    rows[0].is_dormant = False
-    search.beams = rows[:1]
-    for row in rows:
+    search.rows = [make() for _ in range(config.beam_width)]
+    search.rows[0].is_dormant = False
+    search.beams = search.rows[:1]
+    for row in search.rows:
         row.group = search
-        search.members.append(row)
-    return list(search.members)
+    search.members = list(search.rows)
+    return list(search.rows)
 
 
 def search_of(seq: Sequence) -> BeamSearch:
     """The search that a row belongs to."""
     assert isinstance(seq.group, BeamSearch)
     return seq.group
-
-
-def take(seq: Sequence, candidates: SampledToken) -> None:
-    """A step has told the candidates of a row."""
-    assert isinstance(seq, BeamSequence)  # as all rows of a search
-    seq.num_inflight_samples -= 1
-    seq.candidates = candidates
 
 
 def advance(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int) -> bool:
@@ -103,14 +104,6 @@ def advance(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns
         return True
     _go_on(search, going_on, kv, scheduler, now_ns)
     return False
-
-
-def result(search: BeamSearch, reason: FinishReason) -> list[Hypothesis]:
-    """The hypotheses to return, the best first. Those that would go on count as ended with `reason`."""
-    config = search.members[0].request.sampling_config
-    open_ones = [_as_ended(beam, reason) for beam in search.beams if beam.num_output_tokens]
-    ranked = sorted([*search.ended, *open_ones], key=lambda hypothesis: -hypothesis.score)
-    return ranked[: config.num_return_sequences or search.beam_width]
 
 
 def _candidates(search: BeamSearch, request: Request) -> list[_Candidate]:
@@ -170,7 +163,7 @@ def _as_ended(beam: BeamSequence, reason: FinishReason) -> Hypothesis:
 
 
 def _score(seq: Sequence, cum_log_prob: float, length: int) -> float:
-    return cum_log_prob / length ** (seq.request.sampling_config.length_penalty or 0.0)
+    return cum_log_prob / math.pow(length, seq.request.sampling_config.length_penalty or 0.0)
 
 
 def _is_over(search: BeamSearch, best: float, num_output: int) -> bool:
@@ -192,20 +185,19 @@ def _go_on(
     stay: dict[int, _Candidate] = {}
     for candidate in going_on:
         stay.setdefault(candidate.parent.seq_id, candidate)
-    free = [row for row in search.members if row.seq_id not in stay]
+    free = [row for row in search.rows if row.seq_id not in stay]
     beams: list[BeamSequence] = []
     for candidate in going_on:
         row = candidate.parent
         if stay[row.seq_id] is not candidate:
             child = free.pop(0)
-            assert isinstance(child, BeamSequence)  # as all rows of a search
             kv.adopt(child, row)
             child.become(row)
             scheduler.renew(child)
             row = child
         beams.append(row)
-    for row in free:
-        if isinstance(row, BeamSequence) and not row.is_dormant:
+    for row in free:  # fewer hypotheses go on than there were
+        if not row.is_dormant:
             kv.vacate(row)
             row.lie_dormant()
     for row, candidate in zip(beams, going_on, strict=True):

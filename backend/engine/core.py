@@ -14,7 +14,6 @@ failed command gets an error response. Not thread-safe: one thread drives it.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import deque
 
@@ -26,7 +25,9 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import beams, groups, publish, update
+from backend.engine import beam_step, groups, publish, update
+from backend.engine.beams import BeamSearch, search_of
+from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.sessions import SessionTable
@@ -66,7 +67,7 @@ class EngineCore:
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
         self._live: dict[RequestId, Sequence] = {}  # of a request's sequences the first that lives
-        self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
+        self._deadlines = Deadlines()
         self._outbox: list[Response] = []
 
     @property
@@ -115,7 +116,7 @@ class EngineCore:
             self._outbox.append(publish.error_response(request_id, request.client_id, error))
             return
         self._live[request_id] = seq
-        self._note_deadline(seq)
+        self._deadlines.note(seq, self._live)
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
 
@@ -140,16 +141,8 @@ class EngineCore:
         `namespace`: the client's; sessions of others are not known to it.
         """
         key = SessionKey(namespace, session_id)
-        seq = self.sessions.get(key)
         try:
-            if seq is None:
-                raise SessionError(
-                    SessionStatus.INVALID, f"session {session_id} is not known; there is nothing to stop"
-                )
-            if seq.status is Status.IDLE and not end:
-                raise SessionError(
-                    SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop"
-                )
+            seq = self.sessions.check_stop(key, end)
         except SessionError as error:
             self._outbox.append(publish.error_response(request_id, None, error))
             return
@@ -197,21 +190,10 @@ class EngineCore:
         self._expire(self.clock.monotonic_ns())
 
     def _expire(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            deadline_ns, request_id = heapq.heappop(self._deadlines)
-            live = self._live.get(request_id)
-            for seq in [] if live is None or live.deadline_ns != deadline_ns else groups.members(live):
+        for live in self._deadlines.pop_due(now_ns, self._live):
+            for seq in groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
-
-    def _note_deadline(self, seq: Sequence) -> None:
-        """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
-        if len(self._deadlines) > 2 * len(self._live) + 64:
-            live = [(other.deadline_ns, request_id) for request_id, other in self._live.items()]
-            self._deadlines = [(ns, request_id) for ns, request_id in live if ns is not None]
-            heapq.heapify(self._deadlines)
-        elif seq.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (seq.deadline_ns, seq.request_id))
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
@@ -224,13 +206,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
         self.kv.check_integrity(self.scheduler.running)
-        queued = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
-        assert queued == set(self._live), f"queued or running {sorted(queued)} != live requests {sorted(self._live)}"
-        for seq in self.scheduler.running:
-            assert seq.status is Status.RUNNING and seq.slot is not None, f"{seq!r} is in the batch"
-        for seq in self.scheduler.waiting:
-            assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
-        groups.check_integrity([*self.scheduler.running, *self.scheduler.waiting], self._live)
+        groups.check_integrity(self.scheduler, self._live)
 
     def _schedule(self, started_ns: int) -> Flight | None:
         """Plan a step and commit it. None when there is nothing to run, or nothing before the step in flight has landed."""
@@ -300,36 +276,15 @@ class EngineCore:
         return news
 
     def _advance_beams(self, flight: Flight, output: StepOutput) -> None:
-        """`_update` and `_publish` of a step of beams: book it, then take the searches further that have all candidates."""
-        now_ns = self.clock.monotonic_ns()
-        self.statistics.iteration = flight.step.step_id
-        samples, touched = iter(output.sampled), {}
-        for (seq, num_tokens), row in zip(flight.plan.rows, flight.step.rows, strict=True):
-            candidates = next(samples) if row.samples else None
-            if seq.seq_id in flight.dropped:
-                continue
-            context, recomputed = update.advance(seq, num_tokens)
-            self.counters.context_tokens_total += context
-            self.counters.recomputed_tokens_total += recomputed
-            self.kv.advance(seq, max_shared_tokens=seq.num_prompt_tokens)
-            if candidates is not None:
-                beams.take(seq, candidates)
-                self.counters.generated_tokens_total += 1
-            touched[seq.request_id] = beams.search_of(seq)
-        for search in touched.values():
-            self._search(search, now_ns)
-
-    def _search(self, search: beams.BeamSearch, now_ns: int) -> None:
-        """Take a search further if it can be, and tell what is new of it."""
-        first = search.members[0]
-        if not search.is_ready:
-            if not first.max_output_tokens and not first.num_uncomputed_tokens + first.num_inflight_tokens:
-                self._finish(first, FinishReason.LENGTH)
-        elif beams.advance(search, self.kv, self.scheduler, now_ns):
-            self._finish(first, search.ended[0].reason)
-        elif first.request.streaming:
-            hypotheses = beams.result(search, FinishReason.NOT_FINISHED)
-            self._outbox.append(publish.beams_response(first, hypotheses, self.iteration, is_final=False))
+        """`_update` and `_publish` of a step of beams."""
+        now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
+        for search in beam_step.book(flight, output, self.kv, self.counters):
+            reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
+            first = search.members[0]
+            if reason is not None and reason is not FinishReason.NOT_FINISHED:
+                self._finish(first, reason)
+            elif reason is not None and first.request.streaming:
+                self._outbox.append(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))
 
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
@@ -343,7 +298,7 @@ class EngineCore:
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
         if seq.beam_width > 1:
-            self._finish_beams(beams.search_of(seq), reason)
+            self._finish_beams(search_of(seq), reason)
             return
         seq.finish_reason = reason
         self._leave(seq)
@@ -352,12 +307,11 @@ class EngineCore:
         self._outbox.append(publish.result_response(seq, self.iteration))
         self._settle(seq, keep_output_tokens)
 
-    def _finish_beams(self, search: beams.BeamSearch, reason: FinishReason) -> None:
+    def _finish_beams(self, search: BeamSearch, reason: FinishReason) -> None:
         """`_finish` of all rows of a search. Does nothing when it has ended before."""
         if not search.members:
             return
-        hypotheses = beams.result(search, reason)
-        rows = list(search.members)
+        rows, hypotheses = list(search.members), search.told(reason)
         for row in rows:
             row.finish_reason = reason
             self._leave(row)

@@ -10,6 +10,7 @@ from backend.api.request import RequestId
 from backend.core.group import SequenceGroup
 from backend.core.sequence import Sequence, Status
 from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.scheduler import Scheduler
 
 
 def stream_seed(seed: int, sequence_index: int) -> int:
@@ -58,16 +59,23 @@ def leave(seq: Sequence) -> Sequence | None:
 def has_heirs(seq: Sequence) -> bool:
     """Whether others of its request wait that know blocks of it."""
     group = seq.group
-    return group is not None and group.beam_width == 1 and any(member.status is not Status.RUNNING for member in group.members)
+    return (
+        group is not None
+        and group.beam_width == 1
+        and any(member.status is not Status.RUNNING for member in group.members)
+    )
 
 
-def check_integrity(queued: list[Sequence], live: Mapping[RequestId, Sequence]) -> None:
-    """Raise AssertionError unless the groups of live requests hold exactly what is in the batch or in the queue."""
-    found: dict[RequestId, list[int]] = {}
-    for seq in queued:
-        found.setdefault(seq.request_id, []).append(seq.sequence_index)
+def check_integrity(scheduler: Scheduler, live: Mapping[RequestId, Sequence]) -> None:
+    """Raise AssertionError unless exactly what is live is in the batch or in the queue, in the state that belongs there."""
+    found: dict[RequestId, list[Sequence]] = {}
+    for seq in (*scheduler.waiting, *scheduler.running):
+        found.setdefault(seq.request_id, []).append(seq)
+    assert set(found) == set(live), f"queued or running {sorted(found)} != live requests {sorted(live)}"
     for request_id, seq in live.items():
-        indices = [member.sequence_index for member in members(seq)]
-        assert sorted(found[request_id]) == indices, (
-            f"{seq!r}: {indices} are live, {found[request_id]} are in the books"
-        )
+        alive = members(seq)
+        assert {*found[request_id]} == {*alive}, f"{alive} are live, {found[request_id]} are queued or running"
+    for seq in scheduler.running:
+        assert seq.status is Status.RUNNING and seq.slot is not None, f"{seq!r} is in the batch"
+    for seq in scheduler.waiting:
+        assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"

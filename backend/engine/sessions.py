@@ -57,6 +57,15 @@ class SessionTable:
             raise SessionError(SessionStatus.INVALID, f"session {session.id} is not known; begin it with START")
         return None if session.start else known
 
+    def check_stop(self, key: SessionKey, end: bool) -> Sequence:
+        """Return the session that is to be stopped. Raises SessionError when there is nothing to stop or to erase (`end`)."""
+        seq = self._sessions.get(key)
+        if seq is None:
+            raise SessionError(SessionStatus.INVALID, f"session {key.id} is not known; there is nothing to stop")
+        if seq.status is Status.IDLE and not end:
+            raise SessionError(SessionStatus.INACTIVE, f"session {key.id} runs no turn; there is nothing to stop")
+        return seq
+
     def put(self, key: SessionKey, seq: Sequence, now_ns: int) -> None:
         """Enter a new session; one of the same key that is idle is erased (START resets)."""
         self.erase(key)

@@ -62,13 +62,12 @@ class GuaranteedNoEvict:
             return max(0, self._kv.blocks_needed(max_cells(seq)) - grant.num_held)
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
 
-
     def _growth_of_beam(self, grant: Grant | None, seq: Sequence) -> int:
         """The first of the beams is promised all that it needs, the others what lies behind the whole blocks of the prompt.
 
         Of the latter only those count as held that no other beam reads: one that is shared will be copied.
         """
-        shared, is_first = self._shared(seq.num_prompt_tokens), seq is seq.group.members[0]
+        shared, is_first = self._shared(seq.num_prompt_tokens), seq is seq.rows[0]
         needed = self._kv.blocks_needed(max_cells(seq)) - (0 if is_first else shared)
         if grant is not None and grant.admitted:
             return max(0, needed - grant.num_held)

@@ -189,7 +189,7 @@ class Scheduler:
         for seq in self.waiting:
             if seq.group is not None and seq.group.holds_back(seq):
                 break
-            beams = seq.group.members if seq.beam_width > 1 else [seq]
+            beams = seq.rows
             if seq is not beams[0]:
                 continue  # the first of them was asked for all
             if seq.beam_width != plan.beam_width:

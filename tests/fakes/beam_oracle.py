@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-TopTokens = Callable[[list[int], int], list[tuple[int, float]]]  # (prompt + output, count) -> the most likely next tokens
+TopTokens = Callable[
+    [list[int], int], list[tuple[int, float]]
+]  # (prompt + output, count) -> the most likely next tokens
 
 
 class Beam(NamedTuple):
