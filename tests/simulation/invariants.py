@@ -33,6 +33,7 @@ def _check_order(simulation: Simulation) -> None:
     assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost: {arrivals}"
     if scheduler.policy == "guaranteed_no_evict":
         assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
+    assert len({seq.beam_width for seq in core.scheduler.running}) <= 1, "beam widths are mixed"
     if scheduler.batching == "separate":
         latest = core.latest_iteration()
         assert not (latest.num_context_requests and latest.num_gen_requests), f"context beside generation: {latest}"
@@ -77,6 +78,8 @@ def _check_tables(simulation: Simulation) -> None:
                 namespace = namespaces.setdefault(handle, known[seq_id].namespace)
                 assert namespace == known[seq_id].namespace, f"{handle} is seen by two namespaces"
     for seq in running.values():
+        if seq.beam_width > 1:
+            continue  # what beams share is copied by the plan that is to write on it
         block, offset = divmod(seq.num_computed_tokens, core.kv.block_size)
         if offset:
             handle = core.kv.state.tables[seq.seq_id].handles[block]

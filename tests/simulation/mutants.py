@@ -8,7 +8,7 @@ A mutant replaces attributes through `set_attribute(owner, name, value)`: pytest
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,7 +17,7 @@ from backend.api.request import Request
 from backend.api.response import FinishReason
 from backend.core.sequence import Sequence, SessionKey, Status
 from backend.core.step import NewRow, SlotId, StepOutput
-from backend.engine import core, groups, publish, update
+from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable
@@ -34,6 +34,7 @@ from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import StepPlan
+from tests.simulation import group_mutants
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -348,54 +349,6 @@ def scheduled_beyond_its_end(set_attribute: SetAttribute) -> None:
     set_attribute(Sequence, "is_awaited", property(lambda seq: seq.num_uncomputed_tokens == 0))
 
 
-def all_sequences_of_a_request_draw_the_same(set_attribute: SetAttribute) -> None:
-    set_attribute(groups, "stream_seed", lambda seed, sequence_index: seed)
-
-
-def each_sequence_ends_the_request(set_attribute: SetAttribute) -> None:
-    original = publish.result_response
-
-    def result_response(seq: Sequence, iteration: int) -> Response:
-        response = original(seq, iteration)
-        result = response.result
-        final = msgspec.structs.replace(result, is_final=result.is_sequence_final)
-        return msgspec.structs.replace(response, result_or_none=final)
-
-    set_attribute(core.publish, "result_response", result_response)
-
-
-def a_cancel_ends_one_sequence_only(set_attribute: SetAttribute) -> None:
-    original = groups.members
-    set_attribute(core.groups, "members", lambda seq, index=None: original(seq, index)[:1])
-
-
-def the_blocks_of_a_prompt_are_shared_before_it_is_computed(set_attribute: SetAttribute) -> None:
-    original = KVCacheManager.share
-
-    def share(self: KVCacheManager, seq: Sequence, heirs: Iterable[Sequence]) -> None:
-        heirs = list(heirs)
-        original(self, seq, heirs)
-        for heir in heirs:
-            heir.num_computed_tokens = heir.num_prompt_tokens
-
-    def share_at_once(seq: Sequence, kv: KVCacheManager) -> None:
-        if not seq.group.has_prompt and seq is seq.group.members[0]:
-            seq.group.has_prompt = True
-            kv.share(seq, seq.group.members[1:])
-
-    set_attribute(KVCacheManager, "share", share)
-    set_attribute(core.groups, "share_prompt", share_at_once)
-
-
-def shared_prompt_is_not_copied_before_it_is_written_on(set_attribute: SetAttribute) -> None:
-    original = KVPlan._must_not_write
-    set_attribute(
-        KVPlan,
-        "_must_not_write",
-        lambda self, block_id: original(self, block_id) and self._state.trie.holds(block_id),
-    )
-
-
 def has_work_forgets_what_is_in_flight(set_attribute: SetAttribute) -> None:
     set_attribute(EngineCore, "has_work", property(lambda self: self.scheduler.has_work))
 
@@ -405,6 +358,7 @@ MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     for name, value in list(globals().items())
     if getattr(value, "__module__", "") == __name__ and callable(value)
 }
+MUTANTS |= group_mutants.MUTANTS
 
 
 def main() -> None:

@@ -15,13 +15,13 @@ from random import Random
 
 import msgspec
 
-from backend.api import FinishReason, PerfMetrics, Request, Response, SessionConfig
+from backend.api import FinishReason, PerfMetrics, Request, Response, Result, SessionConfig
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
 from tests.simulation.invariants import check_flights, check_invariants
-from tests.simulation.model import Model, Turn, key_of
+from tests.simulation.model import Model, Turn, key_of, num_rows
 from tests.simulation.setups import random_setup
 from tests.simulation.workers import CheckedWorkers
 
@@ -34,14 +34,15 @@ class Simulation:
         """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
         self._drops_plans = drops_plans
         self.rng = Random(seed)
-        self.setup = random_setup(self.rng)
+        more = Random(f"several {seed}")
+        self.setup = random_setup(self.rng, more)
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, Random(f"several {seed}"), self.setup, self.model)
+        self._generator = Generator(self.rng, more, self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
@@ -110,7 +111,8 @@ class Simulation:
 
     def _step_to_the_end(self) -> None:
         live = [turn for first in self.model.live.values() for turn in first.family]
-        for _ in range(20 + 2 * len(live) * sum(len(turn.prompt) + turn.max_output for turn in live)):
+        rows = sum(num_rows(turn.request) for turn in live)
+        for _ in range(20 + 2 * rows * sum(len(turn.prompt) + turn.max_output for turn in live)):
             if not self.core.has_work:
                 break
             self.apply(Step())
@@ -120,7 +122,7 @@ class Simulation:
     def _enqueue(self, request_id: int, request: Request) -> None:
         expected = self.model.judge(request_id, request)
         waiting = len(self.core.scheduler.waiting)
-        count = request.sampling_config.num_return_sequences or 1
+        count = num_rows(request)
         if expected not in ("duplicate", "field") and waiting + count > self.setup.config.limits.max_queue_size:
             expected = "queue"
         self.core.enqueue(request_id, request)
@@ -196,10 +198,13 @@ class Simulation:
 
     def _finish(self, response: Response, reason: FinishReason | None, keep: int | None, erase: bool = False) -> None:
         """The final response of a sequence. `reason`: the only one allowed; None: the sequence's own end."""
-        turn = self._see(response)
+        turn = self._see(response, is_natural=reason is None)
         actual = response.result.finish_reasons[0]
         if reason is None:
-            assert actual is turn.reason and turn.seen == turn.tokens, f"{turn.reason.name} {turn.tokens} != {response}"
+            assert actual is turn.reason, f"{turn.reason.name} != {response}"
+            assert turn.beams or turn.max_output == 0 or turn.seen == turn.tokens, f"{turn.tokens} != {response}"
+        elif turn.beams:
+            assert response.is_final, response
         else:
             assert actual is reason, response
         turn.reason_seen = actual
@@ -207,11 +212,13 @@ class Simulation:
         if response.is_final:
             self._settle(response, keep, erase)
 
-    def _see(self, response: Response) -> Turn:
+    def _see(self, response: Response, is_natural: bool = False) -> Turn:
         """Add what a response carries to what its request has said, and compare with what it ought to say."""
         turn = self.model.live[response.request_id].family[response.result.sequence_index]
-        assert turn in turn.open, f"a sequence that has ended goes on: {response}"
+        assert any(turn is other for other in turn.open), f"a sequence that has ended goes on: {response}"
         request, result = turn.request, response.result
+        if request.sampling_config.beam_width > 1:
+            return self._see_beams(turn, result, is_natural)
         tokens = result.output_token_ids[0]
         if not request.streaming:
             assert result.is_sequence_final, f"a part of a request that does not stream: {response}"
@@ -226,6 +233,22 @@ class Simulation:
         assert result.num_prompt_tokens == len(turn.prompt), response
         if result.perf_metrics is not None and turn.was_stepped:
             self._check_metrics(turn, result.perf_metrics)
+        return turn
+
+    def _see_beams(self, turn: Turn, result: Result, is_natural: bool) -> Turn:
+        """Each response tells all beams; the one that ends by itself has those of a plain search."""
+        request = turn.request
+        assert result.is_final or request.streaming, result
+        whole = request.streaming or request.output_config.exclude_input_from_output
+        prompt = [] if whole else request.input_token_ids
+        told = [(tokens, reason.name) for tokens, reason in zip(result.output_token_ids, result.finish_reasons)]
+        if is_natural:
+            expected = [(prompt + beam.tokens, beam.reason) for beam in turn.beams] or [(prompt, "LENGTH")]
+            assert told == expected, f"{turn.beams} != {result}"
+        if request.output_config.return_log_probs:
+            sums = [sum(log_probs) for log_probs in result.log_probs]
+            assert all(abs(a - b) < 1e-9 for a, b in zip(sums, result.cum_log_probs, strict=True)), result
+        turn.seen = result.output_token_ids[0]
         return turn
 
     def _check_metrics(self, turn: Turn, metrics: PerfMetrics) -> None:
