@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,7 +86,9 @@ class GptManager:
                     stats_json(self._engine.latest_iteration(), stats, model_type, stats_format)
                 )
 
-        self._core = Core(self._engine, self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
+        self._ending = threading.Event()  # here, because the thread may be told to end before the next line is over
+        callbacks = (self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
+        self._core = Core(self._engine, *callbacks, ending=self._ending)
 
     @property
     def is_alive(self) -> bool:
@@ -108,7 +111,7 @@ class GptManager:
     def _take_in(self, max_count: int) -> Iterator[tuple[int, Request]]:
         for given in self._get_requests(max_count):
             if given.request_id == self._terminate_req_id:
-                self._core.stop()
+                self._ending.set()
                 continue
             try:
                 request = self._converted(given)
