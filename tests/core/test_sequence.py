@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import Request, SamplingConfig, SessionConfig
-from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequence, SessionKey, Status
+from backend.api.request import RequestId
+from backend.core.sequence import TRANSITIONS, BeamSequence, Event, IllegalTransition, Sequence, SessionKey, Status
+from backend.core.step import SampledToken, SequenceId, SlotId
 
 
 def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
