@@ -17,21 +17,19 @@ EARLY = {1: True, 0: False, 2: "never"}
 PROMPTS = ([5, 17, 3, 99, 42, 8, 120], [7, 3], [1, 2, 3] * 15)
 
 
+LARGE = [name for name in FAMILIES if name not in ("llama3", "default")]
+
+
 @pytest.fixture(
     scope="module",
-    params=[
-        "llama3",
-        *(
-            pytest.param(f, marks=pytest.mark.slow("parity's large combinations"))
-            for f in ("llama2", "mistral", "qwen2", "qwen3")
-        ),
-    ],
+    params=["llama3", *(pytest.param(name, marks=pytest.mark.slow("parity's large combinations")) for name in LARGE)],
 )
 def hf(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = FAMILIES[request.param]().eval()
     model.config.architectures = [type(model).__name__]
+    model.generation_config.eos_token_id = None  # the tests choose their own
     return model
 
 
@@ -95,7 +93,7 @@ def end_ids_of(hf: PreTrainedModel, prompt: list[int], width: int) -> tuple[int,
     return outputs[0][4], outputs[-1][7]
 
 
-@pytest.mark.parametrize("evict_every", [None, 3])
+@pytest.mark.parametrize("evict_every", [None, 11])  # what is evicted comes back in a few steps, once for each row
 @pytest.mark.parametrize(
     ("width", "penalty", "early"), [(4, 1.0, 0), (4, 1.0, 1), (3, -0.5, 2), (3, 1.5, 2), (2, 0.0, 1)]
 )
@@ -137,7 +135,7 @@ def test_the_plain_search_of_the_simulation_is_that_of_transformers(
 
 
 @pytest.mark.feature("000-29", "002-52")
-@pytest.mark.parametrize("evict_every", [None, 3])
+@pytest.mark.parametrize("evict_every", [None, 11])  # what is evicted comes back in a few steps, once for each row
 def test_sampled_sequences_are_the_same_alone_in_a_batch_and_evicted(
     hf: PreTrainedModel, tier: TierCase, evict_every: int | None
 ) -> None:
