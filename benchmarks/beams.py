@@ -8,6 +8,7 @@ Blocks of steps of both kinds alternate; the figures are medians over blocks, of
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from typing import Annotated
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.api import EngineConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.request import RequestId
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 
@@ -52,7 +54,7 @@ class Batch:
 
     def __init__(self, core: EngineCore, width: int, prompt: int, beams: bool) -> None:
         self._core, self._width, self._prompt, self._beams = core, width, [*range(prompt)], beams
-        self._next_id = 1
+        self._next_id = itertools.count(1 + 1_000_000 * beams)
 
     def seconds_per_step(self) -> float:
         """Of a block of steps that only generate; nothing is left of it afterwards."""
@@ -60,7 +62,7 @@ class Batch:
         sampling = SamplingConfig(beam_width=self._width if self._beams else 1)
         for row in range(count):
             request = Request([7 + row, *self._prompt], STEPS + 8, sampling_config=sampling)
-            self._core.enqueue(self._next_id + row, request)
+            self._core.enqueue(RequestId(next(self._next_id)), request)
         while self._core.latest_iteration().num_gen_requests < self._width:
             self._core.step()
         self._core.step()
@@ -70,7 +72,6 @@ class Batch:
         seconds = (time.perf_counter() - started) / STEPS
         while self._core.has_work:
             self._core.step()
-        self._next_id += count
         return seconds
 
 

@@ -80,7 +80,7 @@ class Generator:
         if self._is_crowd:
             self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
         # how often a request asks for several sequences, and how often one of those asks for beams
-        self._several = more.choice((0.5, 0.9) if setup.has_beams else (0.0, 0.0, 0.2, 0.6))
+        self.several = more.choice((0.5, 0.9) if setup.has_beams else (0.0, 0.0, 0.2, 0.6))
         self._beams = more.choice((0.5, 0.95, 0.95)) if setup.has_beams else 0.0
         self._width = more.choice((2, 2, 3, 4))  # of most of them: others do not run beside them
         if setup.has_beams:
@@ -105,7 +105,7 @@ class Generator:
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
-            index = self._more.choice((None, None, 0, 1)) if self._several else None
+            index = self._more.choice((None, None, 0, 1)) if self.several else None
             return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
@@ -156,7 +156,7 @@ class Generator:
     def _several_sequences(self) -> dict[str, Any]:
         """What a request's SamplingConfig says of several sequences."""
         more = self._more
-        if more.random() >= self._several:
+        if more.random() >= self.several:
             return {}
         if more.random() >= self._beams:
             return {"num_return_sequences": more.choice((1, 2, 2, 3, 4, 8))}
