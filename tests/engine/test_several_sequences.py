@@ -121,13 +121,6 @@ def test_pauses_and_evictions_are_not_seen(worker: dict[str, bool]) -> None:
     assert outputs(driver, second) == expected(2, 20, 9, PROMPT[:3])
 
 
-def test_greedy_sequences_are_equal() -> None:
-    driver = Driver(pool_tokens=128)
-    request_id = driver.ask(PROMPT, 4, sampling_config=SamplingConfig(num_return_sequences=3, top_k=1))
-    driver.run()
-    assert len(outputs(driver, request_id)) == 3
-
-
 def test_a_cancelled_request_ends_in_all_its_sequences_wherever_they_are() -> None:
     driver = Driver(pool_tokens=128, slots=2)
     request_id = driver.ask(PROMPT, 9, sampling_config=several(4))

@@ -81,8 +81,11 @@ class Generator:
         if self._is_crowd:
             self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
         # how often a request asks for several sequences, and how often one of those asks for beams
-        self._several = more.choice((0.5, 0.9) if setup.has_beams else (0.0, 0.0, 0.2, 0.6))
-        self._beams = more.choice((0.5, 0.95)) if setup.has_beams else 0.0
+        self.several = more.choice((0.5, 0.9) if setup.has_beams else (0.0, 0.0, 0.2, 0.6))
+        self._beams = more.choice((0.5, 0.95, 0.95)) if setup.has_beams else 0.0
+        self._width = more.choice((2, 2, 3, 4))  # of most of them: others do not run beside them
+        if setup.has_beams:
+            self._share_sessions = 0.2
         if setup.twins:
             self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
             self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = (
@@ -103,7 +106,7 @@ class Generator:
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
-            index = self._more.choice((None, None, 0, 1)) if self._several else None
+            index = self._more.choice((None, None, 0, 1)) if self.several else None
             return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
@@ -128,7 +131,7 @@ class Generator:
         several = self._several_sequences() if session is None else {}
         width = several.get("beam_width", 1)
         if width > 1:
-            prompt, max_tokens = prompt[: max(1, len(prompt) // width)], max_tokens // self._more.choice((1, width))
+            prompt, max_tokens = self._fit_beams(prompt, width)
         request = Request(
             input_token_ids=prompt,
             max_tokens=max_tokens,
@@ -165,12 +168,12 @@ class Generator:
     def _several_sequences(self) -> dict[str, Any]:
         """What a request's SamplingConfig says of several sequences."""
         more = self._more
-        if more.random() >= self._several:
+        if more.random() >= self.several:
             return {}
         if more.random() >= self._beams:
             return {"num_return_sequences": more.choice((1, 2, 2, 3, 4, 8))}
         return {
-            "beam_width": more.choice((2, 2, 3, 4, 6)),
+            "beam_width": self._width if more.random() < 0.9 else more.choice((2, 3, 4, 6)),
             "num_return_sequences": more.choice((None, None, 2)),
             "length_penalty": more.choice((None, 1.0, -0.5)),
             "early_stopping": more.choice((None, 0, 2)),
@@ -225,6 +228,12 @@ class Generator:
             return prompt, max_tokens
         prompt = prompt[: min(cells - 1, self._model.max_prompt_tokens)]
         return prompt, min(max_tokens, cells + 1 - len(prompt))
+
+    def _fit_beams(self, prompt: list[int], width: int) -> tuple[list[int], int]:
+        """Outputs with which two requests are mostly more than the pool holds, one is not, and which part in other blocks."""
+        prompt = prompt[: self._more.choice((1, 2, 3, 6))]
+        cells = (self._model.capacity - self._model.watermark) // width * self._model.block_size
+        return prompt, max(1, min(cells - len(prompt) + 1, self._more.choice((4, 8, 12))))
 
     def _cut(self, ids: list[int]) -> list[int]:
         return ids if self._rng.random() < 0.6 else ids[: self._rng.randint(0, len(ids))]

@@ -110,12 +110,11 @@ def beams_are_paused_one_by_one(set_attribute: SetAttribute) -> None:
 
 
 def grants_of_paused_beams_are_kept(set_attribute: SetAttribute) -> None:
-    set_attribute(KVPlan, "retract", lambda self, seq: self.grants.pop(seq.seq_id, None))
+    set_attribute(KVPlan, "retract", lambda self, seq: None)
 
 
 def beams_are_admitted_one_by_one(set_attribute: SetAttribute) -> None:
-    original = KVPlan.rollback
-    set_attribute(KVPlan, "rollback", lambda self, mark: original(self, mark._replace(free_slots=self.free_slots)))
+    set_attribute(KVPlan, "rollback", lambda self, mark: None)
 
 
 def widths_are_mixed(set_attribute: SetAttribute) -> None:
@@ -128,10 +127,6 @@ def widths_are_mixed(set_attribute: SetAttribute) -> None:
         original(self, plan, *rest)
 
     set_attribute(Scheduler, "_admit", admit)
-
-
-def candidates_survive_a_pause(set_attribute: SetAttribute) -> None:
-    set_attribute(BeamSequence, "apply", Sequence.apply)
 
 
 def one_candidate_too_few(set_attribute: SetAttribute) -> None:

@@ -33,7 +33,7 @@ def random_setup(rng: Random, more: Random) -> Setup:
 
 def _widened(setup: Setup, more: Random) -> Setup:
     scheduler, kv_cache = setup.config.scheduler, setup.config.kv_cache
-    num_rows, times = max(scheduler.max_batch_size, more.choice((3, 4, 6, 9))), more.choice((2, 3, 4))
+    num_rows, times = max(scheduler.max_batch_size, more.choice((4, 6, 9, 9))), more.choice((1, 2, 2, 3))
     num_tokens = max(scheduler.max_num_tokens, num_rows)
     config = msgspec.structs.replace(
         setup.config,

@@ -49,6 +49,11 @@ class Simulation:
         self._num_finished = 0
 
     @property
+    def has_several(self) -> bool:
+        """Whether some of its requests ask for several sequences."""
+        return self._generator.several > 0
+
+    @property
     def trace_hash(self) -> str:
         """A hash of every response and every step so far."""
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()
