@@ -16,6 +16,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+import msgspec
+
+from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
@@ -25,6 +28,15 @@ GetRequests = Callable[[int], Iterable[tuple[int, Request]]]
 SendResponse = Callable[[int, Response | None, bool, str], None]
 PollStopSignals = Callable[[], Iterable[int]]
 ReturnStats = Callable[[EngineStats], None]
+
+
+def load_engine(model_path: str, config: EngineConfig) -> EngineCore:
+    """An engine for a GptManager, with the checkpoint in a directory. Raises ConfigError when there is none."""
+    from backend.worker.group import InProcessWorkerGroup
+
+    model = msgspec.structs.replace(config.model, path=model_path)
+    config = msgspec.structs.replace(config, model=model)
+    return EngineCore(config, InProcessWorkerGroup(model, config.scheduler, config.kv_cache))
 
 
 class GptManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,8 +13,8 @@ import msgspec
 
 from backend.api import ConfigError, EngineConfig, EverbatchError, InvalidRequest, Request, Response, Result
 from backend.api.stats import EngineStats, IterationStats
-from backend.engine.core import EngineCore
 from backend.executor.gpt_manager import GptManager as Core
+from backend.executor.gpt_manager import load_engine
 from backend.trtllm import tensor_names as names
 from backend.trtllm.configs import ExecutorConfig, KvCacheConfig, ParallelConfig
 from backend.trtllm.engine_config import BASE, engine_config, runs_in_own_process
@@ -74,7 +75,11 @@ class GptManager:
         self._params = params
         self._asked: dict[int, _Asked] = {}
         self._ended = False
-        self._engine = _engine(str(trt_engine_path), _engine_config(model_type, params))
+        self._made = threading.Event()
+        try:
+            self._engine = load_engine(str(trt_engine_path), _engine_config(model_type, params))
+        except ConfigError as error:
+            raise RuntimeError(str(error)) from error
         self._num_bytes = self._engine.max_kv_tokens * self._engine.model.kv_bytes_per_token
         MemoryCounters.instance().add_gpu(self._num_bytes)
         stats_format = params.stats_timestamp_format
@@ -86,6 +91,7 @@ class GptManager:
                 )
 
         self._core = Core(self._engine, self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
+        self._made.set()
 
     @property
     def is_alive(self) -> bool:
@@ -108,6 +114,7 @@ class GptManager:
     def _take_in(self, max_count: int) -> Iterator[tuple[int, Request]]:
         for given in self._get_requests(max_count):
             if given.request_id == self._terminate_req_id:
+                self._made.wait()  # the thread may be here before the constructor has returned to set `_core`
                 self._core.stop()
                 continue
             try:
@@ -178,16 +185,6 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
     converted = engine_config(config)
     scheduler = msgspec.structs.replace(converted.scheduler, batching=_BATCHING[model_type])
     return msgspec.structs.replace(converted, scheduler=scheduler)
-
-
-def _engine(path: str, config: EngineConfig) -> EngineCore:
-    from backend.worker.group import InProcessWorkerGroup
-
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
-    try:
-        return EngineCore(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
-    except ConfigError as error:
-        raise RuntimeError(str(error)) from error
 
 
 def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
