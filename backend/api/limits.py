@@ -100,13 +100,18 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         "presence_penalty": (-100.0, 100.0),
         "frequency_penalty": (-100.0, 100.0),
         "min_tokens": (0, (1 << 31) - 1),
+        "no_repeat_ngram_size": (0, (1 << 31) - 1),
+        "top_p_decay": (0.0, 1.0),
+        "top_p_min": (0.0, 1.0),
+        "top_p_reset_ids": (0, limits.vocab_size - 1),
     }
     for name, (least, greatest) in ranges.items():
         value = getattr(config, name)
         if value is not None:
             _check_range(name, value, least, greatest)
-    if config.top_p == 0:
-        raise InvalidRequest("top_p is 0, allowed is more than 0 to 1; leave it out for no limit")
+    for name in ("top_p", "top_p_decay", "top_p_min"):
+        if getattr(config, name) == 0:
+            raise InvalidRequest(f"{name} is 0, allowed is more than 0 to 1; leave it out for no limit")
     if config.logit_bias:
         if len(config.logit_bias) > limits.caps.max_logit_bias:
             raise InvalidRequest(
