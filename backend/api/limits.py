@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
+from backend.api.output_limits import check_outputs, check_post_processor
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 
@@ -25,6 +26,11 @@ class RequestLimits(Struct, frozen=True):
     max_seq_len: int
     caps: LimitsConfig = LimitsConfig()
     takes_extra_inputs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    additional_outputs: tuple[str, ...] = ()
+    post_processors: tuple[str, ...] = ()
+    is_static: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -43,6 +49,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)
+    check_outputs(
+        request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
+    )
+    check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)

@@ -49,6 +49,13 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
 
 
+class AdditionalOutput(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tensor of the model that comes back with the tokens."""
+
+    name: str  # one of model.additional_outputs
+    gather_context: bool = False  # for the prompt's positions too
+
+
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the Result holds; everything not asked for is None."""
 
@@ -56,4 +63,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     top_log_probs: int = 0  # besides, the k most likely tokens of each position
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
+    return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits
+    return_generation_logits: bool = False  # logits that output tokens came from; needs model.gather_generation_logits
+    additional_outputs: tuple[AdditionalOutput, ...] = ()
     return_history: bool = False  # turns of sessions: the token ids before this turn, once, with its first response
