@@ -111,12 +111,12 @@ def decayed_top_p(output: Tensor, top_p: float, decay: float, least: float, rese
     """top_p of the next token as a float64 scalar, after output tokens [length] int64.
 
     Each output token multiplies it by `decay`, and it falls to `least`; the token `reset_id` sets it back (Factual nucleus
-    sampling, Lee et al. 2022).
+    sampling, Lee et al. 2022). It stays below 1, so the row has a filter at all times, and its running sum one order.
     """
     places = torch.arange(1, len(output) + 1, device=output.device) * (output == reset_id)
     since = len(output) - (places.amax() if len(output) else torch.zeros((), device=output.device))
     decayed = (top_p * decay ** since.double()).clamp(min=least)
-    return torch.where(since == 0, top_p, decayed)
+    return torch.where(since == 0, top_p, decayed).clamp(max=1 - 2.0**-53)
 
 
 # --------------------------------------------------------------------------------------------------------------- choice

@@ -10,8 +10,8 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     Decoding is greedy unless at least one of `temperature`, `top_k`, `top_p`, `min_p` asks for sampling; `temperature` 0 and
     `top_k` 1 are greedy too. Order of application: bad words, repeated n-grams, logit bias and min_tokens on the logits;
-    repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per token, drawn from
-    (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
+    repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per
+    token, drawn from (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
     """
 
     beam_width: int = 1

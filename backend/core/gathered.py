@@ -3,9 +3,9 @@
     context rows       positions of this turn's prompt that were run; those whose KV was found in the cache are absent
     generation rows    for each output token, the position that it was chosen from
 
-Context rows end at the prompt's last position and have no gap: n of them are the prompt's last n. A position that is computed again
-(after a pause, an eviction) is not taken twice. Where others have computed more of the prompt while this sequence was paused, the
-rows ahead of that gap are dropped.
+Context rows end at the prompt's last position and have no gap: n of them are the prompt's last n. A position that is computed
+again (after a pause, an eviction) is not taken twice. Where others have computed more of the prompt while this sequence was
+paused, the rows ahead of that gap are dropped.
 """
 
 from __future__ import annotations

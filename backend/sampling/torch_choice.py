@@ -126,7 +126,9 @@ class TorchChoice:
 def add_sparse(
     logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int], is_own: bool
 ) -> Tensor:
-    """Add the logit bias, and -inf for bad words, repeated n-grams and end ids before min_tokens. Each logit gets at most one finite term.
+    """Add the logit bias, and -inf for bad words, repeated n-grams and end ids before min_tokens.
+
+    Each logit gets at most one finite term that is not 0.
 
     logits float32 [rows, vocab] are changed in place if `is_own`, else copied before the first change.
     """
