@@ -6,6 +6,8 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Literal
 
+from client.checks import kind_of
+
 ProtocolName = Literal["grpc", "http"]
 DEFAULT_URLS: dict[str, str] = {"grpc": "127.0.0.1:8001", "http": "http://127.0.0.1:8000"}
 # scheme -> protocol, whether it is TLS, default port
@@ -42,7 +44,7 @@ def parse_address(url: str | None = None, protocol: str | None = None) -> Addres
     """
     for name, value in (("url", url), ("protocol", protocol)):
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} is a {type(value).__name__}, a str is expected")
+            raise TypeError(f"{name} is {kind_of(value)}, a str is expected")
     if protocol not in (None, "grpc", "http"):
         raise ValueError(f"protocol is {protocol!r}, grpc or http is expected")
     text = url or DEFAULT_URLS[protocol or "grpc"]
@@ -55,7 +57,7 @@ def parse_address(url: str | None = None, protocol: str | None = None) -> Addres
     if protocol not in (None, named):
         secure = "s" if tls else ""
         remedy = f"{protocol}{secure}://{rest}"
-        raise ValueError(f"url is {text!r}, which is not {protocol}; leave protocol out, or name {remedy!r}")
+        raise ValueError(f"url is {text!r}, which is not {protocol}; name {remedy!r}, or no protocol")
     host, port = _host_and_port(text, rest, default_port)
     return Address(named, host, port, tls, rest if scheme == "grpc" else f"{scheme}://{rest}")
 

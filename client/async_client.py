@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack, overload
 
 from client.address import ProtocolName
-from client.client import prepared
+from client.client import next_attempt, prepared
 from client.errors import ClientError
 from client.messages import Completion, GenerateRequest, Message, TextChunk
 from client.options import GenerateOptions, make_request
@@ -103,7 +103,8 @@ class AsyncEverbatchClient:
     ) -> AsyncGenerator[TextChunk, None]:
         """Yield pieces of text as they are generated; the last has `final` set. Not a coroutine: `async for` takes it.
 
-        Leaving the loop cancels the request, at the next turn of the event loop; `contextlib.aclosing` does it at once.
+        Leaving the loop cancels the request, at the next turn of the event loop; `contextlib.aclosing` does it at once. A
+        server that does not stream (`triton.decoupled=false`) sends all of its answer as one piece.
         Raises TypeError and ValueError before anything is sent, and ClientError from the iterator, also in mid-stream.
         """
         request = make_request(prompt, messages, options)
@@ -198,7 +199,7 @@ def open_async_transport(settings: Settings) -> AsyncTransport:
 async def repeated(
     transport: AsyncTransport, retry: Retry, request: GenerateRequest, timeout_s: float, request_id: str
 ) -> AsyncGenerator[TextChunk, None]:
-    """The chunks of a request, sent again after UNAVAILABLE as long as nothing has come and time is left."""
+    """The chunks of a request, which is sent again as `next_attempt` says, as long as nothing has come and time is left."""
     deadline = time.monotonic() + timeout_s
     attempt = 0
     while True:
@@ -211,8 +212,9 @@ async def repeated(
                     yield chunk
             return
         except ClientError as error:
-            pause_s = None if received or not request.repeatable else retry.pause_s(attempt, error)
-            if pause_s is None or time.monotonic() + pause_s >= deadline:
+            again = None if received else next_attempt(request, retry, attempt, error)
+            if again is None or time.monotonic() + again.pause_s >= deadline:
                 raise
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(again.pause_s)
+        request = again.request
         attempt += 1

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from client.checks import check_type
+from client.checks import check_type, kind_of
 from client.client import open_transport, prepared, repeated
 from client.errors import ClientError
 from client.messages import Completion, GenerateRequest, Message
@@ -104,7 +104,7 @@ def batch_requests(
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error is {on_error!r}, 'raise' or 'return' is expected")
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts is a {type(prompts).__name__}, a list of texts or of lists of messages is expected")
+        raise TypeError(f"prompts is {kind_of(prompts)}, a list of texts or of lists of messages is expected")
     requests = []
     for index, prompt in enumerate(prompts):
         with naming(f"prompts[{index}]"):

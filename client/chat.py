@@ -10,7 +10,8 @@ from rich.markup import escape
 from client.client import EverbatchClient
 from client.conversation import Conversation
 from client.errors import ClientError
-from client.line_reader import line_reader, mark_pastes, typing_kept
+from client.line_reader import line_reader, mark_pastes, on_terminal, typing_kept
+from client.option_names import on_the_command_line
 from client.options import GenerateOptions
 from client.statistics import AnswerClock
 from client.terminal import write
@@ -23,9 +24,17 @@ When the conversation no longer fits into the model's context, the oldest turns 
 LEAVE = ("/exit", "/quit")
 
 
+HOPELESS = ("UNREACHABLE", "NOT_FOUND", "UNAUTHENTICATED", "UNKNOWN")  # at the first turn: no other would do better
+
+
 def run_chat(client: EverbatchClient, system: str | None, options: GenerateOptions) -> int:
-    """Converse until /exit or end of input. Returns 0. Raises ClientError when no server answers at the first turn."""
-    console = Console()
+    """Converse until /exit or end of input. Returns the exit status: 0, or 1 where turns came from a pipe and one failed.
+
+    On a terminal everything is shown there. Else standard output gets the replies alone, and standard error the rest.
+    Raises ClientError when no server that can be asked is there at the first turn.
+    """
+    interactive = on_terminal()
+    console = Console(stderr=not interactive)
     chat = Chat(console, Conversation(client, system, **options), options.get("max_tokens", 0))
     reader = line_reader(console)
     _dim(console, f"{client.url}: /help tells the commands, /exit or Ctrl-D leaves, Ctrl-C ends a reply")
@@ -36,7 +45,7 @@ def run_chat(client: EverbatchClient, system: str | None, options: GenerateOptio
         chat.conversation.end()
     finally:
         client.close()
-    return 0
+    return 1 if chat.failed and not interactive else 0
 
 
 class Chat:
@@ -47,9 +56,10 @@ class Chat:
         self._console = console
         self._max_tokens = max_tokens
         self._turns = 0
+        self.failed = False  # any turn
 
     def take(self, text: str) -> None:
-        """A command or a turn; nothing for blanks. Raises ClientError when no server answers at the first turn."""
+        """A command or a turn; nothing for blanks. Raises ClientError when the first turn is hopeless."""
         word = text.strip()
         if word == "/reset":
             self.conversation.end()
@@ -64,7 +74,7 @@ class Chat:
             self._turns += 1
 
     def _turn(self, text: str) -> None:
-        """One reply with its statistics; errors are shown, and end the program only when there never was a server."""
+        """One reply with its statistics; errors are shown, and end the program only where the first is hopeless."""
         clock = AnswerClock()
         left_out = self.conversation.left_out
         stream = self.conversation.say(text)
@@ -75,10 +85,11 @@ class Chat:
                 write(chunk.text)
         except KeyboardInterrupt:
             stream.close()  # This cancels the request. The conversation keeps what was shown.
-            write(" ...")
+            self._console.print(" ...", end="", highlight=False)
         except ClientError as error:
-            if self._turns == 0 and error.code == "UNREACHABLE":
+            if self._turns == 0 and error.code in HOPELESS:
                 raise
+            self.failed = True
             write("\n" * bool(clock.text))
             self._show_error(error)
             return
@@ -88,7 +99,9 @@ class Chat:
 
     def _show_error(self, error: ClientError) -> None:
         remedy = "; send less, or start afresh with /reset" if error.is_too_long else ""
-        self._console.print(f"[red]{escape(str(error))}{remedy}[/red]", highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[red]{escape(on_the_command_line(str(error)))}{remedy}[/red]", highlight=False, soft_wrap=True
+        )
 
     def _tell_of_a_full_context(self, clock: AnswerClock, left_out: int) -> None:
         if left_out:

@@ -25,11 +25,17 @@ _TYPES: dict[str, tuple[type[Any], str]] = {
 }
 
 
+def kind_of(value: object) -> str:
+    """What a value is, in the words of an error: `an int`, `a str`, `None`."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def check_type(name: str, value: object, kind: type[Any], expected: str) -> None:
     """Raise TypeError unless `value` is a `kind`. A bool is no number here."""
     is_misplaced_bool = isinstance(value, bool) and kind is not bool
     if is_misplaced_bool or not isinstance(value, kind):
-        raise TypeError(f"{name} is a {type(value).__name__}, {expected} is expected")
+        raise TypeError(f"{name} is {kind_of(value)}, {expected} is expected")
 
 
 def check_value(name: str, datatype: str, value: object) -> Any:
@@ -52,14 +58,14 @@ def check_value(name: str, datatype: str, value: object) -> Any:
 def check_texts(name: str, values: object) -> list[str]:
     """A list of texts. A single text is refused: it would be taken for the list of its characters."""
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} is a {type(values).__name__}, a list of str is expected")
+        raise TypeError(f"{name} is {kind_of(values)}, a list of str is expected")
     return [check_value(f"{name}[{index}]", "BYTES", value) for index, value in enumerate(values)]
 
 
 def check_messages(messages: object) -> None:
     """Raise TypeError unless `messages` is a list of mappings, as {"role": "user", "content": "..."}."""
     if isinstance(messages, str) or not isinstance(messages, list | tuple):
-        raise TypeError(f"messages is a {type(messages).__name__}, a list of dict with role and content is expected")
+        raise TypeError(f"messages is {kind_of(messages)}, a list of dict with role and content is expected")
     for index, message in enumerate(messages):
         check_type(f"messages[{index}]", message, Mapping, "a dict with role and content")
 

@@ -19,7 +19,7 @@ Url = Annotated[
     str | None, typer.Option(help="Server: HOST:PORT or grpcs://HOST:PORT for gRPC, http:// or https:// for HTTP.")
 ]
 ModelName = Annotated[str, typer.Option(help="Text model of the server.")]
-MaxTokens = Annotated[int, typer.Option(min=0, help="Maximum number of tokens of a reply.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a reply.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
@@ -50,7 +50,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.command("generate")
 def generate_command(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Text to continue; - reads it from standard input, as leaving it out does in a pipe."),
+    ] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -72,18 +75,16 @@ def generate_command(
     """Continue a text; it streams to standard output, statistics go to standard error."""
     from client.terminal import run_generate
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _prompt(prompt)
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
         stop_words=list(stop or ()),
     )  # fmt: skip
 
-    def action() -> int:
-        return run_generate(
-            connect(url, protocol, model_name, namespace, api_key, ca_file), text, options, timeout, quiet
-        )
-
-    _run(action)
+    _run(
+        lambda: connect(url, protocol, model_name, namespace, api_key, ca_file),
+        lambda client: run_generate(client, text, options, timeout, quiet),
+    )
 
 
 @app.command("chat")
@@ -105,7 +106,10 @@ def chat_command(
     from client.chat import run_chat
 
     options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(lambda: run_chat(connect(url, protocol, model_name, namespace, api_key, ca_file), system, options))
+    _run(
+        lambda: connect(url, protocol, model_name, namespace, api_key, ca_file),
+        lambda client: run_chat(client, system, options),
+    )
 
 
 def connect(
@@ -124,18 +128,56 @@ def connect(
     return EverbatchClient(url, chosen, model_name, namespace, api_key, ca_file=ca_file)
 
 
-def _run(action: Callable[[], int]) -> None:
-    from client.errors import ClientError
+def _prompt(given: str | None) -> str:
+    """What is given, or else standard input, which is read unasked only where nobody types. Exits where there is neither."""
+    if given not in (None, "-"):
+        return given
+    text = ""
+    if sys.stdin is not None and (given == "-" or not sys.stdin.isatty()):
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise _refusal("standard input is no text in UTF-8; convert it") from None
+    if not text:
+        raise _refusal("there is no prompt; name one, or send one to standard input (- reads that from a terminal too)")
+    return text
+
+
+def _refusal(text: str) -> typer.Exit:
+    """Print one sentence about a wrong use on standard error. Returns the exit with status 2."""
+    _complain(text)
+    return typer.Exit(2)
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True).print(f"[red]everbatch: {escape(text)}[/red]", highlight=False, soft_wrap=True)
+
+
+def _run(make_client: Callable[[], EverbatchClient], action: Callable[[EverbatchClient], int]) -> None:
+    """Exit with the status of the action, or with 1 and one sentence on standard error."""
+    from client.option_names import on_the_command_line
 
     try:
-        status = action()
-    except (ClientError, ValueError) as error:
-        Console(stderr=True).print(f"[red]everbatch: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+        status = _status(make_client(), action)
+    except ValueError as error:
+        _complain(on_the_command_line(str(error)))
         status = 1
     except BrokenPipeError:  # The reader of the pipe has left, as `head` does. Nobody is there to be told.
         sys.stderr.close()
         status = 0
     raise typer.Exit(status)
+
+
+def _status(client: EverbatchClient, action: Callable[[EverbatchClient], int]) -> int:
+    from client.errors import ClientError
+    from client.option_names import on_the_command_line
+    from client.served_models import explained
+
+    try:
+        return action(client)
+    except ClientError as error:
+        _complain(on_the_command_line(explained(error, client.settings)))
+        return 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, Unpack, overload
 
 from client.address import ProtocolName
 from client.checks import check_request_id, check_timeout
@@ -74,6 +74,11 @@ class EverbatchClient:
         self._transport = open_transport(self._settings)
 
     @property
+    def settings(self) -> Settings:
+        """What it was told, checked."""
+        return self._settings
+
+    @property
     def url(self) -> str:
         return self._settings.address.url
 
@@ -117,7 +122,8 @@ class EverbatchClient:
     ) -> Generator[TextChunk, None, None]:
         """Yield pieces of text as they are generated; the last has `final` set. `request_id`: for a `stop` request.
 
-        Closing the iterator (or leaving the loop) cancels the request. Raises TypeError and ValueError before anything is
+        Closing the iterator (or leaving the loop) cancels the request. A server that does not stream
+        (`triton.decoupled=false`) sends all of its answer as one piece. Raises TypeError and ValueError before anything is
         sent, and ClientError from the iterator, also in mid-stream.
         """
         request = make_request(prompt, messages, options)
@@ -220,7 +226,7 @@ def prepared(
 def repeated(
     transport: Transport, retry: Retry, request: GenerateRequest, timeout_s: float, request_id: str
 ) -> Generator[TextChunk, None, None]:
-    """The chunks of a request, sent again after UNAVAILABLE as long as nothing has come and time is left."""
+    """The chunks of a request, which is sent again as `next_attempt` says, as long as nothing has come and time is left."""
     deadline = time.monotonic() + timeout_s
     attempt = 0
     while True:
@@ -233,8 +239,26 @@ def repeated(
                     yield chunk
             return
         except ClientError as error:
-            pause_s = None if received or not request.repeatable else retry.pause_s(attempt, error)
-            if pause_s is None or time.monotonic() + pause_s >= deadline:
+            again = None if received else next_attempt(request, retry, attempt, error)
+            if again is None or time.monotonic() + again.pause_s >= deadline:
                 raise
-        time.sleep(pause_s)
+        time.sleep(again.pause_s)
+        request = again.request
         attempt += 1
+
+
+class NextAttempt(NamedTuple):
+    """What is sent after an error, and the seconds to wait before."""
+
+    request: GenerateRequest
+    pause_s: float
+
+
+def next_attempt(request: GenerateRequest, retry: Retry, attempt: int, error: ClientError) -> NextAttempt | None:
+    """The same request after UNAVAILABLE, one for the whole answer where the server does not stream; None: nothing.
+    `attempt`: that failed, the first is 0.
+    """
+    if request.stream and error.refuses_streams:
+        return NextAttempt(replace(request, stream=False), 0.0)
+    pause_s = retry.pause_s(attempt, error) if request.repeatable else None
+    return None if pause_s is None else NextAttempt(request, pause_s)

@@ -1,4 +1,7 @@
-"""What a request can fail with: ClientError, and a class of it for each code that a caller may want to tell apart."""
+"""What a request can fail with: ClientError, and a class of it for each code that a caller may want to tell apart.
+
+Remedies name arguments of the client, as in `url=HOST:PORT`; see option_names for what the command line makes of them.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,11 @@ class ClientError(Exception):
         """TurboMind's code of a session's refusal: 1 unknown, 2 conflict, 3 busy, 4 inactive, 5 failed, 6 too long."""
         found = _SESSION_ERROR.search(str(self))
         return int(found[1]) if found else None
+
+    @property
+    def refuses_streams(self) -> bool:
+        """Whether the model answers at once only, as with `triton.decoupled=false`. Nothing of the request was done."""
+        return "only supported in decoupled mode" in str(self)
 
     @property
     def is_too_long(self) -> bool:
@@ -106,43 +114,45 @@ def code_in(message: str) -> str:
 
 def no_server(url: str) -> ClientError:
     """The error for an address where nothing listens."""
-    return Unreachable(f"no server answers at {url}; start one with ./everbatch serve, or name another with --url")
+    return Unreachable(
+        f"no server answers at {url}; start one with ./everbatch serve, or name another with url=HOST:PORT"
+    )
 
 
 def no_http(url: str) -> ClientError:
     """The error for an address where something listens that does not speak HTTP/1, as Triton's gRPC port."""
     return Unreachable(
-        f"what listens at {url} does not speak HTTP/1; if this is the gRPC port (8001 by default), name it with --url "
-        "HOST:PORT, without http://, if it speaks TLS, with https://HOST:PORT, else name the HTTP port (8000 by default)"
+        f"what listens at {url} does not speak HTTP/1; if this is the gRPC port (8001 by default), name it with "
+        "url=HOST:PORT, without http://, if it speaks TLS, with https://HOST:PORT, else name the HTTP port (8000 by default)"
     )
 
 
 def no_grpc(url: str) -> ClientError:
     """The error for an address where something listens that does not speak gRPC, as Triton's HTTP port."""
     return Unreachable(
-        f"what listens at {url} does not speak gRPC; if this is the HTTP port (8000 by default), name it with --url "
-        "http://HOST:PORT, if it speaks TLS, with grpcs://HOST:PORT, else name the gRPC port (8001 by default)"
+        f"what listens at {url} does not speak gRPC; if this is the HTTP port (8000 by default), name it with "
+        "url=http://HOST:PORT, if it speaks TLS, with grpcs://HOST:PORT, else name the gRPC port (8001 by default)"
     )
 
 
 def no_tls(url: str) -> ClientError:
     """The error for an address with TLS where something listens that does not speak it."""
     plain = url.replace("https://", "http://").replace("grpcs://", "grpc://")
-    return Unreachable(f"what listens at {url} does not speak TLS; name it with --url {plain} if that is meant")
+    return Unreachable(f"what listens at {url} does not speak TLS; name it with url={plain} if that is meant")
 
 
 def no_trust(url: str) -> ClientError:
     """The error for a certificate that is self-made, out of date, or another host's."""
     return Unreachable(
-        f"the certificate of {url} is not trusted, or is that of another host; name the file of the authority that "
-        "signed it in ca_file or with --ca-file"
+        f"the certificate of {url} is not trusted, or is that of another host; name the certificate of the "
+        "authority that signed it with ca_file=FILE"
     )
 
 
 def no_entry(url: str, *, has_key: bool) -> ClientError:
     """The error of a gateway that lets nobody in without a key that it knows. The key is not named."""
     what = "does not take the key that was sent" if has_key else "asks for a key"
-    return Unauthenticated(f"{url} {what}; give one in EVERBATCH_API_KEY or with --api-key")
+    return Unauthenticated(f"{url} {what}; give one in EVERBATCH_API_KEY or with api_key=KEY")
 
 
 def too_late(url: str, timeout_s: float) -> ClientError:

@@ -22,17 +22,21 @@ from client.settings import Settings
 NO_END = "the server ended the stream without a final response"
 
 
+def open_channel(settings: Settings) -> Any:
+    """A channel to the server, which is connected at its first request."""
+    address = settings.address
+    if address.tls:
+        credentials = grpc.ssl_channel_credentials(settings.ca_pem)
+        return grpc.secure_channel(address.authority, credentials, options=CHANNEL_OPTIONS)
+    return grpc.insecure_channel(address.authority, options=CHANNEL_OPTIONS)
+
+
 class GrpcTransport:
     """A channel to one server. Any thread; every request opens a stream of its own on it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        address = settings.address
-        if address.tls:
-            credentials = grpc.ssl_channel_credentials(settings.ca_pem)
-            self._channel = grpc.secure_channel(address.authority, credentials, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.insecure_channel(address.authority, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(settings)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._closed = False
 

@@ -115,10 +115,11 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _error_text(text: str) -> str:
-    """The message in a body `{"error": ...}` or `data: {"error": ...}`; the body itself when it is neither. Empty for
-    the page of a gateway, which is HTML.
+    """The message in a body `{"error": ...}` or `data: {"error": ...}`, also where it is an object as OpenAI's; the body
+    itself when it is neither. Empty for the page of a gateway, which is HTML.
     """
     try:
-        return str(json.loads(text.removeprefix("data:"))["error"])
+        error = json.loads(text.removeprefix("data:"))["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return "" if text.startswith("<") else text[:300]

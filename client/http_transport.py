@@ -27,6 +27,15 @@ from client.settings import Settings
 Connection = http.client.HTTPConnection
 
 
+def open_connection(settings: Settings, timeout_s: float) -> Connection:
+    """A connection to the server that is not made yet. `timeout_s`: for each wait on it."""
+    address = settings.address
+    if not address.tls:
+        return Connection(address.host, address.port, timeout=timeout_s)
+    context = settings.ssl_context()
+    return http.client.HTTPSConnection(address.host, address.port, timeout=timeout_s, context=context)
+
+
 class HttpTransport:
     """One server. Any thread."""
 
@@ -79,14 +88,7 @@ class HttpTransport:
 
     def _connect(self, timeout_s: float) -> tuple[Connection, socket.socket]:
         """The socket besides, which the connection forgets as soon as a response has begun that ends with it."""
-        address = self._settings.address
-        if address.tls:
-            context = self._settings.ssl_context()
-            connection: Connection = http.client.HTTPSConnection(
-                address.host, address.port, timeout=timeout_s, context=context
-            )
-        else:
-            connection = Connection(address.host, address.port, timeout=timeout_s)
+        connection = open_connection(self._settings, timeout_s)
         try:
             connection.connect()
         except ssl.SSLCertVerificationError:

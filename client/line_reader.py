@@ -26,6 +26,7 @@ def on_terminal() -> bool:
 
 
 def line_reader(console: Console) -> LineReader:
+    """`console`: where prompts go when no person types."""
     if on_terminal():
         from client.editor import EditingReader  # It takes a fifth of a second.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.address import Address, parse_address
-from client.checks import check_api_key, check_namespace, check_timeout, check_type
+from client.checks import check_api_key, check_namespace, check_timeout, check_type, kind_of
 from client.retry import Retry
 
 API_KEY_VARIABLE = "EVERBATCH_API_KEY"
@@ -67,7 +67,7 @@ def make_settings(
 
 def _read_certificates(ca_file: str | os.PathLike[str]) -> bytes:
     if not isinstance(ca_file, str | os.PathLike):
-        raise TypeError(f"ca_file is a {type(ca_file).__name__}, a path is expected")
+        raise TypeError(f"ca_file is {kind_of(ca_file)}, a path is expected")
     name = os.fspath(ca_file)
     try:
         pem = Path(name).read_bytes()

@@ -18,6 +18,7 @@ from rich.markup import escape
 from client.cli import chat_command, generate_command
 from deploy import ROOT, __version__
 from deploy.errors import ServerFailed, UserError
+from deploy.repository import chosen_profiles, profiles
 
 app = typer.Typer(
     add_completion=False,
@@ -65,9 +66,7 @@ def serve_command(
     ] = None,
     profile: Annotated[
         str,
-        typer.Option(
-            help="Which clients are served: trtllm, vllm, turbomind, lmdeploy, llmapi; several with commas, or all."
-        ),
+        typer.Option(help=f"Which clients are served: {', '.join(profiles())}; several with commas, or all."),
     ] = "",
     model_repository: Annotated[
         list[Path] | None,
@@ -93,7 +92,6 @@ def serve_command(
 ) -> None:
     """Start a real tritonserver with a model, and keep it running until Ctrl-C."""
     from deploy.ports import Ports
-    from deploy.repository import chosen_profiles
     from deploy.serve import ServeOptions, serve
 
     try:

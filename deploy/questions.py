@@ -43,6 +43,11 @@ def _everbatch(prompt: str, tokens: int, stream: bool) -> Body:
     return {"request": json.dumps({"prompt": prompt, "max_tokens": tokens, "stream": stream})}
 
 
+def _tokens(prompt: str, tokens: int, stream: bool) -> Body:
+    """Token ids in place of the prompt, small ones, which every model has."""
+    return {"input_ids": [10, 11, 12], "input_lengths": 3, "request_output_len": tokens}
+
+
 VLLM = Form(frozenset({"text_input", "sampling_parameters", "text_output"}), "text_output", _vllm)
 FORMS = (  # in the order in which they are preferred
     Form(frozenset({"text_input", "max_tokens", "text_output"}), "text_output", _trtllm),
@@ -51,6 +56,9 @@ FORMS = (  # in the order in which they are preferred
     Form(frozenset({"prompt", "max_tokens", "ignore_eos", "response"}), "response", _lmdeploy),
     Form(frozenset({"request", "response"}), "response", _everbatch),
 )
+TOKENS = Form(frozenset({"input_ids", "input_lengths", "request_output_len", "output_ids"}), "output_ids", _tokens)
+# What a person is shown: token ids are told before the own wire, which every server has beside its profile.
+SHOWN = (*FORMS[:-1], TOKENS, FORMS[-1])
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,24 @@ class Asked:
     form: Form
 
 
-def form_of(model: Model) -> Form | None:
-    """None for a model that makes no text from text."""
+def form_of(model: Model, forms: Sequence[Form] = FORMS) -> Form | None:
+    """None for a model of none of the forms."""
     if model.backend == "vllm":  # Its configuration may be one without tensors, which the backend completes.
         return VLLM
-    return next((form for form in FORMS if form.tensors <= model.tensors), None)
+    return next((form for form in forms if form.tensors <= model.tensors), None)
 
 
 def text_model(models: Sequence[Model], name: str = "") -> Asked | None:
     """The model `name`, or else the one of this server that is most telling to ask; None where none takes text."""
-    found = [(form, model) for model in models if (form := form_of(model)) is not None and name in ("", model.name)]
-    if not found:
-        return None
-    form, model = min(found, key=lambda pair: FORMS.index(pair[0]))
-    return Asked(model.name, form)
+    found = _first([model for model in models if name in ("", model.name)], FORMS)
+    return None if found is None else Asked(found[1].name, found[0])
+
+
+def shown_model(models: Sequence[Model]) -> tuple[Form, Model] | None:
+    """The model of this server that is most telling to show, and its form; None where there is none."""
+    return _first(models, SHOWN)
+
+
+def _first(models: Sequence[Model], forms: Sequence[Form]) -> tuple[Form, Model] | None:
+    found = [(form, model) for model in models if (form := form_of(model, forms)) is not None]
+    return min(found, key=lambda pair: forms.index(pair[0]), default=None)

@@ -13,9 +13,13 @@ from rich.markup import escape
 from backend.api.config import EngineConfig
 from deploy import COMMAND, ROOT
 from deploy.ports import Ports, reachable, seen_from_elsewhere, url_host
+from deploy.questions import TOKENS, shown_model
 from deploy.triton_server import TritonServer
 
-COMMAND_LINE_MODEL = "ensemble"  # what `generate` and `chat` ask without --model
+COMMAND_LINE_MODEL = "ensemble"  # what `generate` and `chat` ask without --model-name
+# Roles of models that they can ask -> over which protocol. Triton makes tensors of the older, unsigned types over HTTP only.
+COMMAND_LINE_ROLES = {"ensemble": "grpc", "tensorrt_llm_bls": "grpc", "ensemble_uint32": "http"}
+DEFAULT_GRPC_URL = "127.0.0.1:8001"  # what they ask without --url
 DEFAULT_MODEL = ROOT / "models" / "default"
 
 
@@ -59,30 +63,48 @@ def addresses(host: str, ports: Ports) -> list[tuple[str, str]]:
     return found
 
 
-def examples(server: TritonServer, openai_url: str | None) -> list[str]:
-    """Commands that ask this server for text, by models that it has."""
+def examples(server: TritonServer, openai_url: str | None, *, keys: bool = False) -> list[str]:
+    """Commands that ask this server for text, by models that it has. `keys`: the OpenAI endpoint asks for one."""
     found = []
-    if asked := server.text_model:
-        body = json.dumps(asked.form.body("def main(", 64, True))
-        found.append(f"curl -N {server.http_url}/v2/models/{asked.name}/generate_stream -d '{body}'")
+    if shown := shown_model(server.models):
+        form, model = shown
+        streams = model.streams(server.config.triton.decoupled)
+        body = json.dumps(form.body("def main(", 16 if form is TOKENS else 64, streams))
+        start, verb = ("curl -N", "generate_stream") if streams else ("curl", "generate")
+        found.append(f"{start} {server.http_url}/v2/models/{model.name}/{verb} -d '{body}'")
     if openai_url is not None:
         body = json.dumps({"model": "everbatch", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
-        kind = "-H 'Content-Type: application/json'"
-        found.append(f"curl {openai_url}/v1/chat/completions {kind} -d '{body}'")
-    if any(model.name == COMMAND_LINE_MODEL for model in server.models):
-        url = f" --url {server.grpc_url}" if server.ports.grpc != 8001 else ""
-        found += [f'{COMMAND} generate "import os" --max-tokens 64{url}', f"{COMMAND} chat{url}"]
+        headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $KEY"' * keys
+        found.append(f"curl {openai_url}/v1/chat/completions {headers} -d '{body}'")
+    if (options := _command_line_options(server)) is not None:
+        found += [f'{COMMAND} generate "import os" --max-tokens 64{options}', f"{COMMAND} chat{options}"]
     return found
+
+
+def _command_line_options(server: TritonServer) -> str | None:
+    """What `generate` and `chat` have to be told for this server; None where it has no model for them."""
+    fitting = {
+        model.name: COMMAND_LINE_ROLES[model.role] for model in server.models if model.role in COMMAND_LINE_ROLES
+    }
+    if not fitting:
+        return None
+    name = COMMAND_LINE_MODEL if COMMAND_LINE_MODEL in fitting else next(iter(fitting))
+    url = server.grpc_url if fitting[name] == "grpc" else server.http_url
+    options = f" --url {url}" if url != DEFAULT_GRPC_URL else ""
+    return options + (f" --model-name {name}" if name != COMMAND_LINE_MODEL else "")
 
 
 class ConsoleReporter:
     """Progress of a server on a console: a line per phase with its duration, then how to talk to it."""
 
-    def __init__(self, console: Console, server: TritonServer, openai_url: str | None = None) -> None:
-        """`openai_url`: of the OpenAI endpoint, if there is one."""
+    def __init__(
+        self, console: Console, server: TritonServer, openai_url: str | None = None, *, keys: bool = False
+    ) -> None:
+        """`openai_url`: of the OpenAI endpoint, if there is one. `keys`: whether it asks for one."""
         self._console = console
         self._server = server
         self._openai_url = openai_url
+        self._keys = keys
         self._phase: str | None = None
         self._phase_began = self._began = time.monotonic()
 
@@ -106,7 +128,7 @@ class ConsoleReporter:
         if self._openai_url is not None:
             self._console.print(f"  {'OpenAI':<8} {self._openai_url}/v1", highlight=False)
         self._console.print(f"  {'log':<8} {escape(str(server.log_path))}\n", highlight=False, soft_wrap=True)
-        for command in examples(server, self._openai_url):
+        for command in examples(server, self._openai_url, keys=self._keys):
             self._console.print(f"  [cyan]{escape(command)}[/cyan]", highlight=False, soft_wrap=True)
         self._console.print("\n[dim]Ctrl-C stops it.[/dim]")
 

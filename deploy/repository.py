@@ -73,6 +73,14 @@ class Model:
         text, usual = self.configuration, DEFAULT_REPOSITORY / self.directory.name
         return bool(_ROLE.search(text)) or self.backend in own_backends() or usual.is_dir()
 
+    def streams(self, decoupled: bool) -> bool:
+        """Whether it may send several responses to a request when it is served with `triton.decoupled` as given. A backend
+        of ours that completes configurations makes it so.
+        """
+        served = _COMMENT.sub("", self.served_configuration(decoupled) or self.configuration)
+        found = _DECOUPLED.search(served)
+        return found[0].lower().endswith("true") if found else self.backend in own_backends()
+
     def served_configuration(self, decoupled: bool) -> str | None:
         """Its configuration as it is served; None where that is the file itself."""
         text = (self.directory / "config.pbtxt").read_text()

@@ -79,7 +79,8 @@ def serve(options: ServeOptions, console: Console) -> int:
     if gateway is not None:
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
     served = server if gateway is None else ServerWithGateway(server, gateway)
-    reporter = ConsoleReporter(console, server, served.url if isinstance(served, ServerWithGateway) else None)
+    openai_url = served.url if isinstance(served, ServerWithGateway) else None
+    reporter = ConsoleReporter(console, server, openai_url, keys=options.api_keys is not None)
     server.on_event = reporter.event
     _introduce(options, config, console)
     with StopSignals() as signals:

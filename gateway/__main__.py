@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from pathlib import Path
 
 from gateway.keys import KeysError
+from gateway.log_lines import set_up_logging
 from gateway.server import GatewayServer
 from gateway.settings import Settings
 
@@ -57,9 +57,7 @@ def settings_of(arguments: list[str]) -> Settings:
 
 
 def main(arguments: list[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs values, which may be text of prompts
+    set_up_logging()
     try:
         server = GatewayServer(settings_of(arguments))
     except KeysError as error:

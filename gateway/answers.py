@@ -10,8 +10,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, overloaded, unavailable
-from gateway.visit import visit_of
+from gateway.errors import GatewayError, failed, overloaded, unavailable
+from gateway.visit import Visit, visit_of
 
 LAST_WORD_TIMEOUT_S = 1.0
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
@@ -102,13 +102,17 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._running.enter(self._choices)
-        outlet = Outlet(send)
+        outlet, visit = Outlet(send), visit_of(scope)
         try:
-            visit_of(scope).left = await self._run(outlet, receive)
+            visit.left = await self._run(outlet, receive)
         except GatewayError as error:
             if not outlet.started:
                 raise
-            await self._last_word(outlet, error)
+            await self._last_word(outlet, visit, error)
+        except Exception:
+            if outlet.started:
+                await self._last_word(outlet, visit, failed(visit.request_id))
+            raise  # the front logs where it was
         finally:
             self._running.leave(self._choices)
 
@@ -131,7 +135,8 @@ class Answer(Response):
             return True
         raise GatewayError(408, f"the reply took more than {self._timeout_s:g} s; ask for fewer tokens", code="timeout")
 
-    async def _last_word(self, outlet: Outlet, error: GatewayError) -> None:
+    async def _last_word(self, outlet: Outlet, visit: Visit, error: GatewayError) -> None:
+        visit.error = error
         try:
             async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
                 await outlet.end_of_events(self._on_error(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import translate
@@ -22,6 +24,7 @@ from gateway.front import Front
 from gateway.messages import ChatRequest, Completing, CompletionRequest
 from gateway.openapi import answer_of, body_of, page
 from gateway.outputs import ChatCompletion, Completion, DeletedResponse, Health, ModelCard, ModelList, ResponseBody
+from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import ResponseRequest
 from gateway.visit import visit_of
@@ -45,7 +48,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
     add_other_routes(api, gateway)
     document = page(api, gateway.keys is not None)
     api.openapi = lambda: document  # type: ignore[method-assign]
-    return Front(api, gateway.settings, gateway.keys, gateway.counters)
+    return Front(api, RouteNames(api.routes), gateway.settings, gateway.keys, gateway.counters)
 
 
 def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -161,12 +164,22 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
+    visit_of(request.scope).error = error
     return as_json(error.body(), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """What FastAPI refuses by itself: unknown routes and methods."""
     assert isinstance(error, HTTPException)
-    sentences = {404: "there is no such route; /openapi.json lists them", 405: "this method is not allowed here"}
-    text = sentences.get(error.status_code, "the request cannot be read")
-    return as_json(GatewayError(error.status_code, text).body(), error.status_code, dict(error.headers or {}))
+    text = "the request cannot be read"
+    if error.status_code == 404:
+        text = f"there is no such route; {_nearest_route(request)}"
+    elif error.status_code == 405:
+        text = "this method is not allowed here; the header Allow names those that are"
+    return await _gateway_error(request, GatewayError(error.status_code, text, headers=dict(error.headers or {})))
+
+
+def _nearest_route(request: Request) -> str:
+    paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+    near = difflib.get_close_matches(request.url.path[:80], paths, n=1)
+    return f"did you mean {near[0]}?" if near else "/openapi.json lists them"

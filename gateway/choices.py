@@ -53,7 +53,7 @@ async def _feed(waiting: asyncio.Queue[tuple[int, Piece | Exception]], link: Tri
         async with aclosing(link.stream(job)) as source:
             async for piece in source:
                 await waiting.put((index, piece))
-    except Exception as error:  # raised again by whoever reads
+    except Exception as error:  # Whoever reads the queue raises it again.
         await waiting.put((index, error))
 
 

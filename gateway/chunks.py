@@ -103,7 +103,7 @@ def usages_of(replies: list[Piece]) -> list[Usage]:
 
 
 class Chunks:
-    """The events of one streamed request. A subclass knows the shape of its choices."""
+    """The events of one streamed request, each to be sent by itself. A subclass knows the shape of its choices."""
 
     def __init__(self, head: Head, choices: int, choices_per_prompt: int, include_usage: bool) -> None:
         self._head, self._per_prompt, self._include_usage = head, choices_per_prompt, include_usage
@@ -112,20 +112,20 @@ class Chunks:
         self._openings = [opening + str(index).encode() + b"," for index in range(choices)]
         self._closing = (b'}],"usage":null}' if include_usage else b"}]}") + b"\n\n"
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def of(self, index: int, piece: Piece) -> list[bytes]:
         """The events for one piece; none when it has nothing that a client sees."""
         if piece.usage is not None:
             self._usages[index] = piece.usage
         body = self._body(index, piece)
         ends = b"" if piece.finish_reason is None else self._end(index, piece.finish_reason)
-        events = [self._openings[index] + part + self._closing for part in (*body, ends) if part]
-        return b"".join(events)
+        return [self._openings[index] + part + self._closing for part in (*body, ends) if part]
 
-    def last(self) -> bytes:
+    def last(self) -> list[bytes]:
+        """The events behind those of all choices, but for DONE."""
         if not self._include_usage:
-            return DONE
+            return []
         usage = total_usage(self._usages, self._per_prompt)
-        return b"data: " + encode({**self._head.values(), "choices": [], "usage": usage}) + b"\n\n" + DONE
+        return [b"data: " + encode({**self._head.values(), "choices": [], "usage": usage}) + b"\n\n"]
 
     def _body(self, index: int, piece: Piece) -> list[bytes]:
         raise NotImplementedError

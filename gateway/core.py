@@ -13,7 +13,7 @@ from fastapi import Request
 from gateway import translate
 from gateway.answers import Answer, ErrorEvent, Outlet, Running, Work, error_event
 from gateway.choices import joined, pieces
-from gateway.chunks import Chunks
+from gateway.chunks import DONE, Chunks
 from gateway.counters import Counters
 from gateway.errors import GatewayError, unavailable
 from gateway.invalid import parse
@@ -68,7 +68,7 @@ class Gateway:
 
     def jobs(self, requests: list[dict[str, Any]], visit: Visit, choices_per_prompt: int = 1) -> list[Job]:
         """The replies to generate: for each prompt in turn its choices. Raises GatewayError when there are too many."""
-        limit = self.settings.max_choices_per_request
+        limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
         if len(requests) > limit:
             text = f"prompts times n is {len(requests)}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
@@ -84,12 +84,15 @@ class Gateway:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], visit: Visit, chunks: Chunks) -> None:
-        """The cheap path of a token: one response of the model becomes one write."""
+        """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as
+        perf_analyzer and genai-perf do, cannot read two in one."""
         async with aclosing(pieces(self.link, jobs, visit)) as source:
             async for index, piece in source:
-                if data := chunks.of(index, piece):
-                    await out.event(data)
-        await out.end_of_events(chunks.last())
+                for event in chunks.of(index, piece):
+                    await out.event(event)
+        for event in chunks.last():
+            await out.event(event)
+        await out.end_of_events(DONE)
 
     async def respond(
         self,

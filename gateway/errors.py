@@ -32,25 +32,23 @@ _STATUS_OF_CODE = {
 }
 _OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
-# keys of the Triton model -> what OpenAI calls them; None: nothing that a client gave
-_PARAMETERS = {
-    "messages": "messages",
-    "prompt": "prompt",
+# keys of the Triton model that clients know, and what OpenAI calls those that have another name there
+_SAME_NAME = (
+    *("messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words"),
+    *("logit_bias", "logprobs", "echo"),
+)
+_PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
-    "max_tokens": "max_tokens",
     "include_stop_in_output": "include_stop_str_in_output",
-} | {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-        *("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "logit_bias"),
-        *("logprobs", "echo"),
-    )
 }
 
 
 class GatewayError(Exception):
-    """A request is refused or failed. `retry_after`: seconds after which another try makes sense."""
+    """A request is refused or failed. `retry_after`: seconds after which another try makes sense.
+
+    `logged` says in the log which parameter it was, where `param` is not of the gateway's own words but of a client's.
+    """
 
     def __init__(
         self,
@@ -60,17 +58,21 @@ class GatewayError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.logged = param if logged is None else logged
         self.headers = dict(headers or {})
         if retry_after is not None:
             self.headers["retry-after"] = str(retry_after)
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer, and of an error event in a stream."""
-        kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.kind(), "param": self.param, "code": self.code}}
+
+    def kind(self) -> str:
+        return _TYPES.get(self.status, "server_error")
 
 
 def overloaded(message: str) -> GatewayError:
@@ -79,6 +81,12 @@ def overloaded(message: str) -> GatewayError:
 
 def unavailable(message: str) -> GatewayError:
     return GatewayError(503, message, code="service_unavailable", retry_after=RETRY_UNAVAILABLE_S)
+
+
+def failed(request_id: str) -> GatewayError:
+    """For what must not happen."""
+    text = f"the gateway failed at this request; its log says where, under {request_id}"
+    return GatewayError(500, text, code="internal_error")
 
 
 def from_triton(text: str) -> GatewayError:

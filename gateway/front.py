@@ -15,8 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.counters import Counters
-from gateway.errors import GatewayError, overloaded
+from gateway.errors import GatewayError, failed, overloaded
 from gateway.keys import Keys, namespace_of
+from gateway.request_log import RouteNames, log_request
 from gateway.settings import Settings
 from gateway.visit import SCOPE_KEY, Visit
 
@@ -27,8 +28,10 @@ _log = logging.getLogger("everbatch.gateway")
 class Front:
     """The ASGI application in front of the routes."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys | None, counters: Counters) -> None:
-        self._app, self._settings, self._keys, self._counters = app, settings, keys, counters
+    def __init__(
+        self, app: ASGIApp, names: RouteNames, settings: Settings, keys: Keys | None, counters: Counters
+    ) -> None:
+        self._app, self._names, self._settings, self._keys, self._counters = app, names, settings, keys, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,14 +56,13 @@ class Front:
                 receive = _after_body(receive)
             await self._app(scope, receive, send)
         except GatewayError as error:
-            await _send_error(send, error)
+            await _refuse(send, visit, error)
         except ConnectionResetError:
             visit.left = True
         except Exception as error:
             _log_failure(error, visit)
             if not visit.status:
-                text = f"the gateway failed at this request; its log says where, under {visit.request_id}"
-                await _send_error(send, GatewayError(500, text, code="internal_error"))
+                await _refuse(send, visit, failed(visit.request_id))
 
     def _admit(self, visit: Visit) -> None:
         """Count a request that may take long; the others are always answered. Raises GatewayError(429)."""
@@ -109,28 +111,13 @@ class Front:
         return GatewayError(413, text, code="body_too_large")
 
     def _note(self, scope: Scope, visit: Visit, seconds: float) -> None:
-        route = _route(scope)
+        route = self._names.of(scope)
         counters = self._counters
-        counters.requests[route, visit.status] += 1
+        counters.requests[route or "other", visit.status] += 1
         counters.disconnects += visit.left
         counters.prompt_tokens += visit.prompt_tokens
         counters.completion_tokens += visit.completion_tokens
-        _log.info(
-            "%s %s %s %.0f ms, %d prompt and %d completion tokens, %s%s",
-            scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "OTHER",
-            route,
-            visit.status or "-",
-            seconds * 1000,
-            visit.prompt_tokens,
-            visit.completion_tokens,
-            visit.request_id,
-            ", client left" if visit.left else "",
-        )
-
-
-def _route(scope: Scope) -> str:
-    """The route as it is declared, not the path that was asked for: anything may stand in that."""
-    return getattr(scope.get("route"), "path", "other")
+        log_request(scope, route or self._names.masked(scope["path"]), visit, seconds)
 
 
 def _noting(send: Send, visit: Visit) -> Send:
@@ -157,7 +144,8 @@ def _after_body(receive: Receive) -> Receive:
     return after_body
 
 
-async def _send_error(send: Send, error: GatewayError) -> None:
+async def _refuse(send: Send, visit: Visit, error: GatewayError) -> None:
+    visit.error = error
     data = msgspec.json.encode(error.body())
     headers = {"content-type": "application/json", "content-length": str(len(data)), **error.headers}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import pydantic
@@ -23,6 +26,7 @@ REFUSED = {
     "functions": _GUIDED,
     "function_call": f'other than "none" or "auto" {_GUIDED}',
     "tool_calls": _GUIDED,
+    "tool_call_id": _GUIDED,
     "modalities": f'other than ["text"] {_TEXT_ONLY}',
     "audio": _TEXT_ONLY,
     "suffix": _NOT_HERE,
@@ -35,7 +39,14 @@ REFUSED = {
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
 }
-_REFUSED_IN_MESSAGES = ("tool_calls", "function_call", "audio")
+_REFUSED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio")
+# Names of one thing in this API's endpoints and in others; where several are known, the first one is meant.
+_SAME = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
+    ("messages", "input", "prompt"),
+    ("stop", "stop_sequences", "stop_words"),
+)
+_FORM = re.compile(r"str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+")
 _Message = TypeVar("_Message", bound=Wire)
 
 
@@ -45,47 +56,81 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        fields = _field_names(kind)
-    raise _refusal(found, fields)
+    raise _refusal(found, _fields_of(kind))
 
 
-def _refusal(found: list[Any], fields: set[str]) -> GatewayError:
+@dataclass(frozen=True)
+class Fields:
+    """Names of a message's own fields, and of those of the messages in it."""
+
+    own: frozenset[str]
+    inner: frozenset[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self.inner
+
+
+def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     if found[0]["type"] == "json_invalid":
-        return GatewayError(400, f"the body is not valid JSON: {_detail(found[0]['msg'])}", code="invalid_json")
+        detail = found[0]["msg"].removeprefix("Invalid JSON: ")
+        return GatewayError(400, f"the body is not valid JSON: {detail}", code="invalid_json")
     worst = max(found, key=lambda error: _rank(error, fields))
-    path = _path(worst["loc"], fields)
+    path = _path(worst, fields)
     name = _dotted(path)
-    known = _refused(path)
-    if known is not None:
-        return GatewayError(400, f"{known} {REFUSED[known]}", name, "unsupported_parameter")
-    if worst["type"] == "extra_forbidden":
-        return GatewayError(400, f"unknown parameter {name}; leave it out", name, "unknown_parameter")
+    logged = _dotted([part for part in path if isinstance(part, int) or part in fields])
+    is_unknown = worst["type"] == "extra_forbidden"
+    refused = _refused(path, is_unknown)
+    if refused is not None:
+        return GatewayError(400, f"{refused} {REFUSED[refused]}", name, "unsupported_parameter", logged=refused)
+    if is_unknown:
+        return _unknown(name, _nearest(path, fields))
     if worst["type"] == "missing":
-        return GatewayError(400, f"{name} is missing", name, "missing_required_parameter")
+        return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
     if not name:
         return GatewayError(400, "the body is no JSON object", code="invalid_json")
-    where = f"{name} is {_shown(worst['input'])}"
-    return GatewayError(400, f"{where}; {_allowed(found, worst, fields)}", name, "invalid_value")
+    text = f"{name} is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
+    return GatewayError(400, text, name, "invalid_value", logged=logged)
 
 
-def _refused(path: list[int | str]) -> str | None:
-    """The parameter of REFUSED that a path leads to: one of the request, or one of an earlier answer's message."""
-    if path and path[0] in REFUSED:
+def _refused(path: list[int | str], is_unknown: bool) -> str | None:
+    """The parameter of REFUSED that a path leads to: one of the request, or one of an earlier answer's message.
+
+    A key in such a parameter that nobody knows (`is_unknown`) is no request for what it stands for, but spelled wrong.
+    """
+    if path and path[0] in REFUSED and not (is_unknown and len(path) > 1):
         return str(path[0])
     return next((str(part) for part in path if part in _REFUSED_IN_MESSAGES), None)
 
 
-def _rank(error: Any, fields: set[str]) -> tuple[bool, bool, int]:
-    """Which of several errors says most: a part of another type, an unknown key, then the one that lies deepest."""
-    path = _path(error["loc"], fields)
+def _unknown(name: str, nearest: str | None) -> GatewayError:
+    remedy = "leave it out" if nearest is None else f"did you mean {nearest}?"
+    logged = "" if nearest is None else f"like {nearest}"
+    text = f"unknown parameter {name or repr(name)}; {remedy}"
+    return GatewayError(400, text, name, "unknown_parameter", logged=logged)
+
+
+def _nearest(path: list[int | str], fields: Fields) -> str | None:
+    """The known name that an unknown key at this place probably stands for."""
+    key, known = str(path[-1]), fields.own if len(path) == 1 else fields.inner
+    same = [other for group in _SAME if key in group for other in group if other in known]
+    near = same or difflib.get_close_matches(key[:LONGEST_VALUE], known, n=1)
+    return near[0] if near else None
+
+
+def _rank(error: Any, fields: Fields) -> tuple[bool, bool, int, list[int]]:
+    """Which of several errors says most: a part of another type, an unknown key, then the one that lies deepest, then the one
+    of the form that fitted the most items of a list.
+    """
+    path = _path(error, fields)
     other_type = error["type"] == "literal_error" and path[-1:] == ["type"]
-    return other_type, error["type"] == "extra_forbidden", len(path)
+    indices = [part for part in path if isinstance(part, int)]
+    return other_type, error["type"] == "extra_forbidden", len(path), indices
 
 
-def _allowed(found: list[Any], worst: Any, fields: set[str]) -> str:
+def _allowed(found: list[Any], worst: Any, fields: Fields) -> str:
     """Everything that could stand in this place, of all the forms that were tried."""
-    path = _path(worst["loc"], fields)
-    sentences = [_detail(error["msg"]) for error in found if _path(error["loc"], fields) == path]
+    path = _path(worst, fields)
+    sentences = [_detail(error["msg"]) for error in found if _path(error, fields) == path]
     return ", or ".join(dict.fromkeys(sentences))
 
 
@@ -94,15 +139,18 @@ def _detail(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _path(location: Iterable[int | str], fields: set[str]) -> list[int | str]:
+def _path(error: Any, fields: Fields) -> list[int | str]:
     """Of pydantic's location the names and indices that the client wrote: without the forms that were tried."""
-    parts = [part for part in location if part != "[key]"]
-    kept = [part for part in parts[:-1] if isinstance(part, int) or part in fields]
-    return kept + [part for part in parts[-1:] if isinstance(part, int) or part in fields or not _is_form(part)]
+    location: tuple[int | str, ...] = error["loc"]
+    if location[-1:] == ("[key]",) and error["type"] != "extra_forbidden":
+        location = location[:-1]
+    kept = [part for part in location[:-1] if isinstance(part, int) or part in fields]
+    is_key = error["type"] == "extra_forbidden"  # the last part is a client's own, whatever it looks like
+    return kept + [part for part in location[-1:] if is_key or part in fields or not _is_form(part)]
 
 
-def _is_form(part: str) -> bool:
-    return bool(re.fullmatch(r"(str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+)", part))
+def _is_form(part: int | str) -> bool:
+    return isinstance(part, str) and _FORM.fullmatch(part) is not None
 
 
 def _dotted(path: list[int | str]) -> str:
@@ -113,13 +161,16 @@ def _dotted(path: list[int | str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, list | dict):
         return "an object" if isinstance(value, dict) else "a list"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     text = repr(value[: LONGEST_VALUE + 1] if isinstance(value, str) else value)
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
 
 
-def _field_names(kind: type[pydantic.BaseModel]) -> set[str]:
-    """The names of all fields of a message and of the messages in it."""
-    return _names_in(kind.model_json_schema())
+@cache  # The schema takes milliseconds to make, and whoever sends nonsense sends it often.
+def _fields_of(kind: type[pydantic.BaseModel]) -> Fields:
+    inner = kind.model_json_schema().get("$defs", {})
+    return Fields(frozenset(kind.model_fields), frozenset(_names_in(inner)))
 
 
 def _names_in(schema: Any) -> set[str]:

@@ -25,7 +25,10 @@ def chat(message: ChatRequest) -> list[dict[str, Any]]:
         text = "max_tokens and max_completion_tokens mean the same and differ; send one of them"
         raise GatewayError(400, text, "max_tokens", "invalid_value")
     _check_stream_options(message)
-    request: dict[str, Any] = {"messages": [chat_turn(turn) for turn in message.messages], **sampling(message)}
+    request: dict[str, Any] = {
+        "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
+        **sampling(message),
+    }
     if limits:
         request["max_tokens"] = limits.pop()
     if message.logprobs:
@@ -33,10 +36,11 @@ def chat(message: ChatRequest) -> list[dict[str, Any]]:
     return seeded(request, message.seed, message.n or 1)
 
 
-def chat_turn(turn: ChatMessage) -> dict[str, Any]:
+def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
     """A message for the chat template: text only, `developer` by its older name."""
     if turn.content is None and turn.role != "assistant":
-        raise GatewayError(400, f"a message of role {turn.role} has no content", "messages", "invalid_value")
+        text = f"a message of role {turn.role} has no content; give it some, or leave the message out"
+        raise GatewayError(400, text, f"messages[{index}].content", "invalid_value")
     content = turn.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     name = {} if turn.name is None else {"name": turn.name}
@@ -75,6 +79,7 @@ def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[st
     if message.stream_options is not None and message.stream_options.include_usage is not None:
         text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
         raise GatewayError(400, text, "stream_options.include_usage", "unknown_parameter")
+    _check_stream_options(message)
     system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
     request: dict[str, Any] = {"messages": [*system, *earlier, *input_turns(message)], **sampling(message)}
     if message.max_output_tokens is not None:
@@ -130,6 +135,6 @@ def seeded(request: dict[str, Any], seed: int | None, count: int) -> list[dict[s
     return [{**request, "seed": (seed + i) % (1 << 64)} for i in range(count)]
 
 
-def _check_stream_options(message: Completing) -> None:
+def _check_stream_options(message: Completing | ResponseRequest) -> None:
     if message.stream_options is not None and not message.stream:
         raise GatewayError(400, "stream_options needs stream: true", "stream_options", "invalid_value")

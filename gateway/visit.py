@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.errors import GatewayError
 from gateway.triton_client import Piece
 
 SCOPE_KEY = "everbatch"
@@ -21,6 +22,7 @@ class Visit:
     status: int = 0  # 0: nothing sent yet
     admitted: bool = False  # it counts among the requests that are being answered
     left: bool = False  # the client went away before its reply was complete
+    error: GatewayError | None = None  # what the client was told, as a status or as the last event of a stream
     prompt_tokens: int = 0
     completion_tokens: int = 0
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE, PAGE = ROOT / "backend" / "api" / "config.py", ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- configuration: written by tools/write_config_table.py -->", "<!-- end of configuration -->"
+from tools.marked_part import ROOT, MarkedPart
+
+SOURCE = ROOT / "backend" / "api" / "config.py"
+PART = MarkedPart(
+    "configuration.md",
+    "<!-- configuration: written by tools/write_config_table.py -->",
+    "<!-- end of configuration -->",
+)
 
 
 def table() -> str:
@@ -43,20 +47,5 @@ def _row(key: str, field: ast.AnnAssign, line: str) -> str:
     return f"| `{key}` | {shown} | {line.partition('  # ')[2]} |"
 
 
-def rendered(page: str) -> str:
-    """`page` with a fresh table between the markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    if "--check" in sys.argv:
-        return 0 if rendered(page) == page else 1
-    PAGE.write_text(rendered(page))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.run(table()))

@@ -7,23 +7,24 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from backend.serving.upstream_parameters import PARAMETERS, QUEUE_SIZE, Parameter
+from tools.marked_part import MarkedPart
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "parameters.md"
-BEGIN, END = "<!-- parameters: written by tools/write_parameter_table.py -->", "<!-- end of parameters -->"
+PART = MarkedPart(
+    "parameters.md", "<!-- parameters: written by tools/write_parameter_table.py -->", "<!-- end of parameters -->"
+)
 
 
 def tables() -> str:
-    """The tables in Markdown, one for each model."""
+    """The tables in Markdown, one for each model, with empty lines around them."""
     parts = []
     for role, parameters in PARAMETERS.items():
         rows = [_row(parameter) for parameter in parameters]
         if role == "tensorrt_llm":
             rows.append(f"| `{QUEUE_SIZE}` | sets `limits.max_queue_size` | 0: unset |")
         parts.append("\n".join([f"## `{role}`", "", "| key | what becomes of it | |", "|---|---|---|", *rows]))
-    return "\n\n".join(parts)
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def _row(parameter: Parameter) -> str:
@@ -36,20 +37,5 @@ def _row(parameter: Parameter) -> str:
     return f"| `{parameter.key}` | {effect} | {parameter.note} |"
 
 
-def rendered(page: str) -> str:
-    """`page` with fresh tables between the markers."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    if "--check" in sys.argv:
-        return 0 if rendered(page) == page else 1
-    PAGE.write_text(rendered(page))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.run(tables()))

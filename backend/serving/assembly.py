@@ -81,7 +81,7 @@ def _launch(model_name: str, config: EngineConfig, run_directory: RunDirectory) 
     """Start the engine process, which this model has claimed."""
     try:
         return Executor.launch(config, run_directory.socket_path)
-    except BaseException:
+    except BaseException:  # Whatever ends the start, another model must be able to claim the engine.
         run_directory.disclaim()
         raise
 

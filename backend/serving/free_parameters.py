@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from backend.api import InvalidRequest
@@ -79,7 +79,7 @@ class FreeParameters:
             if self._strict:
                 raise InvalidRequest(
                     f"{_shown(name)} is no input of this model and no known request parameter (triton.strict_parameters)"
-                    f"{self._nearest(name)}; leave it out"
+                    f"{did_you_mean(name, self._inputs)}; leave it out"
                 )
             self._warn(name)
 
@@ -99,10 +99,6 @@ class FreeParameters:
         """A BOOL called `stop` is not meant: it ends another request."""
         return name in self._inputs and not (name == "stop" and self._inputs[name] == "BOOL")
 
-    def _nearest(self, name: str) -> str:
-        near = difflib.get_close_matches(name[:MAX_SHOWN], self._inputs, n=1)
-        return f", did you mean {near[0]}" if near else ""
-
     def _warn(self, name: str) -> None:
         shown = _shown(name)
         if shown in self._warned or len(self._warned) > MAX_WARNINGS:
@@ -111,7 +107,16 @@ class FreeParameters:
         if len(self._warned) > MAX_WARNINGS:
             log.warning("more than %d unknown request parameters; further ones are not named", MAX_WARNINGS)
             return
-        log.warning("request parameter %s is not known and has no effect%s", shown, self._nearest(name))
+        log.warning("request parameter %s is not known and has no effect%s", shown, did_you_mean(name, self._inputs))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown name: what the known ones call the same thing, or the one spelled most alike;
+    empty where there is neither.
+    """
+    same = [other for other in _GROUP.get(name, []) if other in known]
+    near = same or difflib.get_close_matches(name[:MAX_SHOWN], known, n=1)
+    return f", did you mean {near[0]}" if near else ""
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -87,10 +87,12 @@ class Progress:
         self.num_tokens += len(kept)
         if result.log_probs is not None:
             new = result.log_probs[0][: len(kept)]
-            self.log_probs = [*(self.log_probs or []), *new]
+            self.log_probs = self.log_probs or []
+            self.log_probs.extend(new)
             self.cum_log_prob = (self.cum_log_prob or 0.0) + sum(new)
         if result.top_log_probs is not None:
-            self.top_log_probs = [*(self.top_log_probs or []), *result.top_log_probs[: len(kept)]]
+            self.top_log_probs = self.top_log_probs or []
+            self.top_log_probs.extend(result.top_log_probs[: len(kept)])
         self.perf = result.perf_metrics or self.perf
 
     def finish_as(self, result: Result) -> None:

@@ -7,6 +7,7 @@ a 0700 directory, and the engine checks the peer's user id besides.
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from collections.abc import Callable
@@ -62,12 +63,29 @@ def encode_frame(value: Command | Message) -> bytes:
         body = _encoder.encode(value)
     except (ValueError, OverflowError, TypeError):
         raise InvalidRequest(
-            "the request holds a value that cannot be sent to the engine; allowed are integers of 64 bits and text "
-            "without lone surrogates"
+            f"{_unsendable(value) or 'the request holds a value'} that cannot be sent to the engine; allowed are integers "
+            "of 64 bits and text without lone surrogates"
         ) from None
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(len(body))
     return _LENGTH.pack(len(body)) + body
+
+
+def _unsendable(value: object, name: str = "the request") -> str:
+    """Which value of a message msgpack does not have, in words; empty when it is none of those that are known."""
+    fields: list[tuple[str, object]] = []
+    if isinstance(value, Struct):
+        fields = [(field, getattr(value, field)) for field in value.__struct_fields__]
+    elif isinstance(value, dict):
+        fields = [(name, part) for pair in value.items() for part in pair]
+    elif isinstance(value, list | tuple):
+        fields = [(name, part) for part in value]
+    elif isinstance(value, int):
+        return "" if -(1 << 63) <= value < 1 << 64 else f"{name} is an integer of {value.bit_length()} bits"
+    else:
+        lone = re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None
+        return f"{name} has a lone surrogate at character {lone.start()}" if lone else ""
+    return next((found for field, part in fields if (found := _unsendable(part, field))), "")
 
 
 def decode_command(frame: bytes) -> Command:

@@ -23,6 +23,8 @@ from client.grpc_messages import encode_values
 CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"
 KEY_FILE = Path(__file__).parent / "tls" / "key.pem"
 Answers = Callable[["GrpcServer"], Iterator[Any]]
+Models = dict[str, dict[str, str]]  # name -> input -> datatype
+NO_STREAMS = "[INVALID_ARGUMENT] Streaming is only supported in decoupled mode."
 
 
 def grpc_answer(text: str = "", *, final: bool = False, error: str = "") -> Any:
@@ -38,7 +40,11 @@ def grpc_answer(text: str = "", *, final: bool = False, error: str = "") -> Any:
 
 
 class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each stream with `answers(self)`. `left` is set when a client has gone, or has the whole stream."""
+    """Answers each stream with `answers(self)`. `left` is set when a client has gone, or has the whole stream. `models`: name
+    -> inputs of those that it has, for who asks; None: it does not tell.
+    """
+
+    models: Models | None = None
 
     def __init__(self, answers: Answers) -> None:
         self.requests: list[Any] = []
@@ -53,6 +59,17 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         self.context = context  # of the last request, for answers that refuse it
         yield from self._answers(self)
+
+    def ModelStatistics(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if self.models is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+        stats = [service_pb2.ModelStatistics(name=name) for name in self.models or ()]
+        return service_pb2.ModelStatisticsResponse(model_stats=stats)
+
+    def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
+        tensor = service_pb2.ModelMetadataResponse.TensorMetadata
+        inputs = (self.models or {})[request.name]
+        return service_pb2.ModelMetadataResponse(inputs=[tensor(name=name, datatype=inputs[name]) for name in inputs])
 
 
 @contextmanager
@@ -73,9 +90,13 @@ def grpc_server(answers: Answers, *, tls: bool = False, threads: int = 2) -> Ite
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers generate_stream with all `answers`, anything else with the last. `requests`: path and body of each."""
+    """Answers generate_stream with all `answers` (or refuses it), generate with the last. `requests`: path and body of each.
+    `models`: as of GrpcServer.
+    """
 
     daemon_threads = True
+    refuses_streams = False
+    models: Models | None = None
 
     def __init__(self, answers: tuple[dict[str, Any], ...], status: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -105,7 +126,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         texts = [json.dumps(answer) for answer in self.server.answers]
         streamed = self.path.endswith("/generate_stream")
+        if streamed and self.server.refuses_streams:
+            texts = [json.dumps({"error": NO_STREAMS})]
         self.wfile.write("".join(f"data: {text}\n\n" for text in texts).encode() if streamed else texts[-1].encode())
+
+    def do_GET(self) -> None:
+        found: dict[str, Any] | None = None
+        models, name = self.server.models or {}, self.path.removeprefix("/v2/models/")
+        if self.path == "/v2/models/stats" and self.server.models is not None:
+            found = {"model_stats": [{"name": name} for name in models]}
+        elif name in models:
+            found = {"inputs": [{"name": name, "datatype": datatype} for name, datatype in models[name].items()]}
+        self.send_response(404 if found is None else 200)
+        self.end_headers()
+        self.wfile.write(b"" if found is None else json.dumps(found).encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing on standard error: tests read it."""

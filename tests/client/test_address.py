@@ -33,9 +33,9 @@ def test_an_address_of_ipv6_has_brackets_for_grpc() -> None:
 @pytest.mark.parametrize(
     ("url", "protocol", "words"),
     [
-        ("http://host", "grpc", "which is not grpc; leave protocol out, or name 'grpc://host'"),
-        ("https://host", "grpc", "or name 'grpcs://host'"),
-        ("grpc://host:1", "http", "or name 'http://host:1'"),
+        ("http://host", "grpc", "which is not grpc; name 'grpc://host', or no protocol"),
+        ("https://host", "grpc", "name 'grpcs://host'"),
+        ("grpc://host:1", "http", "name 'http://host:1'"),
         ("ftp://host", None, "HOST:PORT, grpc://, grpcs://, http:// or https:// is expected"),
         ("host:port", None, "its port is expected to be a number"),
         ("host:70000", None, "its port is expected to be a number up to 65535"),
@@ -53,5 +53,5 @@ def test_what_is_no_address_is_refused_in_one_sentence(url: str, protocol: str |
 
 @pytest.mark.parametrize(("url", "protocol", "name"), [(8001, None, "url"), (None, 1, "protocol")])
 def test_what_is_no_text_is_refused_and_named(url: object, protocol: object, name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is a int, a str is expected"):
+    with pytest.raises(TypeError, match=f"{name} is an int, a str is expected"):
         parse_address(url, protocol)  # type: ignore[arg-type]

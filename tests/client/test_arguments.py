@@ -20,26 +20,26 @@ from client.options import GenerateOptions
 
 NOBODY = "127.0.0.1:9"  # nothing may be sent
 WRONG_TYPES = [
-    ({"prompt": 5}, "prompt is a int, a str is expected"),
+    ({"prompt": 5}, "prompt is an int, a str is expected"),
     ({"prompt": b"x"}, "prompt is a bytes, a str is expected"),
     ({"messages": "x"}, "messages is a str, a list of dict"),
     ({"messages": [["user", "x"]]}, r"messages\[0\] is a list, a dict"),
     ({"messages": [{"role": "user", "content": {1}}]}, "messages hold a value that JSON cannot say"),
     ({"max_tokens": "5"}, "max_tokens is a str, an int is expected"),
     ({"max_tokens": 5.0}, "max_tokens is a float, an int is expected"),
-    ({"max_tokens": None}, "max_tokens is a NoneType, an int is expected"),
+    ({"max_tokens": None}, "max_tokens is None, an int is expected"),
     ({"temperature": "0"}, "temperature is a str, a number is expected"),
     ({"temperature": True}, "temperature is a bool, a number is expected"),
     ({"seed": 1.5}, "seed is a float, an int is expected"),
     ({"stop_words": "end"}, "stop_words is a str, a list of str is expected"),
-    ({"bad_words": ["a", 5]}, r"bad_words\[1\] is a int, a str is expected"),
-    ({"stream": 1}, "stream is a int, a bool is expected"),
-    ({"session": 7}, "session is a int, a Session is expected"),
+    ({"bad_words": ["a", 5]}, r"bad_words\[1\] is an int, a str is expected"),
+    ({"stream": 1}, "stream is an int, a bool is expected"),
+    ({"session": 7}, "session is an int, a Session is expected"),
     ({"session": Session("7")}, r"session\.id is a str, an int is expected"),  # type: ignore[arg-type]
-    ({"session": Session(7, start=1)}, r"session\.start is a int, a bool is expected"),  # type: ignore[arg-type]
-    ({"namespace": 5}, "namespace is a int, a str is expected"),
+    ({"session": Session(7, start=1)}, r"session\.start is an int, a bool is expected"),  # type: ignore[arg-type]
+    ({"namespace": 5}, "namespace is an int, a str is expected"),
     ({"timeout_s": "1"}, "timeout_s is a str, a number of seconds is expected"),
-    ({"request_id": 5}, "request_id is a int, a str is expected"),
+    ({"request_id": 5}, "request_id is an int, a str is expected"),
     ({"max_token": 5}, "'max_token' is no option; did you mean max_tokens?"),
     ({"xyz": 5}, "'xyz' is no option; there are max_tokens, temperature"),
 ]
@@ -82,13 +82,13 @@ def test_an_argument_out_of_its_range_is_named(
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"model": 5}, TypeError, "model is a int, a str is expected"),
+        ({"model": 5}, TypeError, "model is an int, a str is expected"),
         ({"model": ""}, ValueError, "model is empty"),
-        ({"namespace": None}, TypeError, "namespace is a NoneType, a str is expected"),
-        ({"api_key": 5}, TypeError, "api_key is a int, a str is expected"),
+        ({"namespace": None}, TypeError, "namespace is None, a str is expected"),
+        ({"api_key": 5}, TypeError, "api_key is an int, a str is expected"),
         ({"timeout_s": -1}, ValueError, "timeout_s is -1"),
-        ({"retry": 3}, TypeError, "retry is a int, a Retry is expected"),
-        ({"url": "https://h", "ca_file": 5}, TypeError, "ca_file is a int, a path is expected"),
+        ({"retry": 3}, TypeError, "retry is an int, a Retry is expected"),
+        ({"url": "https://h", "ca_file": 5}, TypeError, "ca_file is an int, a path is expected"),
         ({"url": "https://h", "ca_file": "/nowhere"}, ValueError, "ca_file '/nowhere' cannot be read: No such file"),
         ({"url": "https://h", "ca_file": __file__}, ValueError, "holds no certificates in PEM form"),
         ({"url": "http://h", "ca_file": __file__}, ValueError, "http://h speaks no TLS; name it with https://"),

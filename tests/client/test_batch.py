@@ -92,7 +92,7 @@ def test_the_first_error_is_raised_and_what_waits_is_not_sent(map_of: Map) -> No
 
 
 def test_an_error_cancels_the_requests_that_run(map_of: Map) -> None:
-    running, gone = threading.Event(), threading.Event()
+    running, gone, held_out = threading.Event(), threading.Event(), threading.Event()
 
     def answers(server: GrpcServer) -> Iterator[Any]:
         if prompt_of(server) == "bad":
@@ -102,11 +102,13 @@ def test_an_error_cancels_the_requests_that_run(map_of: Map) -> None:
         server.context.add_callback(gone.set)
         running.set()
         yield grpc_answer("a")
-        gone.wait(10)
+        if not gone.wait(20):
+            held_out.set()
 
-    with grpc_server(answers, threads=2) as server, pytest.raises(InvalidArgument):
-        map_of(server.url, ["bad", "endless"], concurrency=2)
-    assert gone.is_set()
+    with grpc_server(answers, threads=2) as server:
+        with pytest.raises(InvalidArgument):
+            map_of(server.url, ["bad", "endless"], concurrency=2)
+        assert gone.wait(20) and not held_out.is_set(), "cancelled while the server still runs"
 
 
 def test_errors_may_be_returned_in_the_place_of_answers(map_of: Map) -> None:
@@ -143,8 +145,8 @@ def test_no_prompts_are_no_answers(map_of: Map) -> None:
     ("prompts", "options", "error", "words"),
     [
         ("text", {}, TypeError, "prompts is a str, a list of texts"),
-        (5, {}, TypeError, "prompts is a int, a list of texts"),
-        (["a", 5], {}, TypeError, r"prompts\[1\]: messages is a int"),
+        (5, {}, TypeError, "prompts is an int, a list of texts"),
+        (["a", 5], {}, TypeError, r"prompts\[1\]: messages is an int"),
         (["a", "\ud800"], {}, ValueError, r"prompts\[1\]: prompt holds half"),
         (["a"], {"concurrency": 0}, ValueError, "concurrency is 0, at least 1 is expected"),
         (["a"], {"concurrency": "2"}, TypeError, "concurrency is a str, an int is expected"),

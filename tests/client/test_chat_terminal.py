@@ -146,3 +146,13 @@ def test_characters_that_come_together_are_one_paste_and_keys_stay_keys() -> Non
         ("c", "c"),
     ]
     assert pressed(Keys.Escape, "f", "a", "b")[1:] == [("f", "f"), (str(Keys.BracketedPaste), "ab")]
+
+
+def test_on_a_terminal_an_error_is_seen_and_leaving_is_no_failure() -> None:
+    with http_server({"error": "[INVALID_ARGUMENT] not that"}, status=400) as server, chatting(server.url) as chat:
+        chat.prompt()
+        chat.type("one\r")
+        chat.wait_for("[INVALID_ARGUMENT] not that")
+        chat.prompt()
+        chat.type("/exit\r")
+        assert chat.end() == 0

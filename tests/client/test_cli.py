@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from client.cli import app
+from client import errors
+from client.cli import _prompt, app
+from client.option_names import OPTIONS, on_the_command_line
 from tests.client.servers import grpc_answer, grpc_server, http_server
+from tests.client.test_terminal import Terminal
 
 ANSWER = {"text_output": "hi", "finish_reason": "stop"}
 
@@ -70,3 +76,85 @@ def test_an_error_is_one_sentence_and_the_exit_status_one(arguments: list[str], 
     done = run(*arguments)
     assert done.exit_code == 1
     assert done.stderr.startswith("everbatch: ") and reason in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+# ---- the prompt of generate ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[], ["-"]])
+def test_a_prompt_may_come_from_a_pipe_with_or_without_a_dash(given: list[str]) -> None:
+    with http_server(ANSWER) as server:
+        assert run("generate", *given, "--url", server.url, typed="from a\npipe\n").exit_code == 0
+    assert server.requests[0][1]["text_input"] == "from a\npipe\n"
+
+
+@pytest.mark.parametrize("given", [[], ["-"]])
+def test_without_a_prompt_nothing_is_sent_and_the_dash_is_named(given: list[str]) -> None:
+    done = run("generate", *given)
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
+    assert "there is no prompt; name one, or send one to standard input (-" in done.stderr
+
+
+def test_a_terminal_is_read_only_when_the_dash_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("typed"))
+    with pytest.raises(typer.Exit):
+        _prompt(None)
+    assert _prompt("-") == "typed"
+
+
+def test_standard_input_that_is_no_text_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+    with pytest.raises(typer.Exit) as caught:
+        _prompt("-")
+    assert caught.value.exit_code == 2
+    assert capsys.readouterr().err == "everbatch: standard input is no text in UTF-8; convert it\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_no_tokens_are_refused_before_the_server_is_asked(command: list[str]) -> None:
+    """It would refuse them."""
+    done = run(*command, "--max-tokens", "0", "--url", "127.0.0.1:9")
+    assert done.exit_code == 2 and "--max-tokens" in done.stderr
+
+
+# ---- names of options, names of arguments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of_the_class", "of_the_command"),
+    [
+        (str(errors.no_server("h:1")), "or name another with --url HOST:PORT"),
+        (str(errors.no_entry("h:1", has_key=False)), "give one in EVERBATCH_API_KEY or with --api-key KEY"),
+        (str(errors.no_trust("https://h")), "with --ca-file FILE"),
+        (str(errors.no_tls("https://h:1")), "name it with --url http://h:1 if"),
+        ("stop_words[3] holds half of a surrogate pair", "--stop holds half"),
+        ("timeout_s is 0, more than 0 is expected", "--timeout is 0"),
+        ("[INVALID_ARGUMENT] max_tokens is 9; raise it with --set model.max_seq_len=9", "] max_tokens is 9; raise"),
+        ("url is 'http://h?model=x'", "--url is"),
+    ],
+)
+def test_the_command_line_names_options_where_the_class_names_arguments(of_the_class: str, of_the_command: str) -> None:
+    assert of_the_command in on_the_command_line(of_the_class)
+    assert not any(f" {option} " in of_the_class for option in OPTIONS.values())
+
+
+def test_the_names_are_those_of_the_options() -> None:
+    generate = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
+    assert set(OPTIONS.values()) <= {name for option in generate.params for name in option.opts}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--url", "https://h", "--ca-file", "/nowhere"], "--ca-file '/nowhere' cannot be read: No such file"),
+        (["--url", "http://h", "--ca-file", "/nowhere"], "--ca-file is given, and http://h speaks no TLS"),
+        (["--url", "127.0.0.1:9"], "or name another with --url HOST:PORT"),
+        (["--max-tokens", "3000000000"], "--max-tokens is 3000000000, allowed is"),
+        (["--stop", "x\udcff"], "--stop holds half of a surrogate pair"),
+    ],
+)
+def test_an_error_of_the_command_line_begins_with_its_option(arguments: list[str], words: str) -> None:
+    done = run("generate", "x", *arguments)
+    assert done.exit_code == 1 and words in done.stderr

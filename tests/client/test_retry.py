@@ -10,10 +10,10 @@ import pytest
 
 from client.async_client import AsyncEverbatchClient
 from client.client import EverbatchClient
-from client.errors import ClientError, Unavailable
+from client.errors import ClientError, InvalidArgument, Unavailable
 from client.messages import Session
 from client.retry import Retry
-from tests.client.servers import GrpcServer, grpc_answer, grpc_server, http_server
+from tests.client.servers import NO_STREAMS, GrpcServer, grpc_answer, grpc_server, http_server
 
 FAST = Retry(attempts=4, first_pause_s=0.001)
 FULL = "[UNAVAILABLE] queue full"
@@ -110,3 +110,33 @@ def test_pauses_double_up_to_the_longest_and_are_spread() -> None:
 def test_a_retry_without_an_attempt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 attempt"):
         Retry(attempts=0)
+
+
+# ---- a server that does not stream -----------------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_stream_is_asked_for_the_whole_answer(asking: Ask) -> None:
+    with grpc_server(scripted([grpc_answer(error=NO_STREAMS)], [grpc_answer("hi", final=True)])) as server:
+        assert asking(server.url, Retry(attempts=1)) == "hi"
+    assert [streamed(request) for request in server.requests] == [True, False]
+
+
+def test_and_over_http_through_generate(asking: Ask) -> None:
+    with http_server({"text_output": "hi", "finish_reason": "stop"}) as server:
+        server.refuses_streams = True
+        assert asking(server.url, Retry(attempts=1), session=Session(7, full_history=False)) == "hi"
+    assert [path.rpartition("/")[2] for path, _ in server.requests] == ["generate_stream", "generate"]
+    assert [body["stream"] for _, body in server.requests] == [True, False]
+
+
+def test_one_that_refuses_the_whole_answer_too_is_not_asked_for_ever(asking: Ask) -> None:
+    with grpc_server(scripted(*[[grpc_answer(error=NO_STREAMS)]] * 9)) as server:
+        with pytest.raises(InvalidArgument, match="decoupled mode"):
+            asking(server.url)
+    assert len(server.requests) == 2
+
+
+def streamed(request: Any) -> bool:
+    """What the input `stream` of a ModelInferRequest says."""
+    place = [tensor.name for tensor in request.inputs].index("stream")
+    return bool(request.raw_input_contents[place] == b"\x01")

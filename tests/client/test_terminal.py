@@ -164,8 +164,36 @@ def test_a_chat_without_a_server_ends_at_its_first_turn_and_not_later(monkeypatc
     with pytest.raises(ClientError):
         chat(Talking(gone), "one\ntwo\n", monkeypatch)
     client = Talking(["a"], gone, ["b"], [""])
-    assert chat(client, "one\ntwo\nthree\n", monkeypatch) == 0
+    assert chat(client, "one\ntwo\nthree\n", monkeypatch) == 1
     assert client.script == [] and client.closed
+
+
+@pytest.mark.parametrize("code", ["NOT_FOUND", "UNAUTHENTICATED", "UNKNOWN"])
+def test_a_chat_ends_at_its_first_turn_where_no_other_would_do_better(
+    monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    with pytest.raises(ClientError, match="none for you"):
+        chat(Talking(ClientError("none for you", code)), "one\ntwo\n", monkeypatch)
+
+
+def test_a_chat_in_a_pipe_leaves_nothing_but_replies_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(Talking(["a", "b"], ["c\n"], [""]), "one\n/help\ntwo\n/nope\n", monkeypatch) == 0
+    written = capsys.readouterr()
+    assert written.out == "ab\nc\n"
+    for shown in ("somewhere: /help tells the commands", "> ", "0 tokens", "forgotten", "/nope is no command"):
+        assert shown in written.err
+
+
+def test_a_turn_that_fails_in_a_pipe_is_told_on_standard_error_and_by_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = ClientError("[INVALID_ARGUMENT] no; url=HOST:PORT", "INVALID_ARGUMENT")
+    assert chat(Talking(["a"], refused, ["b"], [""]), "one\ntwo\nthree\n", monkeypatch) == 1
+    written = capsys.readouterr()
+    assert written.out == "a\nb\n"
+    assert "[INVALID_ARGUMENT] no; --url HOST:PORT\n" in written.err
 
 
 def test_a_line_that_is_no_command_is_not_sent_and_a_reset_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,15 +212,15 @@ def test_turns_that_are_left_out_of_a_full_context_are_told(
 ) -> None:
     client = Talking(["a"], ["b"], TOO_LONG, ["c"], [""])
     assert chat(client, "one\ntwo\nthree\n", monkeypatch) == 0
-    assert "the context was full: the oldest turn was left out" in capsys.readouterr().out
+    assert "the context was full: the oldest turn was left out" in capsys.readouterr().err
     assert [message["content"] for message in client.requests[3].messages or ()] == ["two", "b", "three"]
 
 
 def test_a_turn_that_fits_nowhere_is_told_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert chat(Talking(TOO_LONG, ["a"], [""]), "one\ntwo\n", monkeypatch) == 0
-    assert "shorten it; send less, or start afresh with /reset" in capsys.readouterr().out
+    assert chat(Talking(TOO_LONG, ["a"], [""]), "one\ntwo\n", monkeypatch) == 1
+    assert "shorten it; send less, or start afresh with /reset" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("max_tokens", "told"), [(5, False), (50, True)])
@@ -204,7 +232,7 @@ def test_a_reply_that_the_context_cuts_is_told(
             yield TextChunk("a", True, "length", num_output_tokens=5)
 
     assert chat(Cut(), "one\n", monkeypatch, max_tokens=max_tokens) == 0
-    assert ("which cut this reply" in capsys.readouterr().out) is told
+    assert ("which cut this reply" in capsys.readouterr().err) is told
 
 
 @pytest.mark.parametrize("leave", ["/exit", "/quit"])

@@ -61,7 +61,7 @@ def test_tls_is_spoken_to_a_server_whose_certificate_is_trusted(asking: Ask, ser
 @pytest.mark.parametrize("asking", [ask, ask_async])
 @pytest.mark.parametrize("serve", [over_grpc, over_http])
 def test_a_certificate_that_nobody_vouches_for_is_refused_and_the_remedy_named(asking: Ask, serve: Server) -> None:
-    with serve(True) as server, pytest.raises(Unreachable, match="is not trusted.*--ca-file") as caught:
+    with serve(True) as server, pytest.raises(Unreachable, match="is not trusted.*ca_file=FILE") as caught:
         asking(secure_url(server))
     assert server.requests == [] and secure_url(server) in str(caught.value)
 

@@ -28,7 +28,7 @@ def test_a_new_sequence_holds_its_ids_its_prompt_and_no_output() -> None:
     assert (seq.seq_id, seq.request_id, seq.session_key, seq.status) == (1, 10, SessionKey("", 1), Status.WAITING)
     assert (seq.token_ids, seq.num_prompt_tokens, seq.num_output_tokens) == ([1, 2, 3], 3, 0)
     assert (seq.slot, seq.num_computed_tokens, seq.log_probs, seq.cum_log_prob) == (None, 0, [], 0.0)
-    assert seq.max_total_tokens == 3 + seq.max_output_tokens == 8
+    assert seq.max_output_tokens == 5
     seq.token_ids.append(9)
     assert seq.request.input_token_ids == [1, 2, 3], "the request that it came from is not written to"
 
@@ -86,7 +86,7 @@ def test_a_turn_appends_its_prompt_and_resets_what_belongs_to_one_request() -> N
     seq.end_turn()
     seq.begin_turn(11, Request([4], 6), [4], 2, 0)
     assert seq.token_ids == [1, 2, 3, 8, 9, 4]
-    assert (seq.num_history_tokens, seq.num_prompt_tokens, seq.num_output_tokens, seq.max_total_tokens) == (5, 6, 0, 12)
+    assert (seq.num_history_tokens, seq.num_prompt_tokens, seq.num_output_tokens, seq.max_output_tokens) == (5, 6, 0, 6)
     assert (seq.log_probs, seq.num_pauses, seq.first_scheduled_ns) == ([], 0, 0)
     assert (seq.seed, seq.num_sampled_before) == (7, 2), "the random stream goes on"
 

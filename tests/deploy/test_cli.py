@@ -105,7 +105,7 @@ def test_wrong_options_are_one_sentence_too() -> None:
     for arguments in (["serve", "--no-such-option"], ["serve", "--http-port", "x"], ["nocommand"], ["generate"]):
         result = subprocess.run(
             [sys.executable, "-P", "-m", "deploy.cli", *arguments],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
         )  # fmt: skip
         assert result.returncode == 2
         assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("everbatch: ")

@@ -43,7 +43,7 @@ def leave(number, frame):
     os._exit(0)
 
 signal.signal(signal.SIGTERM, leave)
-print(*sys.argv[1:], "run", os.environ["EVERBATCH_RUN_ID"], flush=True)
+print(*sys.argv[1:], "run", os.environ["EVERBATCH_RUN_ID"], "log", os.environ["EVERBATCH_LOG_FORMAT"], flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -91,13 +91,14 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def test_the_endpoint_is_told_where_the_server_is_and_whom_it_may_serve(make: Make, server: TritonServer) -> None:
+    server.log_format = "json"
     both = make(ENDPOINT)
     start(both)
     said = both.log_path.read_text()
     assert f"--triton {server.grpc_url} --host 127.0.0.1 --port {both.options.port}" in said
     assert f"--metrics-url {server.metrics_url}" in said and "--shutdown-grace-s 7" in said
     assert f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own" in said
-    assert f"run {server.run_id}" in said  # so that whatever ends the server's processes ends it too
+    assert f"run {server.run_id} log json" in said  # so that whatever ends the server's processes ends it too
     assert both.failure() is None
 
 

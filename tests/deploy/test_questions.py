@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from deploy.probe import ProbeFailed, generate_one_token
-from deploy.questions import FORMS, VLLM, Asked, text_model
+from deploy.questions import FORMS, TOKENS, VLLM, Asked, shown_model, text_model
 from deploy.repository import Model, compose
 
 TENSORS = {  # what tells the protocols' models from each other, in the words of their configurations
@@ -19,7 +19,7 @@ TENSORS = {  # what tells the protocols' models from each other, in the words of
     "llmapi": (["text_input", "sampling_param_max_tokens"], ["text_output"]),
     "lmdeploy_model": (["prompt", "max_tokens", "ignore_eos", "stream"], ["response"]),
     "everbatch": (["request", "stop"], ["response"]),
-    "tokens": (["input_ids"], ["output_ids"]),
+    "tokens": (["input_ids", "input_lengths", "request_output_len"], ["output_ids"]),
 }
 
 
@@ -51,6 +51,13 @@ def test_a_model_whose_backend_completes_it_is_known_by_the_backend(tmp_path: Pa
 
 def test_a_server_without_a_text_model_is_not_asked(tmp_path: Path) -> None:
     assert text_model([model(tmp_path, "tokens")]) is None
+
+
+def test_token_ids_are_shown_rather_than_the_own_wire_and_rather_text_than_these(tmp_path: Path) -> None:
+    models = [model(tmp_path, name) for name in ("everbatch", "tokens", "vllm_model")]
+    assert shown_model(models) == (VLLM, models[2])
+    assert shown_model(models[:2]) == (TOKENS, models[1])
+    assert shown_model([]) is None
 
 
 def test_the_default_server_is_asked_through_its_ensemble() -> None:

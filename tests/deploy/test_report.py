@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from backend.api.config import EngineConfig
+from backend.api.config import EngineConfig, load_config
 from deploy import ports as ports_module
 from deploy.ports import Ports
-from deploy.report import ConsoleReporter, addresses
+from deploy.report import ConsoleReporter, addresses, examples
+from deploy.repository import profiles
 from deploy.triton_server import TritonServer
+from tests.deploy.test_repository import OURS, add_model
 
 
 @pytest.fixture
@@ -53,6 +56,73 @@ def test_the_examples_call_the_program_as_it_can_be_called_here(
     monkeypatch.setattr("deploy.report.COMMAND", command)
     reporter.ready()
     assert f"\n  {command} generate" in output.getvalue() and f"\n  {command} chat" in output.getvalue()
+
+
+OPENAI = "http://127.0.0.1:9000"
+
+
+def shown(tmp_path: Path, *settings: str, keys: bool = False, ports: Ports | None = None, **served: Any) -> list[str]:
+    server = TritonServer(load_config(overrides=list(settings)), ports or Ports(), tmp_path, **served)
+    return examples(server, OPENAI, keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("profile", "example"),
+    [
+        ("trtllm", 'ensemble/generate_stream -d \'{"text_input": "def main(", "max_tokens": 64, "stream": true}\''),
+        ("langchain", 'ensemble/generate_stream -d \'{"text_input": "def main(", "max_tokens": 64, "stream": true}\''),
+        ("llmapi", 'tensorrt_llm/generate_stream -d \'{"text_input": "def main(", "sampling_param_max_tokens": 64'),
+        ("lmdeploy", 'lmdeploy_model/generate_stream -d \'{"prompt": "def main(", "max_tokens": 64'),
+        ("vllm", 'vllm_model/generate_stream -d \'{"text_input": "def main(", "stream": true, "sampling_parameters"'),
+        (
+            "turbomind",
+            'turbomind/generate_stream -d \'{"input_ids": [10, 11, 12], "input_lengths": 3, "request_output_len"',
+        ),
+    ],
+)
+def test_each_profile_is_shown_by_a_model_of_its_own(tmp_path: Path, profile: str, example: str) -> None:
+    assert shown(tmp_path, profiles=[profile])[0].startswith(f"curl -N http://127.0.0.1:8000/v2/models/{example}")
+
+
+def test_there_is_an_example_of_every_profile() -> None:
+    (mark,) = test_each_profile_is_shown_by_a_model_of_its_own.pytestmark  # type: ignore[attr-defined]
+    assert {profile for profile, _ in mark.args[1]} == set(profiles())
+
+
+@pytest.mark.parametrize("profile", ["trtllm", "langchain", "llmapi"])
+def test_a_model_that_does_not_stream_is_shown_with_generate(tmp_path: Path, profile: str) -> None:
+    example = shown(tmp_path, "triton.decoupled=false", profiles=[profile])[0]
+    assert example.startswith("curl http") and "/generate -d" in example and "true" not in example
+
+
+@pytest.mark.parametrize("profile", ["vllm", "lmdeploy", "turbomind"])
+def test_one_whose_protocol_prescribes_streams_is_shown_streaming_all_the_same(tmp_path: Path, profile: str) -> None:
+    settings = ("triton.decoupled=false",)
+    assert shown(tmp_path, *settings, profiles=[profile]) == shown(tmp_path, profiles=[profile])
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_the_endpoints_example_has_a_place_for_a_key_where_it_asks_for_one(tmp_path: Path, keys: bool) -> None:
+    (example,) = [line for line in shown(tmp_path, keys=keys) if OPENAI in line]
+    assert ('-H "Authorization: Bearer $KEY"' in example) is keys
+
+
+def commands(lines: list[str]) -> list[str]:
+    """The options behind `./everbatch chat`, and nothing where there is no such example."""
+    return [
+        line.partition(" chat")[2].strip() for line in lines if " chat" in line.split("-d")[0] and "curl" not in line
+    ]
+
+
+def test_the_command_line_is_shown_with_what_it_has_to_be_told(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "mine", OURS.format(name="mine", role="ensemble"))
+    mine = {"model_repository": tmp_path / "models"}
+    assert commands(shown(tmp_path)) == [""]
+    assert commands(shown(tmp_path, ports=Ports(1, 2, 3))) == ["--url 127.0.0.1:2"]
+    assert commands(shown(tmp_path, host="127.0.0.2")) == ["--url 127.0.0.2:8001"]
+    assert commands(shown(tmp_path, **mine)) == ["--model-name mine"]
+    assert commands(shown(tmp_path, profiles=["vllm"])) == []
+    assert commands(shown(tmp_path, profiles=["langchain"])) == ["--url http://127.0.0.1:8000"], "its types are older"
 
 
 def test_long_events_are_one_line_and_brackets_are_no_markup(said: tuple[ConsoleReporter, io.StringIO]) -> None:

@@ -190,3 +190,24 @@ def test_a_repository_without_models_is_refused(tmp_path: Path) -> None:
 def test_every_model_can_be_made_unary_but_those_whose_protocol_streams(model: Model) -> None:
     text = (model.directory / "config.pbtxt").read_text()
     assert ("decoupled: false" in set_decoupled(text, False)) == (model.name != "everbatch")
+
+
+# ---- what streams ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "streams"),
+    [
+        ("model_transaction_policy { decoupled: true }", (True, False)),
+        ("model_transaction_policy { decoupled: True }  # prescribed by its protocol", (True, True)),
+        ("model_transaction_policy {\n  decoupled: false\n}", (False, False)),
+        ("# decoupled: true", (False, False)),
+        ('backend: "vllm"', (True, True)),
+    ],
+)
+def test_a_model_streams_as_its_configuration_says_once_it_is_served(
+    tmp_path: Path, policy: str, streams: tuple[bool, bool]
+) -> None:
+    add_model(tmp_path, "mine", policy)
+    model = Model("mine", tmp_path / "mine", "here")
+    assert (model.streams(True), model.streams(False)) == streams

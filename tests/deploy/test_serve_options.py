@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from deploy import serve
 from deploy.cli import app
+from deploy.ports import Ports
+from deploy.repository import profiles
 from deploy.triton_server import TritonServer
 from tests.deploy.test_cli import on_free_ports, refused
 from tests.deploy.test_repository import OURS, add_model, names
@@ -68,3 +70,20 @@ def test_the_format_of_the_log_reaches_the_server(served: list[TritonServer], mo
     assert asked(served).log_format == "json", "as under a plain tritonserver"
     monkeypatch.delenv("EVERBATCH_LOG_FORMAT")
     assert CliRunner().invoke(app, ["serve", *on_free_ports(), "--log-format", "xml"]).exit_code == 2
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_is_shown_of_the_endpoint_asks_for_a_key_where_it_does(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("alice secret-of-alice\n")
+    monkeypatch.setattr(serve, "supervise", lambda server, reporter, *_: reporter.ready() or 0)
+    options = ["--api-keys", str(tmp_path / "keys")] if given else []
+    result = CliRunner().invoke(app, ["serve", *on_free_ports()[:-1], str(Ports.free().http), *options])
+    assert result.exit_code == 0 and "/v1/chat/completions" in result.output
+    assert ('"Authorization: Bearer $KEY"' in result.output) is given and "secret-of-alice" not in result.output
+
+
+def test_the_help_names_every_profile() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    assert f"Which clients are served: {', '.join(profiles())};" in " ".join(shown.replace("│", " ").split())

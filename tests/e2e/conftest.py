@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,11 @@ from tests.e2e.wire import TokenClient, eventually, scrape
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
 START_TIMEOUT_S = 180
+
+
+def health(server: TritonServer) -> dict[str, dict[str, Any]]:
+    """The last sign of life of each model."""
+    return {path.name: json.loads(path.read_text()) for path in (server.run_dir / "health").glob("[a-z]*")}
 
 
 def serve(run_dir: Path, *overrides: str) -> TritonServer:
@@ -80,7 +87,7 @@ def nothing_stays_in_use(request: pytest.FixtureRequest) -> Iterator[None]:
         if name in request.fixturenames:
             server = request.getfixturevalue(name)
             if server.running():
-                assert eventually(partial(_nothing_in_use, server), 10), (
+                assert eventually(partial(_nothing_in_use, server), 60), (
                     f"{name}: (blocks, requests) in use {_in_use(server)}"
                 )
 

@@ -12,7 +12,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from deploy.triton_server import TritonServer
-from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.conftest import START_TIMEOUT_S, health, serve
 from tests.e2e.wire import TokenClient, eventually, ids_of
 
 
@@ -23,8 +23,7 @@ def mortal_server(tmp_path: Path) -> Iterator[TritonServer]:
         yield server
 
 
-WATCHDOG_S = 5.0
-STALE_AFTER_S = 2.0  # a stub is stale after this time without a sign of life
+WATCHDOG_S = 8.0
 
 
 @pytest.fixture
@@ -94,12 +93,11 @@ def test_a_stopped_engine_refuses_newcomers_then_is_killed_and_replaced(watched_
         stopped = engine_pid(watched_server)
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
-        time.sleep(STALE_AFTER_S)  # from here on everybody who comes must be refused
+        # From then on everybody who comes must be refused.
+        assert eventually(lambda: health(watched_server)["tensorrt_llm"]["state"] == "unavailable", WATCHDOG_S)
         error = refusal(client)
-        told_s = time.monotonic() - started
         assert error is not None and "no sign of life" in error and "UNAVAILABLE" in error
-        assert told_s < WATCHDOG_S, "refused while it may still come back, not by its end"
-        assert is_alive(stopped)
+        assert is_alive(stopped), "refused while it may still come back, not by its end"
         for stream in streams:
             with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
                 list(stream)
@@ -116,5 +114,5 @@ def test_nothing_is_left_after_stop(mortal_server: TritonServer) -> None:
         assert len(pids) >= 5, "server, three stubs, engine"
         mortal_server.stop()
     # A process that was killed is still seen while the kernel frees its memory.
-    assert eventually(lambda: not [pid for pid in pids if is_alive(pid)], 5)
+    assert eventually(lambda: not [pid for pid in pids if is_alive(pid)], 30)
     assert not list(Path("/dev/shm").glob(f"*{mortal_server.run_id}*"))

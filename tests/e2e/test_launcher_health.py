@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,18 @@ SOON_S = 10.0
 
 
 def readiness(server: TritonServer, timeout_s: float = 10.0) -> int:
+    """The status of the answer; 0 when there was none in time."""
     try:
         with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout_s) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
+    except OSError:  # A busy machine may not even accept the connection.
+        return 0
+
+
+def says_no(server: TritonServer) -> bool:
+    return readiness(server) not in (0, 200)
 
 
 def seconds_until(condition: Callable[[], bool], limit_s: float = 30.0) -> float:
@@ -63,18 +71,24 @@ def signs(server: TritonServer) -> list[health.Report]:
     return health.read(server._health_directory, time.monotonic_ns())
 
 
+def failure_of(server: TritonServer) -> str:
+    """Why it must end now; empty when it need not. On a busy machine it may say for a moment that a stub is silent."""
+    failure = server.failure()
+    return "" if failure is None else failure.text
+
+
 def test_a_stopped_engine_makes_the_server_not_ready_until_it_goes_on(watched_server: TritonServer) -> None:
     server = watched_server
-    assert eventually(lambda: len(signs(server)) == len(server.models), 10), "every stub gives signs of life"
-    assert eventually(lambda: both_say(server, True), 10)
+    assert eventually(lambda: len(signs(server)) == len(server.models), 30), "every stub gives signs of life"
+    assert eventually(lambda: both_say(server, True), 30)
     pid = engine_pid(server)
     os.kill(pid, signal.SIGSTOP)
     try:
-        seconds_until(lambda: readiness(server) != 200, SOON_S)
+        seconds_until(partial(says_no, server), SOON_S)
         assert both_say(server, False)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert eventually(lambda: both_say(server, True), 20)
+    assert eventually(lambda: both_say(server, True), 30)
     assert post(f"{server.http_url}/v2/models/ensemble/generate", {"text_input": "a", "max_tokens": 2})[0] == 200
 
 
@@ -87,21 +101,20 @@ def test_a_stub_that_is_killed_or_stopped_makes_the_server_not_ready_and_fail(
     """
     with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
         server.wait_ready(START_TIMEOUT_S)
-        assert eventually(lambda: both_say(server, True), 10)
+        assert eventually(lambda: both_say(server, True), 30)
         os.kill(stubs_of(server.pid)[0].pid, number)
-        seconds_until(lambda: readiness(server) != 200, SOON_S)
+        seconds_until(partial(says_no, server), SOON_S)
         assert both_say(server, False)
-        assert eventually(lambda: server.failure() is not None, 20)
-        assert "died" in server.failure().text or number == signal.SIGSTOP and "silent" in server.failure().text
+        words = ("died",) if number == signal.SIGKILL else ("died", "silent")
+        assert eventually(lambda: any(word in failure_of(server) for word in words), 60), failure_of(server)
 
 
 def test_a_stopped_server_is_noticed_after_the_watchdogs_time(tmp_path: Path) -> None:
-    with serve(tmp_path, "triton.watchdog_timeout_s=3") as server:
+    with serve(tmp_path, "triton.watchdog_timeout_s=5") as server:
         server.wait_ready(START_TIMEOUT_S)
-        assert server.failure() is None
+        assert eventually(lambda: server.failure() is None, 30)
         os.kill(server.pid, signal.SIGSTOP)
-        assert eventually(lambda: server.failure() is not None, 20)
-        assert "has not answered" in server.failure().text
+        assert eventually(lambda: "has not answered" in failure_of(server), 60), failure_of(server)
         server.kill()
     assert not server.processes()
 

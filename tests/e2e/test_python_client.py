@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,21 +20,17 @@ from client import (
     Unavailable,
 )
 from deploy.triton_server import TritonServer
-from tests.e2e.wire import eventually, scrape
+from tests.e2e.wire import CANCELLED, num_cancelled, reaches
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "client.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 PROMPT = "def main("
-LONG = {"max_tokens": 400, "min_tokens": 400}
+LONG = {"max_tokens": 1800, "min_tokens": 1800}  # so that none ends by itself before it is cancelled
 
 
 @pytest.fixture(params=["grpc", "http"])
 def url(request: pytest.FixtureRequest, server: TritonServer) -> str:
     return server.grpc_url if request.param == "grpc" else server.http_url
-
-
-def active(server: TritonServer) -> float:
-    return scrape(server.metrics_url)["everbatch_requests{state=active}"]
 
 
 def test_both_clients_say_the_same_over_both_protocols_streamed_or_whole(server: TritonServer) -> None:
@@ -65,18 +60,21 @@ def test_log_probs_come_one_for_each_token(url: str) -> None:
 
 
 def test_leaving_the_iterator_cancels(server: TritonServer, url: str) -> None:
+    before = num_cancelled(server.metrics_url)
     with EverbatchClient(url) as client:
         for _ in client.stream(PROMPT, **LONG):  # type: ignore[arg-type]
             break
-        assert eventually(partial(nobody_active, server), 10)
+        assert reaches(server.metrics_url, CANCELLED, before + 1)
 
 
 def test_leaving_the_async_iterator_or_cancelling_the_task_cancels(server: TritonServer, url: str) -> None:
+    before = num_cancelled(server.metrics_url)
+
     async def main() -> None:
         async with AsyncEverbatchClient(url) as client:
             async for _ in client.stream(PROMPT, **LONG):  # type: ignore[arg-type]
                 break
-            assert await asyncio.to_thread(eventually, partial(nobody_active, server), 10)
+            assert await asyncio.to_thread(reaches, server.metrics_url, CANCELLED, before + 1)
             began = asyncio.Event()
 
             async def read() -> None:
@@ -88,13 +86,9 @@ def test_leaving_the_async_iterator_or_cancelling_the_task_cancels(server: Trito
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(eventually, partial(nobody_active, server), 10)
+            assert await asyncio.to_thread(reaches, server.metrics_url, CANCELLED, before + 2)
 
     asyncio.run(main())
-
-
-def nobody_active(server: TritonServer) -> bool:
-    return active(server) == 0
 
 
 def test_an_unknown_model_has_one_code(url: str) -> None:
@@ -145,6 +139,13 @@ def test_a_turn_with_asyncio_reuses_the_kv_of_those_before(url: str) -> None:
 
     of_first, reused = asyncio.run(main())
     assert reused > of_first, "the first reply is in the cache too"
+
+
+def test_the_first_example_prints_text_that_can_be_seen(server: TritonServer) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(EXAMPLES[0].replace("127.0.0.1:8001", server.grpc_url), str(PAGE), "exec"), names := {})
+    assert names["answer"].text.strip() and names["reply"].text.strip()
+    assert f"\n{names['answer'].text!r} " in printed.getvalue(), "on a line of its own"
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 
 from client.client import EverbatchClient
 from deploy.triton_server import TritonServer
-from tests.e2e.wire import TYPES, Stream, TokenClient, events, ids_of, post, settled, to_input
+from tests.e2e.wire import TYPES, Stream, TokenClient, events, ids_of, post, reaches, settled, to_input
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 
@@ -133,11 +133,13 @@ def test_a_batch_of_rows_becomes_independent_requests(server: TritonServer) -> N
 
 
 def test_the_metrics_count_what_the_clients_saw(server: TritonServer, tokens: TokenClient) -> None:
-    before = settled(server.metrics_url)["everbatch_tokens_total{kind=generated}"]
+    name = "everbatch_tokens_total{kind=generated}"
+    before = settled(server.metrics_url)[name]
     with ThreadPoolExecutor(8) as pool:
         counts = list(pool.map(lambda i: len(tokens.generate([i + 1, i + 2], 5 + i)), range(8)))
     assert sum(counts) == sum(range(5, 13))
-    assert settled(server.metrics_url)["everbatch_tokens_total{kind=generated}"] == before + sum(counts)
+    assert reaches(server.metrics_url, name, before + sum(counts))
+    assert settled(server.metrics_url)[name] == before + sum(counts)
 
 
 def test_one_grpc_stream_may_carry_many_requests(server: TritonServer) -> None:

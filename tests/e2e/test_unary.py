@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +12,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from deploy.report import examples
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import START_TIMEOUT_S, serve
+from tests.e2e.test_command_line import everbatch
 from tests.e2e.wire import TYPES, events, ids_of, post, to_input
 
 
@@ -61,6 +64,25 @@ def test_http_infer_serves_text(unary_server: TritonServer) -> None:
     outputs = {output["name"]: output["data"] for output in json.loads(text)["outputs"]}
     assert status == 200 and outputs["text_output"][0].startswith("import os")
     assert outputs["finish_reason"] == ["length"]
+
+
+def test_the_command_line_shows_whole_replies_over_both_protocols(unary_server: TritonServer) -> None:
+    said = set()
+    for url in (unary_server.grpc_url, unary_server.http_url):
+        done = everbatch("generate", "def main(", "--max-tokens", "12", "--url", url)
+        assert done.returncode == 0 and "12 tokens" in done.stderr, done.stderr
+        said.add(done.stdout)
+        talk = everbatch("chat", "--max-tokens", "4", "--url", url, typed="Write the function read_lines.\nAnd more.\n")
+        assert talk.returncode == 0 and talk.stdout.count("\n") >= 2, talk.stderr
+    assert len(said) == 1
+
+
+def test_what_the_launcher_shows_of_the_server_works(unary_server: TritonServer) -> None:
+    request, *_ = examples(unary_server, None)
+    found = re.fullmatch(r"curl (http\S+) -d '(.*)'", request)
+    assert found is not None, request
+    status, text = post(found[1], json.loads(found[2]))
+    assert status == 200 and json.loads(text)["text_output"].startswith("def main(")
 
 
 def test_the_model_of_the_openai_endpoint_streams_all_the_same(unary_server: TritonServer) -> None:

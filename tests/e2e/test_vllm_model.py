@@ -22,6 +22,7 @@ from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.test_page_examples import answers
 from tests.e2e.wire import events, eventually, post, to_input
 
 pytestmark = pytest.mark.feature("W-07")
@@ -267,6 +268,11 @@ def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: Triton
     assert text_of(ask(server, one)[0]).startswith(PROMPT)
 
 
+def test_the_curl_lines_of_the_page_do_what_it_says(server: TritonServer) -> None:
+    (whole,), pieces = answers(server, "vllm.md")
+    assert whole["text_output"] == "def main(" + "".join(piece["text_output"] for piece in pieces) and len(pieces) > 5
+
+
 def test_unary_calls_are_told_that_the_model_is_decoupled(server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         with pytest.raises(InferenceServerException, match="doesn't support models with decoupled transaction policy"):
@@ -299,14 +305,14 @@ def test_a_cancelled_request_ends_in_the_engine_and_the_log_says_so(server: Trit
         assert not isinstance(responses.get(timeout=30), Exception)
     else:
         # Triton counts an execution when the model has taken the request over; the engine's own count is told later.
-        assert eventually(lambda: executions(client) == executed + 1, 10)
+        assert eventually(lambda: executions(client) == executed + 1, 30)
         assert responses.empty()
     client.stop_stream(cancel_requests=True)
     while not isinstance(last := responses.get(timeout=30), Exception):
         assert stream
     assert isinstance(last, InferenceServerException) and last.status() == "StatusCode.CANCELLED"
     client.close()
-    assert eventually(lambda: [count(line) for line in lines] == [number + 1 for number in before], 10)
+    assert eventually(lambda: [count(line) for line in lines] == [number + 1 for number in before], 30)
 
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------
@@ -343,7 +349,9 @@ def test_an_unknown_engine_argument_fails_the_load_by_name_and_a_copy_under_any_
     add_model(repository, "vllm_mistyped", gpu_memory_utilisation=0.5)
     add_model(repository, "any_other_name", CONFIG + PARAMETERS)
     status, text = load(server, "vllm_mistyped")
-    assert status == 400 and "'gpu_memory_utilisation', which is no engine argument of vLLM" in text
+    assert (
+        status == 400 and "'gpu_memory_utilisation' is no engine argument of vLLM, did you mean gpu_memory_ut" in text
+    )
     assert load(server, "any_other_name")[0] == 200
     assert text_of(ask(server, request("any_other_name", GREEDY))[0]).startswith(PROMPT)
     assert load(server, "any_other_name", "unload")[0] == 200

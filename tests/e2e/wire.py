@@ -45,6 +45,9 @@ TYPES = {
     "embedding_bias": np.float32,
 }
 
+CANCELLED = "everbatch_requests_finished_total{reason=cancelled}"
+SETTLED_WITHIN_S = 120
+
 
 @dataclass
 class Stream:
@@ -171,14 +174,32 @@ def scrape(metrics_url: str) -> dict[str, float]:
 
 
 def settled(metrics_url: str) -> dict[str, float]:
-    """Our metrics once two reads agree that are further apart than the periods of engine and stub, a second each."""
+    """Our metrics once two reads agree that are further apart than the periods of engine and stub, a second each.
+
+    A busy machine may publish later than that: who counts something waits for `reaches` first.
+    """
+    deadline = time.monotonic() + SETTLED_WITHIN_S
     before = scrape(metrics_url)
     while True:
         time.sleep(2.5)
         after = scrape(metrics_url)
         if _ours(before) == _ours(after):
             return after
+        assert time.monotonic() < deadline, "something still runs, or the metrics change by themselves"
         before = after
+
+
+def reaches(metrics_url: str, name: str, value: float) -> bool:
+    """Whether a counter of ours gets to `value`. It is published up to two seconds after what it counts."""
+    return eventually(lambda: scrape(metrics_url).get(name, 0) >= value, 30)
+
+
+def num_cancelled(metrics_url: str) -> float:
+    """How many requests the engine has ended because they were cancelled.
+
+    That a gauge of running requests is 0 does not show it: a short request may come and go between two publications.
+    """
+    return scrape(metrics_url).get(CANCELLED, 0)
 
 
 def _ours(metrics: dict[str, float]) -> dict[str, float]:
@@ -192,3 +213,15 @@ def eventually(condition: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def still(count: Callable[[], int]) -> int:
+    """A count of Triton's own once it does not grow: a request is counted when Triton lets go of it, after its answer."""
+    counts: list[int] = []
+
+    def is_still() -> bool:
+        counts.append(count())
+        return len(counts) > 5 and len(set(counts[-6:])) == 1  # half a second
+
+    assert eventually(is_still, 30), counts
+    return counts[-1]

@@ -2,7 +2,8 @@
 
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
-stream without a last response. Anything else is answered with WORDS.
+stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
+Anything else is answered with WORDS.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif command == "hold":
             yield piece(seen, [" tick"], None)
             seen.ended.wait(30)
+        elif command == "silent":
+            seen.ended.wait(30)
+        elif command == "junk":
+            yield piece(seen, [" tick"], None)
+            broken = piece(seen, [" tock"], None)
+            broken.infer_response.raw_output_contents[0] = b"\x04\0\0\0{MAR"
+            yield broken
         elif command == "timeout":
             yield piece(seen, [" tick"], "timeout")
         elif command == "flood":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from tests.gateway.conftest import Served
 from tests.gateway.fake_triton import WORDS, FakeTriton
+from tests.gateway.test_limits import connect, post
 
 TEXT = "".join(WORDS)
 
@@ -82,3 +86,25 @@ def test_stream_ends_with_usage_and_done(served: Any) -> None:
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
     events = text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""] and '"total_tokens":11' in events[-3]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_each_event_is_an_http_chunk_of_its_own(path: str, usage: bool, served: Served) -> None:
+    """perf_analyzer takes a chunk for a response, and genai-perf cannot read two completions in one."""
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = {"model": "everbatch", "stream": True, "stream_options": {"include_usage": usage}, **prompt}
+    with connect(served) as connection:
+        connection.sendall(post(json.dumps(body).encode(), f"/v1/{path}", "Connection: close\r\n"))
+        data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    chunks = list(http_chunks(data.partition(b"\r\n\r\n")[2]))
+    assert chunks[-1] == b"data: [DONE]\n\n" and any(b'"finish_reason":"stop"' in chunk for chunk in chunks)
+    assert all(chunk.startswith(b"data: ") and chunk.find(b"\n\n") == len(chunk) - 2 for chunk in chunks), chunks
+
+
+def http_chunks(body: bytes) -> Iterator[bytes]:
+    """The parts of a body in HTTP's chunked encoding, but for the empty last one."""
+    size, _, rest = body.partition(b"\r\n")
+    while length := int(size, 16):
+        yield rest[:length]
+        size, _, rest = rest[length + 2 :].partition(b"\r\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -12,17 +13,37 @@ from gateway.errors import from_triton
 from tests.gateway.conftest import Served, serving
 from tests.gateway.fake_triton import FakeTriton
 
-CHAT = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
-COMPLETION = {"model": "everbatch", "prompt": "hi"}
-RESPONSE = {"model": "everbatch", "input": "hi"}
+CHAT: dict[str, Any] = {"model": "everbatch", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "everbatch", "prompt": "hi"}
+RESPONSE: dict[str, Any] = {"model": "everbatch", "input": "hi"}
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 NO_TEXT = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
 CALLED = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
+MISSPELLED = [{"role": "user", "contnt": "hi"}]
+RESULT = [{"role": "tool", "content": "x", "tool_call_id": "c"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 # path, what is added to a good request, the parameter that is named, what the sentence says
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("chat/completions", {"nonsense": 1}, "nonsense", "unknown parameter nonsense"),
+    ("chat/completions", {"nonsense": 1}, "nonsense", "unknown parameter nonsense; leave it out"),
+    ("chat/completions", {"tempersture": 0}, "tempersture", "parameter tempersture; did you mean temperature?"),
+    ("chat/completions", {"maxTokens": 5}, "maxTokens", "did you mean max_tokens?"),
+    ("chat/completions", {"prompt": "hi"}, "prompt", "did you mean messages?"),
+    ("chat/completions", {"stop_sequences": ["a"]}, "stop_sequences", "did you mean stop?"),
+    ("chat/completions", {"Foo": 1}, "Foo", "unknown parameter Foo; leave it out"),
+    ("chat/completions", {"int": 1}, "int", "unknown parameter int; "),
+    ("chat/completions", {"[key]": 1}, "[key]", "unknown parameter [key]; "),
+    ("chat/completions", {"": 1}, "", "unknown parameter ''; leave it out"),
+    ("chat/completions", {"messages": MISSPELLED}, "messages[0].contnt", "messages[0].contnt; did you mean content?"),
+    (
+        "chat/completions",
+        {"stream_options": {"include_usge": True}},
+        "stream_options.include_usge",
+        "did you mean include_usage?",
+    ),
+    ("chat/completions", {"messages": RESULT}, "messages[0].tool_call_id", "tool_call_id asks for guided decoding"),
+    ("chat/completions", {"temperature": True}, "temperature", "temperature is true; it should be a valid number"),
+    ("chat/completions", {"messages": None}, "messages", "messages is null; it should be a valid list"),
     ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be less than or equal to 2"),
     ("chat/completions", {"temperature": "hot"}, "temperature", "temperature is 'hot'; it should be a valid number"),
     ("chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0; it should be greater than or equal to 1"),
@@ -33,7 +54,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"messages": []}, "messages", "messages is a list; list should have at least 1 item"),
     ("chat/completions", {"messages": "hi"}, "messages", "messages is 'hi'"),
     ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "messages[0].role is 'x'"),
-    ("chat/completions", {"messages": [{"role": "user"}]}, "messages", "role user has no content"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "role user has no content; give"),
     ("chat/completions", {"messages": IMAGE}, "messages[0].content[0].type", "is 'image_url'; it should be 'text'"),
     (
         "chat/completions",
@@ -61,7 +82,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a valid string"),
     ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n is 130, the limit is 128"),
     ("completions", {"echo": True, "logprobs": 1}, "logprobs", "log-probabilities of the prompt"),
-    ("completions", {"messages": []}, "messages", "unknown parameter messages"),
+    ("completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a'; it should be a valid integer"),
+    ("completions", {"prompt": [[1], []]}, "prompt[1]", "at least 1 item"),
+    ("completions", {"messages": []}, "messages", "unknown parameter messages; did you mean prompt?"),
+    ("responses", {"messages": []}, "messages", "did you mean input?"),
+    ("responses", {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+    ("responses", {"text": {"fromat": {}}}, "text.fromat", "did you mean format?"),
+    ("responses", {"stream_options": {"include_obfuscation": False}}, "stream_options", "needs stream: true"),
     ("responses", {"tools": [{"type": "web_search"}]}, "tools", "guided decoding"),
     ("responses", {"text": {"format": {"type": "json_object"}}}, "text", "guided decoding"),
     ("responses", {"background": True}, "background", "is not served here"),
@@ -97,7 +124,7 @@ def test_a_missing_parameter_is_named(path: str, missing: int, served: Served) -
     ("data", "sentence"),
     [
         (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
+        (b"{", "the body is not valid JSON: EOF while"),
         (b"[1]", "the body is no JSON object"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"model": "\xff"}', "not valid JSON"),
@@ -110,6 +137,11 @@ def test_a_missing_parameter_is_named(path: str, missing: int, served: Served) -
 def test_a_body_that_is_no_proper_json_is_refused(data: bytes, sentence: str, served: Served) -> None:
     status, body, _ = served.request("POST", "/v1/completions", data)
     assert status == 400 and sentence in body["error"]["message"]
+
+
+def test_of_a_key_that_comes_twice_the_last_one_counts(served: Served, triton: FakeTriton) -> None:
+    data = b'{"model": "everbatch", "prompt": "a", "max_tokens": 1, "max_tokens": 2}'
+    assert served.request("POST", "/v1/completions", data)[0] == 200 and triton.last().body["max_tokens"] == 2
 
 
 # what Triton says, the status of the answer, its code, whether it says when to try again
@@ -148,6 +180,19 @@ def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenA
     assert next(stream).choices[0].text == " tick"
     with pytest.raises(openai.APIError, match="engine died"):
         list(stream)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_stream_that_the_gateway_fails_at_ends_with_an_error_event(path: str, n: int, served: Served) -> None:
+    body = {"model": "everbatch", "prompt": "junk", "stream": True, "n": n}
+    if path == "responses":
+        body = {"model": "everbatch", "input": "junk", "stream": True}
+    status, text, headers = served.request("POST", f"/v1/{path}", body)
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    error = last["response"]["error"] if path == "responses" else last["error"]
+    assert (status, error["code"]) == (200, "server_error" if path == "responses" else "internal_error")
+    assert headers["x-request-id"] in error["message"] and "MAR" not in text
 
 
 @pytest.mark.parametrize("prompt", ["cut", "late error [INTERNAL] x"])
@@ -192,6 +237,20 @@ def test_unknown_routes_and_methods(method: str, path: str, status: int, served:
     assert ("allow" in headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/nope", "/openapi.json lists them"),
+    ],
+)
+def test_a_route_that_is_spelled_wrong_is_answered_with_the_right_one(path: str, sentence: str, served: Served) -> None:
+    status, body, _ = served.request("POST", path, COMPLETION)
+    assert (status, body["error"]["message"]) == (404, f"there is no such route; {sentence}")
+
+
 @pytest.mark.parametrize("headers", [{"Content-Type": "text/plain"}, {"Content-Encoding": "gzip"}])
 def test_another_kind_of_body_is_415(headers: dict[str, str], served: Served) -> None:
     status, body, _ = served.request("POST", "/v1/completions", COMPLETION, headers)
@@ -200,16 +259,13 @@ def test_another_kind_of_body_is_415(headers: dict[str, str], served: Served) ->
 
 def test_without_triton_everything_is_503_until_it_is_back() -> None:
     with FakeTriton() as triton, serving(triton.url) as served:
-        assert served.request("GET", "/health")[0] == 200
+        served.wait_healthy()
         triton.stop()
         assert served.request("GET", "/health")[0] == 503
         status, body, headers = served.request("POST", "/v1/completions", COMPLETION)
         assert (status, body["error"]["code"]) == (503, "service_unavailable") and "retry-after" in headers
         triton.start()
-        for _ in range(300):
-            status = served.request("GET", "/health")[0]
-            if status == 200:
-                break
+        served.wait_healthy()
         assert served.request("POST", "/v1/completions", COMPLETION)[0] == 200
 
 

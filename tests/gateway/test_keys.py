@@ -121,6 +121,7 @@ def test_without_a_valid_key_everything_but_health_is_401(headers: dict[str, str
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/x")):
             status, body, found = served.request(method, path, b"{" if method == "POST" else None, headers)
             assert (status, body["error"]["code"], found["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+        served.wait_healthy()
         for path in ("/health", "/openapi.json"):
             assert served.request("GET", path, None, headers)[0] == 200
 

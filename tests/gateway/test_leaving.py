@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -51,6 +52,20 @@ def test_a_client_that_leaves_ends_its_replies_within_100_ms(
         times.append(max(one.ended_at for one in seen) - left)
     assert min(times) < 0.1, times
     assert served.gateway.running.choices == 0 or eventually_idle(served)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_client_that_leaves_before_the_first_token_ends_its_reply(
+    path: str, stream: bool, served: Served, triton: FakeTriton
+) -> None:
+    text = "input" if path == "responses" else "prompt"
+    with connect(served) as connection:
+        body = {"model": "everbatch", text: "silent", "stream": stream}
+        connection.sendall(post(json.dumps(body).encode(), f"/v1/{path}"))
+        (seen,) = triton.wait_for(1)
+    assert seen.ended.wait(10) and seen.said == 0
+    assert eventually_idle(served)
 
 
 def eventually_idle(served: Served) -> bool:
@@ -136,7 +151,9 @@ def test_the_command_serves_until_sigterm_and_ends_with_0(triton: FakeTriton) ->
     finally:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
-    assert process.returncode == 0 and "POST /v1/completions 200" in log and "Traceback" not in log
+    assert process.returncode == 0 and "Traceback" not in log
+    began = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} gateway INFO everbatch\.gateway: "  # as the lines of the models do
+    assert re.search(rf"^{began}POST /v1/completions 200 ", log, re.MULTILINE), log
 
 
 def test_the_command_refuses_a_file_of_keys_that_others_may_read(triton: FakeTriton, tmp_path: Path) -> None:

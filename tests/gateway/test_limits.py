@@ -64,10 +64,22 @@ def test_more_requests_than_the_limit_get_429_and_when_to_try_again(serve: Serve
 
 
 def test_more_replies_at_once_than_the_limit_get_429(serve: Serve, triton: FakeTriton) -> None:
+    with serve(max_choices=4) as served, connect(served) as connection:
+        connection.sendall(post(HOLD))
+        assert b" 200 " in connection.recv(1000)
+        status, body, headers = served.request("POST", "/v1/completions", {**COMPLETION, "n": 4})
+        assert (status, headers["retry-after"]) == (429, "1") and "the limit is 4; try later" in body["error"][
+            "message"
+        ]
+        assert served.request("POST", "/v1/completions", {**COMPLETION, "n": 3})[0] == 200
+
+
+def test_a_request_for_more_replies_than_there_ever_are_places_is_a_400(serve: Serve, triton: FakeTriton) -> None:
+    """To try it again would never help."""
     with serve(max_choices=4) as served:
-        assert served.request("POST", "/v1/completions", {**COMPLETION, "n": 5})[0] == 429
+        status, body, _ = served.request("POST", "/v1/completions", {**COMPLETION, "n": 5})
+        assert (status, body["error"]["param"]) == (400, "n") and "is 5, the limit is 4" in body["error"]["message"]
         assert not triton.requests
-        assert served.request("POST", "/v1/completions", {**COMPLETION, "n": 4})[0] == 200
 
 
 def eventually_200(served: Served) -> bool:

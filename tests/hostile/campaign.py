@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.hostile import answers, deaths
-from tests.hostile.canary import Canary
+from tests.hostile.canary import Canary, Witness
 from tests.hostile.case import Case
 from tests.hostile.send import Sender
 from tests.hostile.tally import Tally
@@ -48,15 +48,18 @@ class Campaign:
         for first in range(0, len(indexes), self._settings.chunk):
             todo = deque(indexes[first : first + self._settings.chunk])
             while todo and not self.tally.gave_up:
+                witness = Witness(self.canary, first)
+                witness.start()
                 _Volley(self._target, self._settings, self.tally, make, todo).fire()
-                self._look_after_deaths()
+                witness.stop()
+                self._hear(witness, self._look_after_deaths())
             self._after_chunk()
             self._tell(self.tally.line(min(len(indexes), first + self._settings.chunk), len(indexes)))
             if self.tally.gave_up:
                 return
 
     def sample(self) -> None:
-        self.tally.samples.append({"cases": self.tally.num_cases, **self._target.memory()})
+        self.tally.watch_growth({"cases": self.tally.num_cases, **self._target.memory(), **self._target.descriptors()})
 
     def _after_chunk(self) -> None:
         if self.tally.gave_up:
@@ -68,18 +71,25 @@ class Campaign:
         self.tally.log_bytes = self._target.log_bytes()
         self.sample()
 
-    def _look_after_deaths(self) -> None:
-        """Note who has died, and start a server whose processes are not all there again."""
+    def _hear(self, witness: Witness, someone_died: bool) -> None:
+        """What the honest client among the hostile ones has seen; while a process dies it sees errors."""
+        self.tally.witnessed += witness.asked
+        self.tally.witnesses_refused += witness.refused
+        if not someone_died:
+            self.tally.canary_failures += [f"among {self.tally.num_cases} cases: {text}" for text in witness.problems]
+
+    def _look_after_deaths(self) -> bool:
+        """Note who has died, and start a server whose processes are not all there again. Returns whether someone has."""
         found = self._target.look()
         for death in found:
             self.tally.add_death(death, deaths.explanation(death, self.tally.suspects()))
-        if not found:
-            return
-        if len(self.tally.deaths) >= self._settings.max_deaths:
+        if found and len(self.tally.deaths) >= self._settings.max_deaths:
             self.tally.gave_up = True
-            return
-        self._target.stop()
-        self._target.start()
+        elif found:
+            self._target.stop()
+            self._target.start()
+            self.tally.begin_anew()
+        return bool(found)
 
 
 class _Volley:
@@ -101,7 +111,7 @@ class _Volley:
 
     def _work(self) -> None:
         server = self._target.server
-        sender = Sender(server.http_url, server.grpc_url, self._settings.deadline_s)
+        sender = Sender(server.http_url, server.grpc_url, self._target.gateway_url, self._settings.deadline_s)
         try:
             while not self._dead.is_set():
                 try:

@@ -12,6 +12,7 @@ class HttpExchange:
     pieces: tuple[bytes, ...]
     leave_after: int | None = None
     half_close: bool = False  # the client says that it will send no more
+    to_gateway: bool = False  # sent to the OpenAI endpoint, not to tritonserver
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class GrpcCall:
     grpc_error: bool = False  # sends the metadata triton_grpc_error: true
     leave_after: int | None = None
     keep_open: bool = False  # the client's side stays open until every message has been answered
+    tells_ends: bool = True  # each message asks that its end be told, so that the ends of a stream can be counted
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import ServerFailed
-from tests.hostile import grpc_cases, report
+from tests.hostile import grpc_messages, report
 from tests.hostile.campaign import Campaign, Settings
 from tests.hostile.case import Case, GrpcCall
-from tests.hostile.mix import MODELS
+from tests.hostile.served import GENERATING
 from tests.hostile.target import Target
 
 
 def cancel_case(seed: int, index: int) -> Case:
     """A served request that streams, cancelled at once or after up to forty responses."""
     rng = random.Random(f"cancel {seed}:{index}")
-    model = rng.choice(MODELS)
-    message = grpc_cases.streamed(grpc_cases.base(model, max_tokens=rng.choice((40, 400, 1500))), model)
+    model = rng.choice(GENERATING)
+    message = grpc_messages.streamed(model, rng.choice((40, 400, 1500)))
     call = GrpcCall(
         "ModelStreamInfer", (message.SerializeToString(),), leave_after=rng.choice((0, 0, 1, 1, 2, 3, 8, 20, 40))
     )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tests.hostile import http_cases
 from tests.hostile.case import Case, GrpcCall, HttpExchange
 from tests.hostile.grpc_cases import FATAL
 from tests.hostile.target import Death
@@ -43,6 +44,11 @@ CLASSIFICATION = Bug(
     "A gRPC request that asks for a text output with the parameter classification makes the front divide by the size of "
     "an element, which is 0 for text (SIGFPE): one request of 155 bytes, with or without metadata.",
 )
+SHAPE = Bug(
+    "a huge shape over HTTP",
+    "The HTTP front takes memory for as many values as the shape of a tensor says before it counts the values: a request of "
+    "150 bytes to /infer of a model that is not decoupled throws in its thread (std::length_error, std::bad_alloc).",
+)
 STACK = Bug(
     "stack overflow by an HTTP body",
     "The HTTP front parses nested JSON and copies chunks recursively, on a thread's stack, without a limit "
@@ -64,6 +70,8 @@ def explanation(death: Death, suspects: Sequence[Case]) -> Bug | None:
         return None
     if any(isinstance(case.call, HttpExchange) and _depth(case) >= DEEP for case in suspects):
         return STACK
+    if death.status == -6 and any(case.kind == http_cases.FATAL for case in suspects):
+        return SHAPE
     if death.status == -8:
         return CLASSIFICATION if any(case.kind == FATAL for case in suspects) else None
     strict = [case for case in suspects if isinstance(case.call, GrpcCall) and case.call.grpc_error]

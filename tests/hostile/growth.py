@@ -11,7 +11,7 @@ from tests.hostile.mix import Mix
 from tests.hostile.report import table
 from tests.hostile.target import Target
 
-SHOWN = ("tritonserver", "stub tensorrt_llm", "stub ensemble", "stub tensorrt_llm_bls", "engine")
+SHOWN = ("tritonserver", "stub tensorrt_llm", "stub ensemble", "stub vllm", "stub everbatch", "engine", "gateway")
 
 
 def run(

@@ -8,88 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tritonclient.grpc import service_pb2
-
 from backend.serving.fronts.roles import MODELS
-from backend.serving.tensors import Input
-from tests.hostile import values
-from tests.hostile.case import Case, GrpcCall
+from tests.hostile import json_cases, served, values
+from tests.hostile.case import Case
+from tests.hostile.grpc_messages import (
+    add_input,
+    any_spec,
+    base,
+    case,
+    count_of,
+    full_shape,
+    packed,
+    put,
+    replace_input,
+    streamed,
+)
 
-_STREAM, _UNARY = "ModelStreamInfer", "ModelInfer"
 FATAL = "grpc-classification"  # a class of requests that ends tritonserver by itself: sent only when asked for
 _MARK = "IDMARKID"  # replaced by bytes that are no UTF-8 once the message is serialised
-
-
-def packed(dtype: str, *items: int | float | bytes) -> bytes:
-    """Raw contents of a tensor of these elements."""
-    if dtype == "STRING":
-        return b"".join(struct.pack("<I", len(item)) + item for item in items)
-    return struct.pack(f"<{len(items)}{values.PACK[dtype][1:]}", *items)
-
-
-def add_input(message: Any, name: str, dtype: str, shape: list[int], raw: bytes) -> None:
-    tensor = message.inputs.add()
-    tensor.name, tensor.datatype = name, "BYTES" if dtype == "STRING" else dtype
-    tensor.shape.extend(shape)
-    message.raw_input_contents.append(raw)
-
-
-def base(model: str, rows: int = 1, max_tokens: int = 3) -> Any:
-    """A request that is served: `rows` rows, of `max_tokens` tokens each."""
-    message = service_pb2.ModelInferRequest(model_name=model)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    if model == "tensorrt_llm":
-        add_input(message, "input_ids", "INT32", [rows, 3], packed("INT32", *[5, 6, 7] * rows))
-        add_input(message, "input_lengths", "INT32", [rows, 1], packed("INT32", *[3] * rows))
-        add_input(message, "request_output_len", "INT32", [rows, 1], packed("INT32", *[max_tokens] * rows))
-    else:
-        add_input(message, "text_input", "STRING", [rows, 1], packed("STRING", *[b"a = "] * rows))
-        add_input(message, "max_tokens", "INT32", [rows, 1], packed("INT32", *[max_tokens] * rows))
-    return message
-
-
-def streamed(message: Any, model: str) -> Any:
-    """The same request, answered token by token."""
-    add_input(message, "streaming" if model == "tensorrt_llm" else "stream", "BOOL", [1, 1], b"\1")
-    return message
-
-
-def case(rng: random.Random, kind: str, name: str, model: str, *messages: Any, **more: Any) -> Case:
-    """A case of one call; one in ten goes to ModelInfer, which a decoupled model refuses."""
-    method = _UNARY if rng.random() < 0.1 and len(messages) == 1 else _STREAM
-    data = tuple(message if isinstance(message, bytes) else message.SerializeToString() for message in messages)
-    fatal = more.pop("string_length", False)
-    call = GrpcCall(method, data, keep_open=rng.random() < 0.3, **more)
-    return Case(kind, f"{method}: {name}", model, call, string_length=fatal)
-
-
-def replace_input(message: Any, spec: Input, shape: list[int], raw: bytes, dtype: str | None = None) -> None:
-    """Set one input, in its place if it is there already."""
-    for index, tensor in enumerate(message.inputs):
-        if tensor.name == spec.name:
-            del tensor.shape[:]
-            tensor.shape.extend(shape)
-            tensor.datatype = tensor.datatype if dtype is None else dtype
-            message.raw_input_contents[index] = raw
-            return
-    add_input(message, spec.name, spec.dtype if dtype is None else dtype, shape, raw)
-
-
-def any_spec(rng: random.Random, model: str) -> Input:
-    """Any input; the required ones often."""
-    specs = MODELS[model].inputs
-    return rng.choice(specs[:4] if rng.random() < 0.3 else specs)
-
-
-def _full_shape(rng: random.Random, spec: Input, rows: int = 1) -> list[int]:
-    return [rows, *(rng.choice((1, 2, 3, 7)) if size == -1 else size for size in spec.dims)]
-
-
-def _count(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def bad_value(rng: random.Random, model: str) -> Case:
@@ -97,19 +33,19 @@ def bad_value(rng: random.Random, model: str) -> Case:
     message, names = base(model), []
     for _ in range(rng.randrange(1, 4)):
         spec = any_spec(rng, model)
-        shape = _full_shape(rng, spec)
-        replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(_count(shape))))
+        shape = full_shape(rng, model, spec)
+        replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(count_of(shape))))
         names.append(spec.name)
     return case(rng, "grpc-values", f"odd values in {', '.join(names)}", model, message)
 
 
-DTYPES = (*values.PACK, "BYTES", "BF16", "INT8", "UINT32", "FP64", "", "NONE", "\0", "X" * 300)
+DTYPES = (*values.PACK, "BYTES", "BF16", "", "NONE", "\0", "X" * 300)
 
 
 def bad_dtype(rng: random.Random, model: str) -> Case:
     spec, dtype = any_spec(rng, model), rng.choice(DTYPES)
-    shape = _full_shape(rng, spec)
-    raw = b"\1\0\0\0a" * _count(shape) if dtype == "BYTES" else bytes(values.WIDTH.get(dtype, 4) * _count(shape))
+    shape = full_shape(rng, model, spec)
+    raw = b"\1\0\0\0a" * count_of(shape) if dtype == "BYTES" else bytes(values.WIDTH.get(dtype, 4) * count_of(shape))
     message = base(model)
     replace_input(message, spec, shape, raw, dtype)
     length_is_wrong = spec.dtype == "STRING" and dtype not in DTYPES[: len(values.PACK)]
@@ -137,11 +73,11 @@ SHAPES = (
 def bad_shape(rng: random.Random, model: str) -> Case:
     """Wrong ranks, zero, negative and overflowing sizes, other numbers of rows."""
     spec, shape = any_spec(rng, model), list(rng.choice(SHAPES))
-    count = _count(shape)
+    count = count_of(shape)
     count = count if 0 <= count <= 64 else rng.randrange(4)
     message = base(model)
     replace_input(message, spec, shape, b"".join(values.element(rng, spec.dtype) for _ in range(count)))
-    wrong = spec.dtype == "STRING" and count != _count(shape)
+    wrong = spec.dtype == "STRING" and count != count_of(shape)
     return case(rng, "grpc-shapes", f"{spec.name} of shape {str(shape)[:30]}", model, message, string_length=wrong)
 
 
@@ -149,8 +85,8 @@ def bad_length(rng: random.Random, model: str) -> Case:
     """Contents longer or shorter than the shape says; of every type but STRING."""
     specs = [spec for spec in MODELS[model].inputs if spec.dtype != "STRING"]
     spec = rng.choice(specs)
-    shape = _full_shape(rng, spec)
-    right = _count(shape) * values.WIDTH[spec.dtype]
+    shape = full_shape(rng, model, spec)
+    right = count_of(shape) * values.WIDTH[spec.dtype]
     message = base(model)
     replace_input(message, spec, shape, rng.randbytes(max(0, right + rng.choice((-right, -1, 1, 3, 1000)))))
     return case(rng, "grpc-lengths", f"{spec.name} of a wrong length", model, message)
@@ -158,8 +94,7 @@ def bad_length(rng: random.Random, model: str) -> Case:
 
 def string_length(rng: random.Random, model: str) -> Case:
     """STRING tensors whose lengths contradict the shape or each other."""
-    specs = [spec for spec in MODELS[model].inputs if spec.dtype == "STRING"]
-    spec = rng.choice(specs)
+    spec = rng.choice(served.texts_of(model))
     raw = rng.choice(
         (
             *(
@@ -175,7 +110,7 @@ def string_length(rng: random.Random, model: str) -> Case:
         )
     )
     message = base(model)
-    replace_input(message, spec, _full_shape(rng, spec), raw)
+    replace_input(message, spec, full_shape(rng, model, spec), raw)
     return case(rng, "grpc-string-lengths", f"{spec.name} holds {raw[:8]!r}", model, message, string_length=True)
 
 
@@ -187,7 +122,10 @@ def bad_inputs(rng: random.Random, model: str) -> Case:
         index = rng.randrange(len(message.inputs))
         del message.inputs[index], message.raw_input_contents[index]
         if rng.random() < 0.5:  # Triton only counts: an optional input makes up for it
-            add_input(message, "temperature", "FP32", [1, 1], packed("FP32", 1.0))
+            given = {tensor.name for tensor in message.inputs}
+            spec = rng.choice([spec for spec in MODELS[model].inputs if spec.name not in given])
+            shape = full_shape(rng, model, spec)
+            add_input(message, spec.name, spec.dtype, shape, values.element(rng, spec.dtype))
     elif way == 1:
         add_input(message, values.text(rng).encode("utf-8", "replace").decode(), "INT32", [1, 1], bytes(4))
     elif way == 2:
@@ -232,22 +170,24 @@ def rows(rng: random.Random, model: str) -> Case:
         odd = {rng.randrange(count)}
         raw = b"".join(values.element(rng, spec.dtype) if n in odd else packed(spec.dtype, 1) for n in range(count))
     replace_input(message, spec, [count, 1], raw)
-    if rng.random() < 0.5:
-        add_input(message, "streaming" if model == "tensorrt_llm" else "stream", "BOOL", [count, 1], b"\1" * count)
+    flag = served.stream_flag(model)
+    if flag is not None and rng.random() < 0.5:
+        put(message, model, served.Tensor(flag, (1,), [True]), count)
     return case(rng, "grpc-rows", f"{count} rows, one with an odd {spec.name}", model, message)
 
 
 def cancelled(rng: random.Random, model: str) -> Case:
     """A stream that is cancelled at once or midway."""
-    message = streamed(base(model, max_tokens=rng.choice((30, 300))), model)
+    message = streamed(model, rng.choice((30, 300)))
     more = [message] * rng.choice((0, 0, 3))
     return case(rng, "grpc-cancelled", "cancelled", model, message, *more, leave_after=rng.choice((0, 1, 2, 9)))
 
 
 def half_closed(rng: random.Random, model: str) -> Case:
     """Streams of no request, or of many requests good and bad."""
+    other = sessions if model in served.WITH_SESSIONS else bad_shape
     messages = [
-        (bad_value if rng.random() < 0.5 else sessions)(rng, model).call.messages[0] for _ in range(rng.randrange(5))
+        (bad_value if rng.random() < 0.5 else other)(rng, model).call.messages[0] for _ in range(rng.randrange(5))
     ]
     found = case(rng, "grpc-half-closed", f"{len(messages)} requests on a stream", model, *messages)
     return found if messages else replace(found, incomplete=True)  # Triton never ends a stream of no request
@@ -300,16 +240,15 @@ def parameters(rng: random.Random, model: str) -> Case:
         output = message.outputs.add()
         output.name = rng.choice(("text_output", "output_ids", "unknown", ""))
         output.parameters[rng.choice(("shared_memory_region", "binary_data"))].int64_param = rng.choice((-1, 3, 2**31))
-    return case(
-        rng, "grpc-parameters", f"parameters {', '.join(key[:20] for key in message.parameters)}", model, message
-    )
+    name = f"parameters {', '.join(key[:20] for key in message.parameters)}"
+    return case(rng, "grpc-parameters", name, model, message, tells_ends=False)
 
 
 def classification(rng: random.Random, model: str) -> Case:
     """An output asked for as classes: fatal to tritonserver 24.10 where the output holds text."""
     message = base(model)
     output = message.outputs.add()
-    output.name = "output_ids" if model == "tensorrt_llm" else "text_output"
+    output.name = MODELS[model].outputs[0].name
     output.parameters["classification"].int64_param = rng.choice((-1, 1, 3, 2**31))
     return case(rng, FATAL, "an output as classes", model, message)
 
@@ -317,19 +256,52 @@ def classification(rng: random.Random, model: str) -> Case:
 def sessions(rng: random.Random, model: str) -> Case:
     """Odd flags of a few sessions that meet each other and those over HTTP."""
     message = base(model)
-    add_input(message, "CORRID", "UINT64", [1, 1], packed("UINT64", rng.choice((0, 1, 2, 3, 4, 2**64 - 1))))
+    _set(message, model, "CORRID", rng.choice((0, 1, 2, 3, 4, 2**64 - 1)))
     for name in rng.sample(("START", "END", "STOP", "step", "session_len"), rng.randrange(5)):
-        add_input(
-            message, name, "INT32", [1, 1], packed("INT32", rng.choice((0, 1, 1, -1, 2, 30, 2**31 - 1, -(2**31))))
-        )
+        if name in MODELS[model].by_name():
+            _set(message, model, name, rng.choice((0, 1, 1, -1, 2, 30, 2**31 - 1, -(2**31))))
     return case(rng, "grpc-sessions", "odd flags of a session", model, message)
+
+
+def _set(message: Any, model: str, name: str, value: int) -> None:
+    dtype = MODELS[model].by_name()[name].dtype
+    put(message, model, served.Tensor(name, (1,), [values.wrapped(value, dtype)]))
+
+
+def twins(rng: random.Random, model: str) -> Case:
+    """Requests of one id, or turns of one session, all at the same moment on one stream; some stop the others."""
+    session, identity = rng.randrange(5, 8), rng.choice(("twin", "twin", "", "\u00e9" * 20))
+    messages = []
+    for _ in range(rng.randrange(2, 6)):
+        message = streamed(model, rng.choice((2, 40, 200)))
+        message.id = identity
+        if model in served.WITH_SESSIONS and rng.random() < 0.7:
+            _set(message, model, "CORRID", session)
+            for name in ("START", "END"):
+                _set(message, model, name, rng.randrange(2))
+        if rng.random() < 0.2 and model in served.WITH_STOP:
+            put(message, model, served.Tensor("stop", (1,), [True]))
+        messages.append(message)
+    leave_after = rng.choice((None, None, 0, 1, 5))
+    return case(rng, "grpc-twins", f"{len(messages)} twins", model, *messages, leave_after=leave_after)
+
+
+def odd_json(rng: random.Random, model: str) -> Case:
+    """A JSON object in a tensor that is none, or holds odd values, keys or depths; sometimes cancelled midway."""
+    message, name = base(model), served.WITH_JSON[model]
+    data = json_cases.request_text(rng, model)
+    put_raw = packed("STRING", data)
+    replace_input(message, MODELS[model].by_name()[name], [1], put_raw)
+    leave_after = rng.choice((None,) * 8 + (0, 1))
+    return case(rng, "grpc-json", f"{name} {data[:24]!r}", model, message, leave_after=leave_after)
 
 
 def stops(rng: random.Random, model: str) -> Case:
     """Stop requests for ids that nobody has, or no id."""
     message = base(model)
     message.id = rng.choice(("", "nobody", "1", "\ufeff", "x" * 5000))
-    add_input(message, "stop", "BOOL", [1, 1], rng.choice((b"\1", b"\1", b"\2", b"\xff")))
+    shape = [1, 1] if MODELS[model].batched else [1]
+    add_input(message, "stop", "BOOL", shape, rng.choice((b"\1", b"\1", b"\2", b"\xff")))
     return case(rng, "grpc-stops", f"stop of {message.id[:10]!r}", model, message)
 
 
@@ -349,7 +321,8 @@ def names(rng: random.Random, model: str) -> Case:
         field = rng.choice(("id", "model_name"))
         setattr(message, field, _MARK)
         garbled = message.SerializeToString().replace(_MARK.encode(), b"\xff\xfe\xed\xa0\x80\xc0\x80a")
-        return case(rng, "grpc-names", f"{field} is no UTF-8", model, garbled)
+        # Triton's front ends a stream silently at a message that is no protobuf, which a text that is no UTF-8 makes of it.
+        return case(rng, "grpc-names", f"{field} is no UTF-8", model, garbled, tells_ends=False)
     return case(rng, "grpc-names", ("id", "model name", "version")[way], model, message)
 
 
@@ -361,8 +334,9 @@ def garbled(rng: random.Random, model: str) -> Case:
     for _ in range(rng.randrange(1, 4)):
         place = rng.randrange(len(data) + 1)
         data[place : place + rng.randrange(2)] = rng.randbytes(rng.randrange(2))
-    fatal = model != "tensorrt_llm"  # a changed length of text_input cannot be told from other changes
-    return case(rng, "grpc-bytes", "garbled bytes", model, bytes(data), string_length=fatal)
+    fatal = any(tensor.values and isinstance(tensor.values[0], str) for tensor in served.good(model))
+    # A changed length of a text cannot be told from other changes.
+    return case(rng, "grpc-bytes", "garbled bytes", model, bytes(data), string_length=fatal, tells_ends=False)
 
 
 KINDS: dict[str, Callable[[random.Random, str], Case]] = {
@@ -380,4 +354,16 @@ KINDS: dict[str, Callable[[random.Random, str], Case]] = {
     "grpc-stops": stops,
     "grpc-names": names,
     "grpc-bytes": garbled,
+    "grpc-twins": twins,
+    "grpc-json": odd_json,
+}
+# Which fronts a class of requests makes sense for; all where it is not named.
+ONLY = {
+    "grpc-sessions": served.WITH_SESSIONS,
+    "grpc-stops": served.WITH_STOP,
+    "grpc-string-lengths": served.WITH_TEXT,
+    "grpc-rows": served.WITH_ROWS,
+    "grpc-cancelled": served.GENERATING,
+    "grpc-twins": served.GENERATING,
+    "grpc-json": tuple(served.WITH_JSON),
 }

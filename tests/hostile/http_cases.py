@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 from backend.serving.fronts.roles import MODELS
-from tests.hostile import values
+from tests.hostile import json_cases, served, values
 from tests.hostile.case import Case, HttpExchange
 
 VERBS = ("generate", "generate", "generate_stream")
 Fields = dict[str, str]  # name -> JSON text
+FATAL = "http-huge-shape"  # a class of requests that ends tritonserver by itself: sent only when asked for
 
 
 def base(model: str) -> Fields:
     """A request that is served, as JSON texts by name."""
-    if model == "tensorrt_llm":
-        return {"input_ids": "[5, 6, 7]", "input_lengths": "3", "request_output_len": "3"}
-    return {"text_input": '"a = "', "max_tokens": "3"}
+    if model == served.GATEWAY:
+        return dict(json_cases.SERVED["/v1/chat/completions"])
+    return fields_of(served.good(model))
+
+
+def fields_of(row: list[served.Tensor]) -> Fields:
+    """The row as JSON texts; one value without a list around it."""
+    return {tensor.name: json.dumps(tensor.values if len(tensor.values) > 1 else tensor.values[0]) for tensor in row}
 
 
 def body(fields: Fields) -> bytes:
@@ -155,11 +162,8 @@ def _message(rng: random.Random) -> str:
 def bad_text(rng: random.Random, model: str) -> Case:
     """Texts, chats, words and biases that a tokenizer or a template may choke on."""
     fields = base(model)
-    if model == "tensorrt_llm":
-        fields |= {
-            name: values.json_number(rng) for name in rng.sample(("end_id", "pad_id", "CORRID", "step", "START"), 2)
-        }
-        return post("http-text", "odd numbers beside tokens", model, body(fields), rng.choice(VERBS))
+    if model not in served.with_inputs("text_input", "embedding_bias_words"):
+        return odd_text_of_any(rng, model)
     pick = rng.randrange(5)
     if pick == 0:
         fields = {
@@ -182,6 +186,31 @@ def bad_text(rng: random.Random, model: str) -> Case:
     else:
         fields["text_input"] = rng.choice(('"\\ud800"', '"\\udc00\\ud800"', '"\\ud83d"', '"\\u0000"'))
     return post("http-text", f"odd {', '.join(set(fields) - {'max_tokens'})}", model, body(fields), rng.choice(VERBS))
+
+
+def odd_text_of_any(rng: random.Random, model: str) -> Case:
+    """One to three texts of a front, odd, or odd numbers where it takes none."""
+    fields, specs = base(model), served.texts_of(model)
+    if not specs:
+        names = [spec.name for spec in MODELS[model].inputs if spec.dims == (1,)]
+        fields |= {name: values.json_number(rng) for name in rng.sample(names, min(2, len(names)))}
+        return post("http-text", "odd numbers beside tokens", model, body(fields), rng.choice(VERBS))
+    names = [rng.choice(specs).name for _ in range(rng.randrange(1, 4))]
+    for name in names:
+        word = json.dumps(values.text(rng) * rng.choice((1, 1, 300)))
+        fields[name] = rng.choice((word, f"[{word}, {word}]", '"\\ud800"', '"\\udc00\\ud800"', '"\\u0000"'))
+    return post("http-text", f"odd {', '.join(names)}", model, body(fields), rng.choice(VERBS))
+
+
+def odd_json(rng: random.Random, model: str) -> Case:
+    """A JSON text in a tensor that is odd; or, for vLLM, its fields as parameters of the request."""
+    data = json_cases.request_text(rng, model)
+    fields, verb = base(model), rng.choice(VERBS)
+    if model == "vllm" and rng.random() < 0.4:
+        inner = data.removeprefix(b"{")
+        return post("http-json", "parameters", model, b'{"text_input": "a", ' + inner, verb)
+    fields[served.WITH_JSON[model]] = json.dumps(data.decode("utf-8", "surrogateescape"))
+    return post("http-json", f"{data[:24]!r}", model, body(fields), verb)
 
 
 REFUSED = (
@@ -238,22 +267,57 @@ def odd_session(rng: random.Random, model: str) -> Case:
 
 def left(rng: random.Random, model: str) -> Case:
     """A stream whose client leaves, at once or midway."""
-    fields = base(model) | {"stream" if model != "tensorrt_llm" else "streaming": "true"}
-    fields["max_tokens" if model != "tensorrt_llm" else "request_output_len"] = str(rng.choice((20, 200)))
+    fields = fields_of(served.streamed(model, rng.choice((20, 200))))
     return post("http-left", "the client leaves", model, body(fields), "generate_stream", rng.choice((0, 1, 100, 900)))
 
 
 def infer(rng: random.Random, model: str) -> Case:
     """/infer with odd tensors, sizes and binary parts. A decoupled model refuses it, but only after it was parsed."""
+    tensors = [_whole(model, tensor) for tensor in served.good(model)]
+    for _ in range(rng.choice((0, 1, 1, 1, 2))):
+        odd = _odd_tensor(rng, model)
+        same = [place for place, tensor in enumerate(tensors) if tensor["name"] == odd["name"]]
+        if same and rng.random() < 0.7:
+            tensors[same[0]] |= dict(rng.sample(list(odd.items()), rng.randrange(1, len(odd) + 1)))
+        else:
+            tensors.append(odd)
+    outputs = rng.choice(([], [], [{}], [{"name": "x"}], [{"name": MODELS[model].outputs[0].name}] * 2))
+    data = json.dumps({"id": values.text(rng), "inputs": tensors, "outputs": outputs})
+    binary = rng.randbytes(rng.choice((0, 0, 4, 40)))
+    length = rng.choice((len(data), len(data), 0, -1, len(data) + 1000, 2**40, "x"))
+    header = rng.choice(("", "", f"Inference-Header-Content-Length: {length}\r\n"))
+    pieces = (request(f"/v2/models/{model}/infer", data.encode() + binary, header),)
+    return Case("http-infer", f"infer: {[tensor['name'] for tensor in tensors]}", model, HttpExchange(pieces))
+
+
+def huge_shape(rng: random.Random, model: str) -> Case:
+    """A tensor of JSON values whose shape asks for more memory than there is: fatal to tritonserver 24.10 where the model
+    is unary.
+    """
+    tensors = [_whole(model, tensor) for tensor in served.good(model)]
+    tensors[-1]["shape"] = rng.choice(([2**63], [2**40], [2**62, 4]))
+    pieces = (request(f"/v2/models/{model}/infer", json.dumps({"inputs": tensors}).encode()),)
+    return Case(FATAL, f"infer: a shape of {tensors[-1]['shape']}", model, HttpExchange(pieces))
+
+
+def _whole(model: str, tensor: served.Tensor) -> dict[str, Any]:
+    spec, batch = MODELS[model].by_name()[tensor.name], [1] if MODELS[model].batched else []
+    dtype = "BYTES" if spec.dtype == "STRING" else spec.dtype
+    return {"name": tensor.name, "datatype": dtype, "shape": [*batch, *tensor.dims], "data": list(tensor.values)}
+
+
+def _odd_tensor(rng: random.Random, model: str) -> dict[str, Any]:
+    """A tensor of which nothing need be right."""
     name = any_input(rng, model)
     tensor = {
-        "name": rng.choice((name, name, "unknown", "")),
-        "datatype": rng.choice(("INT32", "BYTES", "FP32", "BOOL", "UINT64", "BF16", "NONE", "")),
-        "shape": rng.choice(([1, 1], [1], [], [-1, 1], [2**62, 4], [0], [1, 3], ["1"], [2**63])),
-        "data": rng.choice(([1], [], ["a"], [[1]], [None], [1.5], 7, "x", [2**40], [-1])),
+        "name": rng.choice((name, name, name, "unknown", "")),
+        "datatype": rng.choice((*values.PACK, "BYTES", "BF16", "NONE", "")),
+        "shape": rng.choice(([1, 1], [1], [], [-1, 1], [0], [1, 3], ["1"], [1, 0], [1, 1, 1], [2**64], [1000, 1000])),
+        "data": rng.choice(([1], [], ["a"], [[1]], [None], [1.5], 7, "x", [2**40], [-1], [True], ["\ud800"])),
     }
     tensor["parameters"] = rng.choice(
         (
+            {},
             {},
             {"binary_data_size": rng.choice((-1, 0, 4, 2**31, 2**63 - 1, "4"))},
             {
@@ -263,20 +327,9 @@ def infer(rng: random.Random, model: str) -> Case:
             },
         )
     )
-    if rng.random() < 0.4:
+    if rng.random() < 0.2:
         del tensor["data"]
-    data = json.dumps(
-        {
-            "id": values.text(rng),
-            "inputs": [tensor] * rng.choice((0, 1, 2)),
-            "outputs": rng.choice(([], [{}], [{"name": "x"}])),
-        }
-    )
-    binary = rng.randbytes(rng.choice((0, 4, 40)))
-    length = rng.choice((len(data), len(data), 0, -1, len(data) + 1000, 2**40, "x"))
-    header = rng.choice(("", f"Inference-Header-Content-Length: {length}\r\n"))
-    pieces = (request(f"/v2/models/{model}/infer", data.encode() + binary, header),)
-    return Case("http-infer", f"infer: {name} as {tensor['datatype']}", model, HttpExchange(pieces))
+    return tensor
 
 
 KINDS: dict[str, Callable[[random.Random, str], Case]] = {
@@ -292,4 +345,11 @@ KINDS: dict[str, Callable[[random.Random, str], Case]] = {
     "http-sessions": odd_session,
     "http-left": left,
     "http-infer": infer,
+    "http-json": odd_json,
+}
+# Which fronts a class of requests makes sense for; all where it is not named.
+ONLY = {
+    "http-sessions": served.WITH_SESSIONS,
+    "http-left": served.GENERATING,
+    "http-json": tuple(served.WITH_JSON),
 }

@@ -8,17 +8,22 @@ from collections.abc import Callable
 from tests.hostile import values
 from tests.hostile.case import Case, HttpExchange
 from tests.hostile.http_cases import base, body
+from tests.hostile.served import GATEWAY
 
 LENGTHS = ("-1", "", "x", "1, 2", "+3", "0x10", "99999999999999999999", "18446744073709551615", "3 ", " 7", "1e3")
 
 
 def _case(name: str, model: str, *pieces: bytes, half_close: bool = True) -> Case:
-    return Case("http-framing", name, model, HttpExchange(pieces, half_close=half_close), incomplete=True)
+    call = HttpExchange(pieces, half_close=half_close, to_gateway=model == GATEWAY)
+    return Case("http-framing", name, model, call, incomplete=True)
 
 
 def _head(model: str, *headers: str, method: str = "POST", version: str = "HTTP/1.1", path: str = "") -> bytes:
-    first = f"{method} {path or f'/v2/models/{model}/generate'} {version}"
-    return "\r\n".join((first, "Host: localhost", *headers, "", "")).encode("utf-8", "surrogatepass")
+    usual = "/v1/chat/completions" if model == GATEWAY else f"/v2/models/{model}/generate"
+    kind = ["Content-Type: application/json"] if model == GATEWAY else []
+    return "\r\n".join((f"{method} {path or usual} {version}", "Host: localhost", *kind, *headers, "", "")).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def wrong_length(rng: random.Random, model: str) -> Case:

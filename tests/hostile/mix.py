@@ -5,12 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tests.hostile import grpc_cases, http_cases, http_framing, named
+from tests.hostile import gateway_cases, grpc_cases, http_cases, http_framing, named
 from tests.hostile.case import Case
+from tests.hostile.served import FRONTS, GATEWAY, TARGETS
 
-MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
-KINDS = {**http_cases.KINDS, "http-framing": http_framing.framing, **grpc_cases.KINDS}
-_TWICE = ("http-framing", "grpc-rows", "grpc-values", "grpc-cancelled")
+MODELS = TARGETS
+KINDS = {**http_cases.KINDS, "http-framing": http_framing.framing, **grpc_cases.KINDS, **gateway_cases.KINDS}
+_ONLY = {
+    **http_cases.ONLY,
+    **grpc_cases.ONLY,
+    "http-framing": TARGETS,
+    **dict.fromkeys(gateway_cases.KINDS, (GATEWAY,)),
+}
+_TWICE = ("http-framing", "grpc-rows", "grpc-values", "grpc-cancelled", "grpc-twins", "http-json", "grpc-json")
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,13 @@ class Mix:
 
     def _drawn(self, rng: random.Random) -> Case:
         if self.known_fatal and rng.random() < 0.01:
-            return grpc_cases.classification(rng, rng.choice(self.models))
-        kind = rng.choice(self.kinds or (*KINDS, *_TWICE))
-        model = rng.choice(self.models)
-        if kind == "grpc-string-lengths" and model == "tensorrt_llm" and len(self.models) > 1:
-            model = rng.choice([name for name in self.models if name != model])
-        return KINDS[kind](rng, model)
+            fatal = rng.choice((grpc_cases.classification, http_cases.huge_shape))
+            return fatal(rng, rng.choice([model for model in self.models if model != GATEWAY]))
+        chosen = [kind for kind in self.kinds or (*KINDS, *_TWICE) if self._models_of(kind)]
+        if not chosen:
+            raise ValueError(f"no request of {', '.join(self.kinds)} is for {', '.join(self.models)}; choose others")
+        kind = rng.choice(chosen)
+        return KINDS[kind](rng, rng.choice(self._models_of(kind)))
+
+    def _models_of(self, kind: str) -> list[str]:
+        return [model for model in self.models if model in _ONLY.get(kind, FRONTS)]

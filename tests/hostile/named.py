@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from functools import cache
 
-from tests.hostile import grpc_cases
+from tests.hostile import grpc_messages, served
 from tests.hostile.case import Case, GrpcCall, HttpExchange
-from tests.hostile.grpc_cases import add_input, packed
+from tests.hostile.grpc_messages import add_input, packed, put
 from tests.hostile.http_cases import base, body, post
 
 MIB = 1 << 20
@@ -16,9 +16,9 @@ MIB = 1 << 20
 
 def two_rows_one_refused(model: str) -> Case:
     """2: the second row is refused while the first one streams."""
-    message = grpc_cases.base(model, rows=2, max_tokens=30)
+    message = grpc_messages.base(model, rows=2, max_tokens=30)
     add_input(message, "temperature", "FP32", [2, 1], packed("FP32", 1.0, -7.0))
-    add_input(message, "streaming" if model == "tensorrt_llm" else "stream", "BOOL", [2, 1], b"\1\1")
+    put(message, model, served.Tensor(served.stream_flag(model) or "", (1,), [True]), 2)
     call = GrpcCall("ModelStreamInfer", (message.SerializeToString(),))
     return Case("named-02", "two rows, one refused while the other streams", model, call)
 

@@ -46,16 +46,18 @@ def memory(tally: Tally) -> str:
     if not tally.samples:
         return ""
     chosen = [tally.samples[0], tally.samples[len(tally.samples) // 2], tally.samples[-1]]
-    names = [name for name in tally.samples[0] if name != "cases" and name != "other"]
-    head = ["resident MB", *(f"after {sample['cases']:.0f}" for sample in chosen)]
+    names = [name for name in tally.samples[0] if name not in ("cases", "other")]
+    head = ["resident MB, open files", *(f"after {sample['cases']:.0f}" for sample in chosen)]
     return table(head, [[name, *(f"{sample.get(name, 0.0):.0f}" for sample in chosen)] for name in sorted(names)])
 
 
 def text(tally: Tally, show: int = 8) -> str:
     """The whole report for a person."""
     parts = [by_class(tally), by_kind(tally), memory(tally)]
+    honest = f"{tally.witnessed} honest requests among them ({tally.witnesses_refused} refused by a full queue)"
     parts.append(
-        f"{tally.num_cases} cases, {tally.canaries} canaries, {len(tally.deaths)} deaths, log of {tally.log_bytes >> 10} KiB"
+        f"{tally.num_cases} cases, {tally.canaries} canaries, {honest}, {len(tally.deaths)} deaths, "
+        f"log of {tally.log_bytes >> 10} KiB"
     )
     for death in tally.deaths:
         said = death["explained by"] or "NOT EXPLAINED"
@@ -82,10 +84,12 @@ def as_json(tally: Tally) -> dict[str, Any]:
     return {
         "cases": tally.num_cases,
         "canaries": tally.canaries,
+        "honest requests among them": tally.witnessed,
         "classes": {f"{protocol} {found}": number for (protocol, found), number in sorted(tally.classes.items())},
         "kinds": {f"{kind}: {found}": number for (kind, found), number in sorted(tally.kinds.items())},
         "milliseconds (p50, p99)": tally.quantiles(),
         "examples": tally.examples,
+        "error texts": dict(tally.texts.most_common()),
         "deaths": tally.deaths,
         "canary failures": tally.canary_failures,
         "resident MB": tally.samples,

@@ -18,6 +18,11 @@ from tritonclient.grpc import service_pb2
 from tests.hostile.case import Case, GrpcCall, HttpExchange
 
 INCOMPLETE_S = 0.3  # how long the client of an incomplete request waits before it leaves
+# Fields of answers that hold generated text, or what the client has sent. The text of the default model is Python code.
+GENERATED = (
+    *("text_output", "response", "OUTPUT", "logprobs"),
+    *("choices", "output", "delta", "text", "part", "item", "instructions", "metadata"),
+)
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -33,14 +38,14 @@ class Reply:
     errors: str = ""  # texts of errors, joined
     other: str = ""  # the rest that a client can read, generated text left out
     seconds: float = 0.0
+    ends: int | None = None  # of the requests on a gRPC stream that the server has ended by itself; None: not told
 
 
 class Sender:
     """A client of one thread: a connection for each HTTP case, one gRPC channel."""
 
-    def __init__(self, http_url: str, grpc_url: str, deadline_s: float = 30.0) -> None:
-        parts = urllib.parse.urlsplit(http_url)
-        self._address = (parts.hostname or "127.0.0.1", parts.port or 80)
+    def __init__(self, http_url: str, grpc_url: str, gateway_url: str, deadline_s: float = 30.0) -> None:
+        self._triton, self._gateway = _address(http_url), _address(gateway_url)
         self._deadline_s = deadline_s
         self._channel = grpc.insecure_channel(grpc_url, options=CHANNEL_OPTIONS)
 
@@ -60,8 +65,9 @@ class Sender:
     # ---- HTTP --------------------------------------------------------------------------------------------------------
 
     def _http(self, exchange: HttpExchange, deadline: float, incomplete: bool) -> Reply:
+        address = self._gateway if exchange.to_gateway else self._triton
         try:
-            with socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic())) as connection:
+            with socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())) as connection:
                 try:
                     for piece in exchange.pieces:
                         connection.sendall(piece)
@@ -129,7 +135,9 @@ class Sender:
                 return found.reply("left")
             if found.ends >= len(call.messages):
                 answered.set()
-        return found.reply("answered")
+        reply = found.reply("answered")
+        reply.ends = found.ends if call.tells_ends and not call.grpc_error else None
+        return reply
 
 
 class _Found:
@@ -171,6 +179,11 @@ class _Found:
         return self.reply("answered", code.value[0])
 
 
+def _address(url: str) -> tuple[str, int]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
+
+
 def _as_it_is(message: bytes) -> bytes:
     return message
 
@@ -203,6 +216,10 @@ def _read_http(connection: socket.socket, leave_after: int | None, deadline: flo
     return Reply("answered", "http", response.status, errors, f"{other}\n{heads}")
 
 
+def _openai_error(error: dict[str, Any]) -> str:
+    return f"{error.get('type')}: {error.get('message', error)}"
+
+
 def readable(data: bytes) -> tuple[str, str]:
     """The error texts in a body, and all else but the generated text."""
     errors, other = [], []
@@ -213,8 +230,10 @@ def readable(data: bytes) -> tuple[str, str]:
             other.append(line)
             continue
         if isinstance(answer, dict):
-            answer.pop("text_output", None)
-            if "error" in answer:
-                errors.append(str(answer.pop("error")))
+            for name in GENERATED:
+                answer.pop(name, None)
+            if answer.get("error"):
+                error = answer.pop("error")
+                errors.append(_openai_error(error) if isinstance(error, dict) else str(error))
         other.append(json.dumps(answer))
     return "\n".join(errors), "\n".join(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -16,6 +17,16 @@ from tests.hostile.target import Death
 
 RECENT_S = 3.0  # a case that ended this long before a death is still a suspect
 MAX_EXAMPLES = 200
+MAX_STUB_MB = 60.0
+MAX_DESCRIPTORS = 80.0  # clients that are just leaving still hold some
+GROWTH = {"engine": 600.0, "gateway": 120.0}  # MB; the engine touches the pages of its KV pool one after the other
+MAX_TEXTS = 2000
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d[\d.e+,-]*")
+
+
+def _pattern(text: str) -> str:
+    """An error text without what it quotes and its numbers, so that texts of one kind are counted as one."""
+    return _VARIABLE.sub("#", text[:2000])[:400]
 
 
 class Tally:
@@ -28,10 +39,14 @@ class Tally:
         self._began = time.monotonic()
         self.num_cases = 0
         self.canaries = 0
+        self.witnessed = 0  # honest requests that were sent among the hostile ones
         self.classes: Counter[tuple[str, str]] = Counter()  # (protocol, class of answer)
         self.kinds: Counter[tuple[str, str]] = Counter()  # (class of request, class of answer)
         self.seconds: dict[str, list[float]] = {}  # by protocol and class of answer
         self.examples: dict[str, list[dict[str, Any]]] = {}  # of INTERNAL, unexplained, without an end, leaks
+        self.witnesses_refused = 0  # of these, because the queue was full
+        self._steady: dict[str, float] = {}  # the sample that growth is measured from
+        self.texts: Counter[str] = Counter()  # of errors, their numbers and quotations left out
         self.deaths: list[dict[str, Any]] = []
         self.canary_failures: list[str] = []
         self.samples: list[dict[str, float]] = []
@@ -53,8 +68,11 @@ class Tally:
             self.classes[protocol, found] += 1
             self.kinds[case.kind, found] += 1
             self.seconds.setdefault(f"{protocol} {found}", []).append(reply.seconds)
-            if found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED):
+            if found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED):
                 self._keep(found, index, case, f"{reply.status}: {reply.errors or reply.other}")
+            for line in reply.errors.splitlines():
+                if (text := _pattern(line)) in self.texts or len(self.texts) < MAX_TEXTS:
+                    self.texts[text] += 1
             for leak in leaks:
                 self._keep("leak", index, case, leak)
 
@@ -97,6 +115,21 @@ class Tally:
             }
         )
 
+    def begin_anew(self) -> None:
+        """Another server has been started: its processes begin small."""
+        self._steady = {}
+
+    def watch_growth(self, sample: dict[str, float]) -> None:
+        """Note a process of ours that is far larger than it was when it had seen some cases."""
+        self.samples.append(sample)
+        if not self._steady:
+            self._steady = sample
+        for name, now in sample.items():
+            most = GROWTH.get(name, MAX_DESCRIPTORS if name.startswith("descriptors") else MAX_STUB_MB)
+            grown = now - self._steady.get(name, now)
+            if name not in ("cases", "other", "tritonserver") and grown > most:
+                self.canary_failures.append(f"{name} has grown by {grown:.0f} since {self._steady['cases']:.0f} cases")
+
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def count(self, found: str) -> int:
@@ -106,7 +139,7 @@ class Tally:
         """Why the run failed, in sentences; empty when it passed."""
         wrong = [
             f"{self.count(found)} answers: {found}"
-            for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED)
+            for found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED)
             if self.count(found)
         ]
         if leaks := self.examples.get("leak"):
@@ -126,7 +159,7 @@ class Tally:
         elapsed = time.monotonic() - self._began
         rate = self.num_cases / max(elapsed, 0.001)
         memory = self.samples[-1].get("tritonserver", 0.0) if self.samples else 0.0
-        bad = sum(self.count(found) for found in (answers.INTERNAL, answers.NO_END, answers.UNEXPLAINED))
+        bad = sum(self.count(found) for found in (answers.INTERNAL, answers.NO_END, answers.TWICE, answers.UNEXPLAINED))
         return (
             f"{done}/{total} cases, {rate:.0f}/s, {(total - done) / max(rate, 0.1):.0f} s left, {bad} bad answers, "
             f"{len(self.examples.get('leak', ()))} leaks, {len(self.deaths)} deaths, "

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.api import load_config
+from deploy.gateway import GatewayOptions, ServerWithGateway
+from deploy.ports import Ports
 from deploy.processes import STUB_NAME, Process, processes_of_run
+from deploy.repository import DEFAULT_PROFILE
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT
+from tests.hostile.repository import write_other_fronts
+from tests.hostile.served import ADDED
 
 START_TIMEOUT_S = 180.0
 LOG_TAIL_BYTES = 64 << 10
@@ -27,7 +32,9 @@ class Death:
 
 
 class Target:
-    """One server at a time. Call start(), look() and stop() on the thread that made it: the server dies with that one."""
+    """One server at a time, of every front, with the OpenAI endpoint. Call start(), look() and stop() on the thread that made
+    it: the server dies with that one.
+    """
 
     def __init__(self, directory: Path, overrides: tuple[str, ...] = ()) -> None:
         self._config = load_config(overrides=[*EXACT, *overrides])
@@ -35,20 +42,28 @@ class Target:
         self._starts = 0
         self._known: dict[int, tuple[str, Process]] = {}
         self._first = ""
-        self.server: TritonServer = self._new_server()
+        self._both = self._new_server()
+
+    @property
+    def server(self) -> TritonServer:
+        return self._both.server
+
+    @property
+    def gateway_url(self) -> str:
+        return self._both.url
 
     def start(self) -> None:
         """Start a server with a log of its own and note its processes. Raises ServerFailed."""
         self._starts += 1
-        self.server = self._new_server()
-        self.server.start()
-        self.server.wait_ready(START_TIMEOUT_S)
+        self._both = self._new_server()
+        self._both.start()
+        self._both.wait_ready(START_TIMEOUT_S, on_phase=lambda phase: None)
         self._known = {process.pid: (name_of(process.pid), process) for process in processes_of_run(self.server.run_id)}
 
         self._first = ""
 
     def stop(self) -> None:
-        self.server.stop()
+        self._both.stop()
 
     def watch(self) -> None:
         """Note which process is the first to die: tritonserver takes the others with it, and a stub tritonserver."""
@@ -75,12 +90,28 @@ class Target:
         """Resident megabytes by name of the process."""
         return {name: megabytes(pid) for pid, (name, process) in self._known.items() if process.alive()}
 
+    def descriptors(self) -> dict[str, float]:
+        """Open files and sockets by name of the process; tritonserver keeps connections of its own accord."""
+        living = {name: pid for pid, (name, process) in self._known.items() if process.alive()}
+        return {f"descriptors of {name}": _descriptors(pid) for name, pid in living.items() if name != "tritonserver"}
+
     def log_bytes(self) -> int:
         return self.server.log_path.stat().st_size
 
-    def _new_server(self) -> TritonServer:
+    def _new_server(self) -> ServerWithGateway:
         run_dir = self._directory / f"server-{self._starts}"
-        return TritonServer(self._config, run_dir=run_dir, exit_timeout_s=5)
+        others = write_other_fronts(self._directory / "fronts", ADDED)
+        server = TritonServer(
+            self._config,
+            run_dir=run_dir,
+            profiles=(DEFAULT_PROFILE,),
+            model_repository=others,
+            exit_timeout_s=5,
+        )
+        taken = (server.ports.http, server.ports.grpc, server.ports.metrics)
+        found = Ports.free()
+        free = next(port for port in (found.http, found.grpc, found.metrics, 0) if port not in taken)
+        return ServerWithGateway(server, GatewayOptions(free, names=("everbatch",)))
 
     def _death(self, who: str, status: int | None) -> Death:
         time.sleep(0.2)  # the last words are still being written
@@ -101,7 +132,9 @@ def name_of(pid: int) -> str:
         return f"stub {model}"
     if Path(words[0]).name == "tritonserver":
         return "tritonserver"
-    return "engine" if "backend.executor.engine_process" in words else "other"
+    if "backend.executor.engine_process" in words:
+        return "engine"
+    return "gateway" if words[-1:] != ["deploy.janitor"] and "gateway" in words else "other"
 
 
 def megabytes(pid: int) -> float:
@@ -111,6 +144,13 @@ def megabytes(pid: int) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
+
+
+def _descriptors(pid: int) -> int:
+    try:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:  # It is gone meanwhile.
+        return 0
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

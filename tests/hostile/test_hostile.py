@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import answers, deaths, report
+from tests.hostile import answers, cycles, deaths, http_cases, report
 from tests.hostile.campaign import Campaign, Settings
-from tests.hostile.case import Case, GrpcCall
+from tests.hostile.case import Case, GrpcCall, HttpExchange
 from tests.hostile.grpc_cases import FATAL
 from tests.hostile.http_cases import post
 from tests.hostile.mix import KINDS, Mix
 from tests.hostile.send import Reply
+from tests.hostile.served import FRONTS, GATEWAY, GENERATING
+from tests.hostile.tally import Tally
 from tests.hostile.target import Death, Target
 
-CASES = 400
+CASES = 600
 
 
 def test_hostile_requests_get_a_clear_answer_and_harm_nobody(tmp_path: Path) -> None:
@@ -36,10 +38,48 @@ def test_a_run_is_decided_by_its_seed() -> None:
     assert [first.case(index) for index in range(300)] != [other.case(index) for index in range(300)]
 
 
-def test_a_run_has_every_class_of_request_and_each_named_one() -> None:
+def test_a_run_has_every_class_of_request_each_named_one_and_every_front() -> None:
     mix = Mix(5)
     found = [mix.case(index) for index in range(1500)]
     assert {case.kind for case in found} >= {*KINDS, *(f"named-{number:02}" for number in (2, 4, 5, 10, 11, 12))}
+    assert {case.model for case in found} == {*FRONTS, GATEWAY}
+
+
+def test_streams_to_cancel_go_to_every_front_that_generates() -> None:
+    assert {cycles.cancel_case(1, index).model for index in range(300)} == set(GENERATING)
+
+
+def test_what_is_for_no_front_of_a_run_is_said() -> None:
+    with pytest.raises(ValueError, match="gateway-left is for turbomind; choose others"):
+        Mix(1, models=("turbomind",), kinds=("gateway-left",)).case(0)
+
+
+def test_a_huge_shape_over_http_is_sent_only_when_asked_for() -> None:
+    def sent(known_fatal: bool) -> bool:
+        mix = Mix(1, known_fatal=known_fatal)
+        return any(mix.case(index).kind == http_cases.FATAL for index in range(600))
+
+    assert sent(True) and not sent(False)
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [
+        ([{"cases": 0, "stub a": 50}, {"cases": 9, "stub a": 111}], ["stub a has grown by 61 since 0 cases"]),
+        ([{"cases": 0, "stub a": 50}, {"cases": 9, "stub a": 109}], []),
+        (
+            [{"cases": 0, "descriptors of engine": 9}, {"cases": 5, "descriptors of engine": 90}],
+            ["descriptors of engine"],
+        ),
+        ([{"cases": 0, "tritonserver": 50}, {"cases": 9, "tritonserver": 900}], []),
+    ],
+)
+def test_a_process_of_ours_that_grows_fails_the_run(samples: list[dict[str, float]], named: list[str]) -> None:
+    tally = Tally()
+    for sample in samples:
+        tally.watch_growth(sample)
+    assert len(tally.canary_failures) == len(named) == len(tally.failures())
+    assert all(found.startswith(name) for found, name in zip(tally.canary_failures, named))
 
 
 def test_what_is_known_to_be_fatal_is_sent_without_the_metadata_unless_asked_for() -> None:
@@ -59,6 +99,7 @@ LEAKS = {
     "a line number": "bad value, line 12",
     "an address": "object at 0x7f00deadbeef",
     "a shared memory region": "the key 'triton_python_backend_shm_region_ab12'",
+    "a library's words": "unsupported operand for NoneType",
     "an exception's text": "UnicodeDecodeError: 'utf-8' codec",
 }
 
@@ -88,12 +129,29 @@ def test_tritons_page_on_a_configuration_may_name_the_models_file() -> None:
         (Reply("answered", "http", 200), answers.OK),
         (Reply("answered", "grpc", 13, "something new"), answers.INTERNAL),
         (Reply("answered", "grpc", 0, "something new"), answers.UNEXPLAINED),
+        (Reply("answered", "http", 500, "Error generating stream: it failed; see the server's log"), answers.INTERNAL),
+        (Reply("answered", "http", 500, "Error generating stream: n is 2"), answers.INVALID),
+        (Reply("answered", "http", 200, "invalid_request_error: n is 2"), answers.INVALID),
+        (Reply("answered", "http", 503, "server_error: the model is not loaded; try again"), answers.UNAVAILABLE),
+        (Reply("answered", "http", 500, "server_error: the gateway failed; its log says where"), answers.INTERNAL),
         (Reply("cut", "http"), answers.NO_END),
         (Reply("none", "grpc"), answers.NO_END),
     ],
 )
 def test_replies_are_classed_by_what_they_say(reply: Reply, found: str) -> None:
     assert answers.classify(CASE, reply) == found
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"), [(2, answers.OK), (1, answers.NO_END), (3, answers.TWICE), (None, answers.OK)]
+)
+def test_each_request_of_a_stream_ends_once(ends: int | None, found: str) -> None:
+    assert answers.classify(_grpc_case(b"a", b"b"), Reply("answered", "grpc", ends=ends)) == found
+
+
+def test_an_error_that_repeats_what_was_sent_at_length_is_a_leak() -> None:
+    reply = Reply("answered", "http", 400, "[INVALID_ARGUMENT] it is " + "x" * answers.MAX_ERROR)
+    assert any(leak.startswith("a text of") for leak in answers.leaks(CASE, reply))
 
 
 def _grpc_case(*messages: bytes, string_length: bool = False) -> Case:
@@ -126,6 +184,13 @@ ALONE = " 3# 0x000055E0AA3E088B in /x/tritonserver\n 4# 0x00007F9B46ED44A3 in /x
             "",
             [Case(FATAL, "n", "ensemble", GrpcCall("ModelStreamInfer", (b"a",)))],
             deaths.CLASSIFICATION,
+        ),
+        (
+            "tritonserver",
+            -6,
+            "",
+            [Case(http_cases.FATAL, "n", "postprocessing", HttpExchange((b"a",)))],
+            deaths.SHAPE,
         ),
         ("tritonserver", -9, "", [_grpc_case(b"a")], None),
         ("tritonserver", -11, "", [post("k", "n", "ensemble", b"[" * deaths.DEEP)], deaths.STACK),

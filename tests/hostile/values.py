@@ -52,11 +52,14 @@ BAD_UTF8 = (
 PACK = {
     "BOOL": "<B",
     "UINT8": "<B",
+    "INT8": "<b",
     "INT32": "<i",
     "INT64": "<q",
+    "UINT32": "<I",
     "UINT64": "<Q",
     "FP16": "<e",
     "FP32": "<f",
+    "FP64": "<d",
 }
 WIDTH = {name: struct.calcsize(code) for name, code in PACK.items()}
 
@@ -101,9 +104,13 @@ def element(rng: random.Random, dtype: str) -> bytes:
         return struct.pack(
             PACK[dtype], math.copysign(math.inf, value) if dtype == "FP16" and abs(value) > 6e4 else value
         )
-    value = rng.choice(INTEGERS)
+    return struct.pack(PACK[dtype], wrapped(rng.choice(INTEGERS), dtype))
+
+
+def wrapped(value: int, dtype: str) -> int:
+    """The integer that the low bits of `value` are in this type."""
     bits = 8 * WIDTH[dtype]
     value &= (1 << bits) - 1
     if PACK[dtype].islower() and value >= 1 << (bits - 1):
         value -= 1 << bits
-    return struct.pack(PACK[dtype], value)
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,12 +165,18 @@ def test_the_end_of_a_drain_ends_requests_whose_text_is_being_read(
 
 
 def test_a_request_whose_text_takes_too_long_is_refused_by_the_housekeeper(
-    make_text_server: Callable[..., ModelServer], executor: ScriptedExecutor, front: SlowFront
+    make_text_server: Callable[..., ModelServer],
+    executor: ScriptedExecutor,
+    front: SlowFront,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = make_text_server(EngineConfig(triton=TritonConfig(text_threads=1, text_timeout_s=0.05)))
+    server = make_text_server(EngineConfig(triton=TritonConfig(text_threads=1, text_timeout_s=60)))
     stuck = ask()
     server.execute([stuck])
-    assert "took longer than 0.05 s (triton.text_timeout_s)" in stuck.sender.error()
+    acquire(front.begun)
+    with monkeypatch.context() as later:
+        later.setattr(server._text, "_clock", lambda: time.monotonic() + 100)
+        assert "took longer than 60 s (triton.text_timeout_s)" in stuck.sender.error()
     front.may_end.set()
     served = ask()
     server.execute([served])

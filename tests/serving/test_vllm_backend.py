@@ -99,7 +99,8 @@ def test_a_model_of_the_backend_loads_under_any_name_and_says_what_it_does_not_l
 def test_an_engine_argument_that_vllm_does_not_have_fails_the_load_by_name(
     attached: ScriptedExecutor, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"model\.json holds 'gpu_memory_utilisation', which is no engine argument"):
+    sentence = "'gpu_memory_utilisation' is no engine argument of vLLM, did you mean gpu_memory_utilization; take"
+    with pytest.raises(ConfigError, match=rf"^model\.json: {sentence}"):
         triton_model()().initialize(repository(tmp_path, SAMPLE | {"gpu_memory_utilisation": 0.5}))
 
 

@@ -132,7 +132,12 @@ def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
         ({"guided_decoding": {"json": "{}"}}, "guided_decoding is .* guided decoding"),
         ({"structured_outputs": '{"regex": "a"}'}, "structured_outputs is .* guided decoding"),
         ({"lora_name": "doll"}, r"^LoRA feature is not enabled\.$"),
-        ({"tempersture": 0}, "'tempersture', which this version does not know"),
+        ({"tempersture": 0}, ": 'tempersture' is no known parameter, did you mean temperature; leave out what"),
+        ({"max_output_tokens": 9}, "'max_output_tokens' is no known parameter, did you mean max_tokens; leave"),
+        (
+            {"guided_json": "{}", "skip_special_token": 1},
+            "'guided_json' .*; 'skip_special_token' .*did you mean skip_special_t",
+        ),
     ],
 )
 @pytest.mark.parametrize("as_tensor", [True, False])

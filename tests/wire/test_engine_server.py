@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response
+from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response, SamplingConfig
 from backend.api.response import Result
 from backend.core.messages import (
     CLIENT_SHIFT,
@@ -238,9 +238,21 @@ def test_a_command_beyond_the_limit_is_refused_by_whoever_wants_to_send_it(monke
         encode_frame(Submit(1, Request([1], 1, cache_salt="x" * LIMIT)))
 
 
-@pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"client_id": 1 << 64}, {"end_ids": (object(),)}])
-def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(fields: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be sent to the engine"):
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"cache_salt": "ab\ud800"}, "cache_salt has a lone surrogate at character 2"),
+        ({"client_id": 1 << 64}, "client_id is an integer of 65 bits"),
+        ({"end_ids": (1, -(1 << 63) - 1)}, "end_ids is an integer of 64 bits"),
+        ({"sampling_config": SamplingConfig(seed=10**4400)}, "seed is an integer of 14617 bits"),
+        ({"sampling_config": SamplingConfig(logit_bias={1 << 70: 1.0})}, "logit_bias is an integer of 71 bits"),
+        ({"end_ids": (object(),)}, "the request holds a value"),
+    ],
+)
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_request_that_names_it(
+    fields: dict[str, object], named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{named} that cannot be sent to the engine; allowed are"):
         encode_frame(Submit(1, Request([1], 1, **fields)))
 
 

@@ -9,8 +9,11 @@ import msgspec
 from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
+from backend.serving.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
+
+MAX_NAMED = 4  # unknown names that one error lists
 
 
 class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,9 +89,16 @@ def from_json(name: str, value: Any, kind: type[Any], strict: bool = True) -> An
         return msgspec.convert(value, kind, strict=strict)
     except (msgspec.ValidationError, RecursionError) as error:
         if isinstance(value, dict) and (unknown := sorted(set(value) - set(kind.__struct_fields__))):
-            names = ", ".join(repr(str(key)[:64]) for key in unknown[:4])
-            raise Unsupported(f"{name} holds {names}, which this version does not know; leave it out") from None
+            raise Unsupported(f"{name}: {_unknown(unknown, kind)}; leave out what is not known") from None
         raise InvalidRequest(_sentence(name, error)) from None
+
+
+def _unknown(names: list[str], kind: type[Any]) -> str:
+    """The first of the names, each with the parameter that was probably meant."""
+    return "; ".join(
+        f"{name[:MAX_SHOWN]!r} is no known parameter{did_you_mean(name, kind.__struct_fields__)}"
+        for name in names[:MAX_NAMED]
+    )
 
 
 def _sentence(name: str, error: Exception) -> str:

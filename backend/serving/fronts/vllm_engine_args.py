@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from backend.api import ConfigError
+from backend.serving.free_parameters import did_you_mean
 
 MAX_BYTES = 1 << 20
 NAMED_MODEL = "model"
@@ -103,8 +104,11 @@ def read_engine_args(path: Path) -> dict[str, Any]:
         raise ConfigError("model.json is no JSON object; it is one object of vLLM's engine arguments")
     unknown = sorted(set(given) - OUR_KEYS.keys() - OTHERS - {NAMED_MODEL})
     if unknown:
-        names = ", ".join(repr(name[:64]) for name in unknown[:4])
-        raise ConfigError(f"model.json holds {names}, which is no engine argument of vLLM; take it out")
+        known = (*OUR_KEYS, *sorted(OTHERS), NAMED_MODEL)
+        hints = "; ".join(
+            f"{name[:64]!r} is no engine argument of vLLM{did_you_mean(name, known)}" for name in unknown[:4]
+        )
+        raise ConfigError(f"model.json: {hints}; take out what vLLM does not have")
     return given
 
 

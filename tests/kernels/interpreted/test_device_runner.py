@@ -23,6 +23,8 @@ ASKED = [
     dict(temperature=0.9, seed=3),
     dict(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, seed=4),
     dict(repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 4.0, 7: -3.0}),
+    dict(no_repeat_ngram_size=2),
+    dict(temperature=1.1, top_p=0.9, top_p_decay=0.7, top_p_min=0.2, top_p_reset_ids=7, seed=5),
 ]
 SPECIAL = dict(bad_words=[[3], [9, 4]], end_ids=(1, 2))
 

@@ -1,0 +1,144 @@
+"""The table of parameters in docs/openai.md against what the endpoints do: no name is missing, and no cell is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import translate
+from gateway.errors import GatewayError
+from gateway.invalid import REFUSED, parse
+from gateway.messages import ChatRequest, CompletionRequest, Sampling
+from gateway.response_messages import ResponseRequest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
+KINDS: dict[str, type[Sampling]] = {
+    "chat": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponseRequest,
+}
+MESSAGES = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    "chat": {"model": "everbatch", "messages": MESSAGES, "seed": 1},
+    "completions": {"model": "everbatch", "prompt": "hi", "seed": 1},
+    "responses": {"model": "everbatch", "input": "hi", "seed": 1},
+}
+IN_MESSAGES_ONLY = {"tool_calls", "tool_call_id"}
+SEEN_LATER = {  # nothing that the model is asked for; other tests show what they do
+    *(("stream_options.include_usage", endpoint) for endpoint in ("chat", "completions")),
+    *(("store", "responses"), ("previous_response_id", "responses")),
+}
+WITH: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
+}
+# A value of each parameter that asks for something, in OpenAI's API or vLLM's.
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
+    **dict.fromkeys(("top_k", "min_tokens", "n", "max_tokens", "max_completion_tokens", "max_output_tokens"), 2),
+    **dict.fromkeys(("seed", "best_of", "max_tool_calls", "prompt_logprobs", "top_logprobs"), 3),
+    **dict.fromkeys(("stream", "echo", "ignore_eos", "include_stop_str_in_output", "store", "background"), True),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "instructions", "suffix", "conversation"), "x"),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), "low"),
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1},
+    "stop": list("abcde"),
+    "stop_token_ids": [5],
+    "bad_words": ["a"],
+    "stream_options.include_usage": True,
+    "stream_options.include_obfuscation": True,
+    "include": ["message.output_text.logprobs"],
+    "logprobs": {"chat": True, "completions": 2},
+    "previous_response_id": "resp_0",
+    "metadata": {"a": "b"},
+    "parallel_tool_calls": False,
+    "service_tier": "auto",
+    "prompt_cache_retention": "24h",
+    "response_format": {"type": "json_object"},
+    "text": {"format": {"type": "json_object"}},
+    "tools": [{"type": "function", "name": "f"}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "v", "format": "wav"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "reasoning": {"effort": "low"},
+    "truncation": "auto",
+    "prompt": {"id": "p"},
+}
+
+
+def table() -> dict[str, dict[str, str]]:
+    """For each name and endpoint what the cell begins with: required, yes, no effect, refused or -."""
+    lines = PAGE.read_text().partition("| parameter |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows: dict[str, dict[str, str]] = {}
+    for line in lines:
+        names, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        words = [re.split("[,;:]", cell)[0] for cell in cells]
+        assert set(words) <= {"required", "yes", "no effect", "refused", "-"}, line
+        for name in re.findall("`([a-z_.]+)`", re.sub(r"\(.*?\)", "", names)):
+            assert name not in rows, f"{name} stands in two rows"
+            rows[name] = dict(zip(KINDS, words, strict=True))
+    return rows
+
+
+TABLE = table()
+CELLS = [(name, endpoint, word) for name, cells in TABLE.items() for endpoint, word in cells.items()]
+
+
+def fields(endpoint: str) -> set[str]:
+    """Its parameters; of stream_options those in it."""
+    names = set(KINDS[endpoint].model_fields) - {"stream_options"}
+    return names | {"stream_options.include_usage", "stream_options.include_obfuscation"}
+
+
+@pytest.mark.parametrize("endpoint", KINDS)
+def test_every_parameter_is_in_the_table_and_only_those_that_are_known(endpoint: str) -> None:
+    known = fields(endpoint) | (set(REFUSED) - IN_MESSAGES_ONLY)
+    assert {name for name, cells in TABLE.items() if cells[endpoint] != "-"} == known
+
+
+def jobs(endpoint: str, added: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the model is asked for."""
+    message: Any = parse(KINDS[endpoint], json.dumps({**GOOD[endpoint], **added}).encode())
+    if endpoint == "responses":
+        return [translate.response(message, [])]
+    return translate.chat(message) if endpoint == "chat" else translate.completions(message)
+
+
+def beside(endpoint: str, name: str) -> dict[str, Any]:
+    """What a parameter needs besides."""
+    wanted = WITH.get(name.partition(".")[0], {})
+    return {key: value for key, value in wanted.items() if key in KINDS[endpoint].model_fields}
+
+
+def asking(endpoint: str, name: str) -> dict[str, Any]:
+    value = VALUES[name]
+    own, _, inner = name.partition(".")
+    if name == "logprobs":
+        value = value[endpoint]
+    return {own: {inner: value}} if inner else {own: value}
+
+
+@pytest.mark.parametrize(("name", "endpoint", "word"), [cell for cell in CELLS if cell[2] != "-"])
+def test_a_parameter_does_what_its_cell_says(name: str, endpoint: str, word: str) -> None:
+    field = KINDS[endpoint].model_fields.get(name)
+    assert (word == "required") == (field is not None and field.is_required())
+    if word == "required":
+        return
+    base = beside(endpoint, name)
+    added = {**base, **asking(endpoint, name)}
+    if word == "refused":
+        with pytest.raises(GatewayError) as caught:
+            jobs(endpoint, added)
+        assert caught.value.status == 400 and (caught.value.param or "").startswith(name)
+    elif (name, endpoint) in SEEN_LATER:
+        assert word == "yes" and jobs(endpoint, added) == jobs(endpoint, base)
+    else:
+        assert (jobs(endpoint, added) == jobs(endpoint, base)) == (word == "no effect")

@@ -1,0 +1,1 @@
+"""Programs of this checkout that write what the product ships: pages, models, configurations."""
