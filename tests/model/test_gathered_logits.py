@@ -35,9 +35,7 @@ def test_logits_equal_a_plain_forward(family: tuple[Path, Oracle], tier: TierCas
 
 @pytest.mark.feature("000-54")
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 32, 33])
-def test_the_last_row_is_there_for_every_length(
-    checkpoint: Callable[[str], Path], tier: TierCase, length: int
-) -> None:
+def test_the_last_row_is_there_for_every_length(checkpoint: Callable[[str], Path], tier: TierCase, length: int) -> None:
     engine = Engine(engine_config(checkpoint("llama2"), tier, reuse=False))
     result = engine.answer([9, 8, 7], length).result
     again = engine.answer(result.output_token_ids[0][:-1], 1).result
@@ -160,9 +158,7 @@ def test_tensors_beyond_the_caps_are_refused_with_the_figures(checkpoint: Callab
     assert not engine.answer([3], 1, CONTEXT).has_error(), "the room is free again"
 
 
-def test_a_session_gives_the_rows_of_its_turns_prompt_only(
-    checkpoint: Callable[[str], Path], tier: TierCase
-) -> None:
+def test_a_session_gives_the_rows_of_its_turns_prompt_only(checkpoint: Callable[[str], Path], tier: TierCase) -> None:
     from backend.api import SessionConfig
 
     engine = Engine(engine_config(checkpoint("llama2"), tier))

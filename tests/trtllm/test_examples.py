@@ -49,7 +49,6 @@ def test_the_advanced_example_writes_a_row_for_each_request(tmp_path: Path) -> N
     assert re.fullmatch(r"3 requests in \d+ iterations, at most [123] at once\n", printed)
 
 
-@pytest.mark.xfail(strict=True, reason="the engine has no logits post-processors yet")
 @pytest.mark.feature("000-57", "000-36")
 def test_the_logits_processor_example_lets_even_tokens_through_only() -> None:
     printed = run(str(EXAMPLES / "executor_logits_processor.py"), "--model_path", MODEL)
