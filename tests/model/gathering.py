@@ -31,6 +31,9 @@ def engine_config(directory: Path, tier: TierCase, reuse: bool = True, **section
     )
 
 
+EVICTIONS = {n * (n + 3) // 2 for n in range(1, 40)}  # before these steps: 2, 5, 9, 14, ...
+
+
 class Engine:
     """Keeps the responses of each request."""
 
@@ -48,12 +51,12 @@ class Engine:
         self._collect(self.core.take_responses())
         return request_id
 
-    def run(self, evict_every: int | None = None) -> None:
-        """Step until all is done; every `evict_every` steps everybody is paused and loses all KV."""
+    def run(self, evict: bool = False) -> None:
+        """Step until all is done. `evict`: everybody is paused and loses all KV now and then, at ever longer intervals."""
         for step in range(1000):
             if not self.core.has_work:
                 return
-            if evict_every and step % evict_every == evict_every - 1:
+            if evict and step in EVICTIONS:
                 plan = StepPlan(self.core.kv.plan())
                 for seq in reversed(self.core.scheduler.running):
                     plan.kv.pause(seq)
