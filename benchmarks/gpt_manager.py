@@ -1,4 +1,4 @@
-"""Requests of a data set through GptManager, at a rate or all at once, after TensorRT-LLM's gptManagerBenchmark: latency, throughput.
+"""A data set through GptManager, at a rate or all at once, after TensorRT-LLM's gptManagerBenchmark: latency and throughput.
 
     .venv/bin/python -m benchmarks.gpt_manager --engine-dir models/default --dataset requests.json --request-rate 5
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from backend.trtllm import executor, from_core, gpt_manager, inference_request, record, request_configs, to_core
+from backend.trtllm import (
+    engine_config,
+    executor,
+    from_core,
+    gpt_manager,
+    inference_request,
+    processors,
+    record,
+    request_configs,
+    to_core,
+)
 from backend.trtllm.configs import KvCacheConfig
 from backend.trtllm.decoding import DecodingConfig
 from backend.trtllm.executor import Executor
@@ -14,6 +24,7 @@ from tests.mutants.changes import Plant, change
 CLASSES = ["tests/trtllm/test_classes.py"]
 NAMES = ["tests/trtllm/test_names.py"]
 CONVERSION = ["tests/trtllm/test_conversion.py"]
+TENSORS = ["tests/trtllm/test_tensors.py"]
 EXECUTOR = ["tests/trtllm/test_executor.py"]
 FIGURES = ["tests/trtllm/test_figures.py"]
 MANAGER = ["tests/trtllm/test_gpt_manager.py"]
@@ -87,6 +98,28 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         EXECUTOR,
     ),
     "open_after_shutdown": (change(Executor, "_check_open", ("not self._close.alive", "False")), EXECUTOR),
+    "functions_of_requests_are_kept_for_ever": (
+        change(Executor, "_told", ("if answer.is_final:", "if False:")),
+        TENSORS,
+    ),
+    "four_arguments_are_five": (change(processors, "_takes_five", ("return False", "return True")), TENSORS),
+    "context_rows_under_the_output_s_name": (change(from_core, "_additional", ("context_{name}", "{name}")), TENSORS),
+    "logits_without_the_engine_s_flag": (
+        change(GptManager, "_converted", (" &= params.gather_context_logits", " &= True")),
+        MANAGER,
+    ),
+    "a_lambda_goes_to_the_engine_process": (
+        change(processors, "import_path", (" or not qualified.isidentifier()", "")),
+        TENSORS,
+    ),
+    "static_batches_with_post_processors": (
+        change(
+            engine_config,
+            "_check_served",
+            ('is not None:\n        raise _refusal("logits', 'is None:\n        raise _refusal("logits'),
+        ),
+        CONVERSION,
+    ),
     "the_id_is_free_only_after_the_final_call": (
         change(
             GptManager,

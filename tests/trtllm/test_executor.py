@@ -262,6 +262,14 @@ def test_a_retention_reaches_the_engine(executor: trtllm.Executor) -> None:
     assert "priority is 1.5" in refused(executor, PROMPT, 2, priority=1.5)
 
 
+def test_a_window_that_the_cache_cannot_hold_fails_at_once_where_that_is_asked_for(model_path: Path) -> None:
+    cache = trtllm.KvCacheConfig(max_tokens=64, max_attention_window=[256])
+    with pytest.raises(RuntimeError, match="the attention window is 256 tokens, the KV cache holds 64"):
+        make_executor(model_path, make_config(kv_cache_config=cache, fail_fast_on_attention_window_too_large=True))
+    with make_executor(model_path, make_config(kv_cache_config=cache)) as executor:
+        assert run(executor, PROMPT, 2).is_final
+
+
 @pytest.mark.feature("000-03")
 def test_after_shutdown_everything_raises_and_nothing_can_be_enqueued(model_path: Path) -> None:
     executor = make_executor(model_path, make_config())
