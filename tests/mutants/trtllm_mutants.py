@@ -113,11 +113,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         TENSORS,
     ),
     "static_batches_with_post_processors": (
-        change(
-            engine_config,
-            "_check_served",
-            ('is not None:\n        raise _refusal("logits', 'is None:\n        raise _refusal("logits'),
-        ),
+        change(engine_config, "_check_served", ("config.batching_type is BatchingType.STATIC", "False")),
         CONVERSION,
     ),
     "the_id_is_free_only_after_the_final_call": (
