@@ -109,7 +109,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         MANAGER,
     ),
     "a_lambda_goes_to_the_engine_process": (
-        change(processors, "import_path", (" or not qualified.isidentifier()", "")),
+        change(executor, "import_path", (" or not qualified.isidentifier()", "")),
         TENSORS,
     ),
     "static_batches_with_post_processors": (
