@@ -97,6 +97,28 @@ def tail_matches(tokens: Tensor, num_tokens: Tensor, words: Tensor, lengths: Ten
     return (~needed | ((tail == words[:, :-1]) & (position >= 0))).all(dim=1)
 
 
+def repeated(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Every token that ends a run of `size` among tokens [length], and whether the run begins with the newest size - 1 tokens.
+
+    Both [length - size + 1], int64 and bool: a next token that is marked would repeat a run.
+    """
+    grams = tokens.unfold(0, size, 1)
+    newest = tokens[len(tokens) - size + 1 :]
+    return grams[:, -1], (grams[:, :-1] == newest).all(dim=1)
+
+
+def decayed_top_p(output: Tensor, top_p: float, decay: float, least: float, reset_id: int) -> Tensor:
+    """top_p of the next token as a float64 scalar, after output tokens [length] int64.
+
+    Each output token multiplies it by `decay`, and it falls to `least`; the token `reset_id` sets it back (Factual nucleus
+    sampling, Lee et al. 2022). It stays below 1, so the row has a filter at all times, and its running sum one order.
+    """
+    places = torch.arange(1, len(output) + 1, device=output.device) * (output == reset_id)
+    since = len(output) - (places.amax() if len(output) else torch.zeros((), device=output.device))
+    decayed = (top_p * decay ** since.double()).clamp(min=least)
+    return torch.where(since == 0, top_p, decayed).clamp(max=1 - 2.0**-53)
+
+
 # --------------------------------------------------------------------------------------------------------------- choice
 
 

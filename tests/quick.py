@@ -37,6 +37,7 @@ SLOW = {
     "tests/sampling/test_native_invariance.py": "native kernels in many batches",
     "tests/simulation/test_mutants.py": "planted bugs, thousands of schedules each",
     "tests/tooling/test_checkers.py::test_mypy": "mypy over every room",
+    "tests/trtllm/test_examples.py": "programs that load torch",
     "tests/weight_formats/test_four_bit_models.py": "whole models, quantised",
     "tests/weight_formats/test_quality.py": "whole models, quantised",
 }  # beginning of a test's id: why it is slow

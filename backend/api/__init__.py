@@ -14,11 +14,12 @@ from backend.api.errors import (
     session_status,
 )
 from backend.api.request import Request, RequestId, SessionConfig, SessionId
-from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
-from backend.api.sampling import OutputConfig, SamplingConfig
+from backend.api.response import FinishReason, PerfMetrics, Response, Result, TensorData, TopLogProb
+from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
 
 __all__ = [
+    "AdditionalOutput",
     "ConfigError",
     "EngineConfig",
     "EngineCounters",
@@ -42,6 +43,7 @@ __all__ = [
     "SessionError",
     "SessionId",
     "SessionStatus",
+    "TensorData",
     "TopLogProb",
     "Unsupported",
     "load_config",

@@ -15,6 +15,7 @@ _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "repetition_penalty": (None, 1.0),
     "presence_penalty": (None, 0.0),
     "frequency_penalty": (None, 0.0),
+    "no_repeat_ngram_size": (None, 0),
 }
 
 
@@ -48,7 +49,16 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
             )
     if config.logit_bias:
         raise Unsupported("logit_bias cannot be had with beams in this version; leave it out, or set beam_width to 1")
-    if request.output_config.top_log_probs:
+    output = request.output_config
+    if output.return_context_logits or output.return_generation_logits or output.additional_outputs:
+        raise Unsupported(
+            "logits and additional outputs cannot be had with beams in this version; leave them out, or set beam_width to 1"
+        )
+    if request.logits_post_processor:
+        raise Unsupported(
+            "logits_post_processor cannot be had with beams in this version; leave it out, or set beam_width to 1"
+        )
+    if output.top_log_probs:
         raise Unsupported(
             "top_log_probs cannot be had with beams in this version; leave it out, or set beam_width to 1"
         )

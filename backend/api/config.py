@@ -34,6 +34,11 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: int | None = None  # torch's intra-op threads; unset = physical cores
     kernels: Kernels = "auto"  # `native` (CPU), `triton` (GPU), `torch`; auto = the best of them that can be had
     cuda_graphs: bool = True  # replay steps that only generate as CUDA graphs
+    gather_context_logits: bool = False  # requests may ask for the logits of their prompts
+    gather_generation_logits: bool = False  # requests may ask for the logits of their output
+    additional_outputs: tuple[str, ...] = ()  # tensors that requests may ask for: `hidden_states`, `logits`
+    logits_post_processors: dict[str, str] = {}  # name -> `module:function` that requests may name
+    batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
     quantization: Quantization = "none"  # `int8` weights, `w8a8` int8 activations too; none = the checkpoint's own
 
 
@@ -89,6 +94,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_logit_bias: int = 4096  # entries; a dense embedding_bias is counted by its non-zero entries
     max_top_log_probs: int = 20  # alternatives of each position that a request may ask for
     max_extra_bytes: int = 16_777_216  # of what a request brings besides tokens, to a model that takes it
+    max_tensor_bytes: int = 50_331_648  # of logits and other tensors in one response
+    max_live_tensor_bytes: int = 268_435_456  # the same of all requests that run or wait, together
     max_request_batch: int = 64  # rows of one Triton request
     default_timeout_s: float = 600.0  # for requests that name none
     max_timeout_s: float = 86_400.0  # the longest one a request may ask for
@@ -258,6 +265,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "limits.max_logit_bias": (0, 1 << 20),
     "limits.max_top_log_probs": (0, 1000),
     "limits.max_extra_bytes": (0, 1 << 25),
+    "limits.max_tensor_bytes": (0, 60 << 20),  # a frame between processes holds 64 MiB
+    "limits.max_live_tensor_bytes": (0, math.inf),
     "limits.max_request_batch": (1, 65536),
     "limits.default_timeout_s": (0.001, MAX_SECONDS),
     "limits.max_timeout_s": (0.001, MAX_SECONDS),

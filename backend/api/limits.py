@@ -12,6 +12,7 @@ from msgspec import Struct
 from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
+from backend.api.output_limits import check_outputs, check_post_processor
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 
@@ -27,6 +28,11 @@ class RequestLimits(Struct, frozen=True):
     caps: LimitsConfig = LimitsConfig()
     takes_extra_inputs: bool = False
     max_beam_width: int = 1
+    context_logits: bool = False
+    generation_logits: bool = False
+    additional_outputs: tuple[str, ...] = ()
+    post_processors: tuple[str, ...] = ()
+    is_static: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -46,6 +52,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)
     check_beams(request, limits.max_beam_width)
+    check_outputs(
+        request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
+    )
+    check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)
@@ -100,13 +110,18 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         "presence_penalty": (-100.0, 100.0),
         "frequency_penalty": (-100.0, 100.0),
         "min_tokens": (0, (1 << 31) - 1),
+        "no_repeat_ngram_size": (0, (1 << 31) - 1),
+        "top_p_decay": (0.0, 1.0),
+        "top_p_min": (0.0, 1.0),
+        "top_p_reset_ids": (0, limits.vocab_size - 1),
     }
     for name, (least, greatest) in ranges.items():
         value = getattr(config, name)
         if value is not None:
             _check_range(name, value, least, greatest)
-    if config.top_p == 0:
-        raise InvalidRequest("top_p is 0, allowed is more than 0 to 1; leave it out for no limit")
+    for name in ("top_p", "top_p_decay", "top_p_min"):
+        if getattr(config, name) == 0:
+            raise InvalidRequest(f"{name} is 0, allowed is more than 0 to 1; leave it out for no limit")
     if config.logit_bias:
         if len(config.logit_bias) > limits.caps.max_logit_bias:
             raise InvalidRequest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NewType
+from typing import ClassVar, NewType
 
 import msgspec
 from msgspec import Struct
@@ -75,6 +75,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `cache_salt`: KV blocks are shared only between requests of the same salt.
     `priority`: 0 to 1; who waits with a higher one runs first. It moves nobody who runs, or was paused.
     `retention`: how long its KV outlives that of others; None = like all.
+    `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
+    BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Refused by models that take none. KV is shared only between requests with equal extra inputs.
     """
@@ -95,6 +97,9 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     extra_inputs: dict[str, bytes] = {}
     priority: float = 0.5
     retention: RetentionConfig | None = None
+    logits_post_processor: str = ""
+
+    BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
     @property
     def namespace(self) -> str:

@@ -33,6 +33,14 @@ class TopLogProb(Struct, frozen=True, array_like=True):
     log_prob: float
 
 
+class TensorData(Struct, frozen=True):
+    """A tensor that crosses processes: the numbers in C order, little-endian."""
+
+    dtype: str  # float32
+    shape: tuple[int, ...]
+    data: bytes
+
+
 class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     """Times in nanoseconds of the engine's monotonic clock (0 = has not happened); blocks and tokens are counts."""
 
@@ -54,7 +62,8 @@ class Result(Struct, frozen=True, omit_defaults=True):
     """Tokens of one sequence of a request. Streaming: only the new ones of this response. `output_token_ids`: a list per beam.
 
     A request with `num_return_sequences` n > 1 gets responses of n sequences, in any order between sequences; exactly one of
-    them is final: the last one of the sequence that ends last.
+    them is final: the last one of the sequence that ends last. Tensors are float32, and each row comes once: streaming, context
+    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says.
     """
 
     output_token_ids: list[list[int]]
@@ -68,6 +77,10 @@ class Result(Struct, frozen=True, omit_defaults=True):
     decoding_iter: int = 0
     num_prompt_tokens: int = 0  # history + prompt of this turn
     perf_metrics: PerfMetrics | None = None
+    context_logits: TensorData | None = None  # [rows, vocab]: the prompt's last rows, without those whose KV was reused
+    generation_logits: TensorData | None = None  # [1, new tokens, vocab]
+    additional_outputs: dict[str, TensorData] | None = None  # name -> [1, new tokens, width]
+    additional_context_outputs: dict[str, TensorData] | None = None  # name -> [rows, width], like context_logits
     history_token_ids: list[int] | None = None  # of the session before this turn; in the first response, if asked for
 
 

@@ -9,9 +9,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Sampling controls of one request.
 
     Decoding is greedy unless at least one of `temperature`, `top_k`, `top_p`, `min_p` asks for sampling; `temperature` 0 and
-    `top_k` 1 are greedy too. Order of application: bad words, logit bias and min_tokens on the logits; repetition, presence
-    and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per token, drawn from
-    (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
+    `top_k` 1 are greedy too. Order of application: bad words, repeated n-grams, logit bias and min_tokens on the logits;
+    repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per
+    token, drawn from (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
 
     `num_return_sequences` n without beams: n sequences, each with a random stream of its own, derived from (seed, index); that
     of the first is the seed's own.
@@ -39,11 +39,19 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     length_penalty: float | None = None  # of beams; unset = 0
     early_stopping: int | None = None  # of beams: 1 (as when unset), 0, or another number
     beam_search_diversity_rate: float | None = None  # of beams; unset = 0
+    no_repeat_ngram_size: int | None = None  # >= 0; 0 = off; no run of so many tokens occurs twice in prompt and output
+    top_p_decay: float | None = None  # (0, 1]; after each output token top_p is multiplied by it ...
+    top_p_min: float | None = None  # (0, 1]; ... and falls no lower than this; unset = 1e-6
+    top_p_reset_ids: int | None = None  # a token id; behind it top_p is what it was at first
 
     @property
     def is_greedy(self) -> bool:
         asked = (self.temperature, self.top_k, self.top_p, self.min_p)
         return all(value is None for value in asked) or self.temperature == 0 or self.top_k == 1
+
+    @property
+    def decays_top_p(self) -> bool:
+        return any(value is not None for value in (self.top_p_decay, self.top_p_min, self.top_p_reset_ids))
 
     @property
     def has_penalties(self) -> bool:
@@ -54,6 +62,13 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
 
 
+class AdditionalOutput(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tensor of the model that comes back with the tokens."""
+
+    name: str  # one of model.additional_outputs
+    gather_context: bool = False  # for the prompt's positions too
+
+
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the Result holds; everything not asked for is None."""
 
@@ -61,4 +76,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     top_log_probs: int = 0  # besides, the k most likely tokens of each position
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
+    return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits
+    return_generation_logits: bool = False  # logits that output tokens came from; needs model.gather_generation_logits
+    additional_outputs: tuple[AdditionalOutput, ...] = ()
     return_history: bool = False  # turns of sessions: the token ids before this turn, once, with its first response

@@ -13,6 +13,7 @@ While steps are in flight, their outcome counts as there: n then includes the to
 (num_inflight_samples), and c the KV that they will write.
 
 Who writes what:
+    gathered                       engine.gathered adds what a step brings, engine.publish takes it
     token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
     num_inflight_tokens, num_inflight_samples      Scheduler.commit adds those of a step, engine.update takes them off again
@@ -31,6 +32,7 @@ from typing import ClassVar, NamedTuple, cast
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
+from backend.core.gathered import Gathered
 from backend.core.group import BeamGroup, SequenceGroup
 from backend.core.step import SampledToken, SequenceId, SlotId
 
@@ -128,6 +130,7 @@ class Sequence:
     num_pauses: int
     num_new_blocks: int
     num_reused_blocks: int
+    gathered: Gathered | None  # tensors for the client
     _random_state_before: tuple[int, int]  # for undo_turn
 
     def __init__(
@@ -184,6 +187,7 @@ class Sequence:
         self.num_pauses = 0
         self.num_new_blocks = 0
         self.num_reused_blocks = 0
+        self.gathered = Gathered.of(request, self.num_history_tokens, self.num_prompt_tokens)
 
     def __repr__(self) -> str:
         return (
@@ -252,7 +256,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids = cast("list[int]", array("i", self.token_ids))
         self.request = _NO_REQUEST
-        self.log_probs, self.top_log_probs = [], []
+        self.log_probs, self.top_log_probs, self.gathered = [], [], None
 
     def undo_turn(self) -> None:
         """Undo the turn: its prompt and output leave the log, and the random stream goes back to where the turn began."""

@@ -26,6 +26,14 @@ SlotId = NewType("SlotId", int)  # row of the persistent batch
 BlockId = NewType("BlockId", int)  # index into the KV pool
 
 
+class Gather(Struct, frozen=True):
+    """A tensor that a sequence's client wants."""
+
+    name: str  # "logits", or another output that the model marks
+    context_from: int | None  # first position of the prompt whose row is wanted; None = no such rows
+    generation: bool  # the row behind each sampled token is wanted
+
+
 class NewRow(Struct, frozen=True):
     """Everything a worker must know of a sequence that takes a slot. Replaces whatever the slot held before."""
 
@@ -43,6 +51,10 @@ class NewRow(Struct, frozen=True):
     top_log_probs: int = 0
     cache_namespace: str = ""
     extra_inputs: dict[str, bytes] = {}  # besides tokens, for models that take them
+    gather: list[Gather] = []
+    post_processor: str = ""  # name of a callable that changes the logits; it is told the next two
+    request_id: int = 0
+    client_id: int | None = None
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):
@@ -74,11 +86,24 @@ class SampledToken(Struct, frozen=True, array_like=True, gc=False):
     top_log_probs: list[tuple[int, float]] = []
 
 
+class GatheredRows(Struct, frozen=True, array_like=True, gc=False):
+    """Rows of a tensor that one row of a step has computed."""
+
+    row: int  # index into StepInput.rows
+    name: str
+    is_context: bool
+    position: int  # of the first one
+    num_rows: int
+    data: bytes  # float32 [num_rows, width]
+
+
 class StepOutput(Struct, frozen=True):
-    """One entry for each row with `samples`, in row order."""
+    """`sampled` has one entry for each row with `samples`, in row order, those in `failed` included."""
 
     step_id: int
     sampled: list[SampledToken]
+    gathered: list[GatheredRows] = []
+    failed: list[tuple[int, str]] = []  # (index of the row, sentence for its client): rows that failed alone
 
 
 class ModelInfo(Struct, frozen=True):
@@ -94,6 +119,11 @@ class ModelInfo(Struct, frozen=True):
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
+    context_logits: bool = False  # whether requests may ask for them
+    generation_logits: bool = False
+    additional_outputs: tuple[str, ...] = ()  # names of what requests may ask for besides
+    output_widths: dict[str, int] = {}  # numbers in a row of each of these tensors, and of "logits"
+    post_processors: tuple[str, ...] = ()  # names of the callables that requests may have their logits changed by
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 

@@ -25,10 +25,10 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats, Recor
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import beam_step, groups, publish, update
+from backend.engine import beam_step, gathered, groups, publish, update
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.deadlines import Deadlines
-from backend.engine.flight import Flight, check_samples
+from backend.engine.flight import Flight, WorkerFailure, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
@@ -39,10 +39,6 @@ from backend.kvcache.sizing import num_pool_blocks
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
-
-
-class WorkerFailure(EverbatchError):
-    """A step could not be executed; it ends the requests that took part in it."""
 
 
 class EngineCore:
@@ -255,6 +251,9 @@ class EngineCore:
     def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
         """Book what a step did: counters, tokens, KV. Returns the sequences with news, in row order, and whether they end."""
         plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
+        if output.gathered or output.failed:
+            for seq, error in gathered.book(flight, output):
+                self._fail(seq, error)
         self.statistics.iteration = flight.step.step_id
         counters = self.counters
         news: list[tuple[Sequence, FinishReason]] = []

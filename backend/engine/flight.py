@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from backend.api.errors import EverbatchError
 from backend.api.stats import IterationStats
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
@@ -33,6 +34,10 @@ def check_samples(step: StepInput, output: StepOutput) -> None:
     expected = [row.slot for row in step.rows if row.samples]
     if [sample.slot for sample in output.sampled] != expected:
         raise RuntimeError(f"the workers answered for slots {[s.slot for s in output.sampled]}, expected {expected}")
+
+
+class WorkerFailure(EverbatchError):
+    """A step could not be executed; it ends the requests that took part in it."""
 
 
 class StepRecord(NamedTuple):

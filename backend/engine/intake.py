@@ -12,9 +12,11 @@ from backend.api.config import LimitsConfig, max_beam_width
 from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
 from backend.api.request import Request, RequestId
+from backend.core.gathered import wanted
 from backend.core.sequence import BeamSequence, Event, Sequence, SessionKey
 from backend.core.step import ModelInfo, SequenceId
 from backend.engine.beams import make_beams
+from backend.engine.gathered import promise
 from backend.engine.groups import make_sequences
 from backend.engine.sessions import SessionTable
 from backend.kvcache.manager import KVCacheManager
@@ -36,6 +38,11 @@ class Intake:
             limits,
             model.takes_extra_inputs,
             max_beam_width(scheduler.config),
+            model.context_logits,
+            model.generation_logits,
+            model.additional_outputs,
+            model.post_processors,
+            scheduler.is_static,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
@@ -49,15 +56,18 @@ class Intake:
         self._check_queue(request, count)
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
+            promised = self._promise(request, len(request.input_token_ids), max_output, count)
             if beam_width > 1:
                 sequences = make_beams(lambda: self._make_beam(request_id, request, now_ns), request)
             else:
                 sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)
         else:
-            seq, max_output = self._accept_turn(request_id, request, now_ns)
+            seq, max_output, promised = self._accept_turn(request_id, request, now_ns)
             sequences = [seq]
         timeout_s = request.timeout_s or self._caps.default_timeout_s
         for seq in sequences:
+            if seq.gathered is not None:
+                seq.gathered.num_promised_bytes = promised
             seq.max_output_tokens = max_output
             seq.deadline_ns = now_ns + int(timeout_s * 1e9)
             self._scheduler.add(seq)
@@ -69,7 +79,7 @@ class Intake:
     def _make_beam(self, request_id: RequestId, request: Request, now_ns: int) -> BeamSequence:
         return BeamSequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
 
-    def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int]:
+    def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int, int]:
         session = request.session
         assert session is not None  # the caller has looked
         key = SessionKey(request.cache_salt, session.id)
@@ -78,18 +88,26 @@ class Intake:
         known = self._sessions.check_turn(request)
         keep, new_ids = _kept_history(known, request)
         max_output = self._check_room(request, keep, len(new_ids))
+        promised = self._promise(request, len(new_ids), max_output)
         self.sessions_this_poll.add(key)
         if known is None:
             seq = self._make(request_id, request, now_ns)
             self._sessions.put(key, seq, now_ns)
-            return seq, max_output
+            return seq, max_output, promised
         if keep < known.num_tokens:
             self._kv.truncate(known, keep)
             known.truncate(keep)
         known.begin_turn(request_id, request, new_ids, next(self._next_arrival), now_ns)
         known.apply(Event.RETURN)
         self._sessions.touch(key, now_ns)
-        return known, max_output
+        return known, max_output, promised
+
+    def _promise(self, request: Request, num_new: int, max_output: int, count: int = 1) -> int:
+        """Bytes of the tensors that a request asks for, of each of its sequences. Raises when there is no room for them."""
+        if not wanted(request):
+            return 0
+        live = (*self._scheduler.waiting, *self._scheduler.running)
+        return promise(request, self._model.output_widths, num_new, max_output, live, self._caps, count)
 
     def _check_queue(self, request: Request, count: int) -> None:
         """`count`: sequences of the request, each of which takes a place, and the room of its prompt."""

@@ -28,7 +28,8 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         history = seq.token_ids[: seq.num_history_tokens]
     seq.num_published_tokens = len(seq.token_ids)
     is_over = seq.finish_reason is not FinishReason.NOT_FINISHED
-    if not (is_over or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
+    tensors = {} if seq.gathered is None else seq.gathered.take(request)
+    if not (is_over or tensors or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
         result = Result(
             [tokens],
             sequence_index=seq.sequence_index,
@@ -51,6 +52,7 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         num_prompt_tokens=seq.num_prompt_tokens,
         perf_metrics=perf_metrics(seq) if output.return_perf_metrics else None,
         history_token_ids=history,
+        **tensors,
     )
     return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_over else None)
 

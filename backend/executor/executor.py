@@ -81,27 +81,48 @@ class Executor:
         return cls(InProcessTransport(EngineCore(config, workers), model_path))
 
     @classmethod
-    def from_directory(cls, model_path: str | Path, config: EngineConfig | None = None) -> Executor:
+    def from_directory(
+        cls,
+        model_path: str | Path,
+        config: EngineConfig | None = None,
+        logits_post_processors: Mapping[str, Callable[..., Any]] | None = None,
+        batched_logits_post_processor: Callable[..., Any] | None = None,
+    ) -> Executor:
         """Run an engine in this process with the checkpoint in a directory.
 
-        Raises ConfigError, which says `File does not exist` when there is none.
+        `logits_post_processors`: by the names that requests give, see worker/post_processors.py. Raises ConfigError, which
+        says `File does not exist` when there is no such directory.
         """
         from backend.worker.group import InProcessWorkerGroup
+        from backend.worker.post_processors import PostProcessors
 
         config = config or EngineConfig()
+        processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
-        workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache)
+        workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors)
         return cls.in_process(config, workers, str(workers.model_path))
 
     @classmethod
-    def from_buffers(cls, tensors: Mapping[str, Any], json_config: str, config: EngineConfig | None = None) -> Executor:
-        """Run an engine in this process with tensors in memory, by their names in a checkpoint, and the text of config.json."""
-        from backend.worker.group import InProcessWorkerGroup
+    def from_buffers(
+        cls,
+        tensors: Mapping[str, Any],
+        json_config: str,
+        config: EngineConfig | None = None,
+        logits_post_processors: Mapping[str, Callable[..., Any]] | None = None,
+        batched_logits_post_processor: Callable[..., Any] | None = None,
+    ) -> Executor:
+        """Run an engine in this process with tensors in memory, by their names in a checkpoint, and the text of config.json.
 
+        `logits_post_processors`: like those of `from_directory`.
+        """
+        from backend.worker.group import InProcessWorkerGroup
+        from backend.worker.post_processors import PostProcessors
+
+        processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         config = config or EngineConfig()
         workers = InProcessWorkerGroup.from_buffers(
-            tensors, json_config, config.model, config.scheduler, config.kv_cache
+            tensors, json_config, config.model, config.scheduler, config.kv_cache, processors
         )
         return cls.in_process(config, workers)
 

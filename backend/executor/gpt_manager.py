@@ -14,8 +14,12 @@ The caller chooses the ids: any unsigned 64-bit number that is not in use by a l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import msgspec
+
+from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
@@ -25,6 +29,19 @@ GetRequests = Callable[[int], Iterable[tuple[int, Request]]]
 SendResponse = Callable[[int, Response | None, bool, str], None]
 PollStopSignals = Callable[[], Iterable[int]]
 ReturnStats = Callable[[EngineStats], None]
+
+
+def load_engine(
+    model_path: str, config: EngineConfig, logits_post_processors: Mapping[str, Callable[..., Any]] | None = None
+) -> EngineCore:
+    """An engine for a GptManager, with the checkpoint in a directory. Raises ConfigError when there is none."""
+    from backend.worker.group import InProcessWorkerGroup
+    from backend.worker.post_processors import PostProcessors
+
+    model = msgspec.structs.replace(config.model, path=model_path)
+    config = msgspec.structs.replace(config, model=model)
+    processors = PostProcessors(logits_post_processors)
+    return EngineCore(config, InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors))
 
 
 class GptManager:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ class LayerWeights:
     mlp: MlpWeights
 
 
+class MarkedOutput(NamedTuple):
+    """A tensor that the model marks as one that requests may ask for."""
+
+    width: int
+    compute: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # normed hidden states [rows, hidden], logits [rows, vocab] -> [rows, width]
+
+
 @dataclass(slots=True)
 class Llama:
     config: ModelConfig
@@ -39,6 +49,13 @@ class Llama:
     lm_head: Linear  # [vocab, hidden]
     cos: Tensor  # float32 [max_seq_len, head_dim / 2]
     sin: Tensor
+    outputs: dict[str, MarkedOutput] = field(init=False)  # by name
+
+    def __post_init__(self) -> None:
+        self.outputs = {
+            "hidden_states": MarkedOutput(self.config.hidden_size, lambda hidden, logits: hidden),
+            "logits": MarkedOutput(self.config.vocab_size, lambda hidden, logits: logits),
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,8 +93,14 @@ class Llama:
         return x if delta is None else x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that sample."""
+        """hidden [num_rows, hidden] -> [num_rows, vocab] in the model's dtype. Give it only the rows that are wanted."""
         return self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps))
+
+    def logits_and(self, names: Sequence[str], hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Like `logits`, with the marked outputs of these names, each [num_rows, width]."""
+        normed = rms_norm(hidden, self.norm, self.config.norm_eps)
+        logits = self.lm_head(normed)
+        return logits, {name: self.outputs[name].compute(normed, logits) for name in names}
 
 
 def build_llama(

@@ -109,7 +109,8 @@ class DeviceChoice:
             ]
             rows = numbers[Number.SLOT], numbers[Number.NUM_PROMPT], numbers[Number.KNOWN]
             penalties = Penalties(token_ids, *rows, *factors)
-        tokens = choose_tokens(changed, _rows(numbers), penalties)
+        parameters = _decayed(_rows(numbers), options, slots, token_ids, num_tokens)
+        tokens = choose_tokens(changed, parameters, penalties)
         if not asking:
             return Chosen(tokens, None)
         where = place(np.array(asking), self._device)
@@ -154,3 +155,16 @@ def _rows(numbers: Tensor) -> Rows:
         numbers[Number.SEED],
         numbers[Number.COUNTER],
     )
+
+
+def _decayed(
+    rows: Rows, options: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]
+) -> Rows:
+    """The same parameters, with top_p brought up to date where it decays. Nothing waits for the device."""
+    changing = [i for i, row in enumerate(options) if row.decay is not None]
+    if not changing:
+        return rows
+    top_p = rows.top_p.clone()
+    for i in changing:
+        top_p[i] = options[i].top_p_after(token_ids[slots[i], : num_tokens[i]])
+    return rows._replace(top_p=top_p)

@@ -80,6 +80,8 @@ class Sampler:
             )
         if not slots:
             return []
+        if any(needed):
+            self._slots.decay_top_p(slots, token_ids, num_tokens)
         if greedy is None:
             assert logits is not None  # checked above
             return self._choice.choose(logits, list(range(len(slots))), slots, token_ids, num_tokens)

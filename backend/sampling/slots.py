@@ -8,21 +8,34 @@ The random counter of the next token is num_sampled_before + outputs so far = co
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
-from backend.core.step import NewRow
+from backend.core.step import NewRow, SlotId
 from kernels.common.transfer import place
 from kernels.cpu.sampling import FloatColumn, IntColumn, Mode
+from kernels.sampling import decayed_top_p
 
 MIN_TEMPERATURE = 1.2e-38  # smallest normal float32; lower temperatures leave only the most likely tokens anyway
+DEFAULT_TOP_P_MIN = 1e-6
 UNKNOWN = -1  # `plain_from` of a slot without a row
 NEVER = (
     1 << 62
 )  # more known tokens than any row reaches; stands for "never" in `plain_from`, for "always" in `special_until`
+
+
+class TopPDecay(NamedTuple):
+    """How top_p changes with the output; see kernels.sampling.decayed_top_p."""
+
+    top_p: float  # at first
+    decay: float
+    least: float
+    reset_id: int  # -1 = none
 
 
 class SlotOptions(Struct, frozen=True):
@@ -37,6 +50,8 @@ class SlotOptions(Struct, frozen=True):
     end_ids: Tensor | None = None  # [ends] int64
     bias: tuple[Tensor, Tensor] | None = None  # ids [entries] int64, values [entries] float32
     words: tuple[Tensor, Tensor] | None = None  # bad words [words, width] int64 aligned to the right, lengths [words]
+    ngram: int = 0  # no run of so many tokens may occur twice; 0 = off
+    decay: TopPDecay | None = None
     return_log_probs: bool = False
     top_log_probs: int = 0
 
@@ -44,10 +59,15 @@ class SlotOptions(Struct, frozen=True):
     def wants_log_probs(self) -> bool:
         return self.return_log_probs or self.top_log_probs > 0
 
+    def top_p_after(self, tokens: Tensor) -> Tensor:
+        """top_p behind all known tokens [known] int64, as a float64 scalar. The row's top_p must decay."""
+        assert self.decay is not None  # the caller has looked
+        return decayed_top_p(tokens[self.num_prompt_tokens :], *self.decay)
+
     @property
     def special_until(self) -> int:
         """The row needs Kind.SPECIAL (changed logits, or log-probabilities) while it has fewer known tokens than this."""
-        if self.has_penalties or self.bias or self.words or self.wants_log_probs:
+        if self.has_penalties or self.bias or self.words or self.ngram or self.decay or self.wants_log_probs:
             return NEVER
         return 0 if self.end_ids is None else self.num_prompt_tokens + self.min_tokens
 
@@ -87,7 +107,7 @@ class SlotParameters:
         min_p = _value(config.min_p, 0.0)
         options = SlotOptions(
             is_greedy=config.is_greedy,
-            is_filtered=top_k < self.vocab_size or top_p < 1.0 or min_p > 0.0,
+            is_filtered=top_k < self.vocab_size or top_p < 1.0 or min_p > 0.0 or config.decays_top_p,
             has_penalties=config.has_penalties,
             top_k=top_k,
             num_prompt_tokens=row.num_prompt_tokens,
@@ -95,6 +115,8 @@ class SlotParameters:
             end_ids=self._ids(row.end_ids) if row.end_ids and config.min_tokens else None,
             bias=self._bias(config.logit_bias) if config.logit_bias else None,
             words=self._words(row.bad_words) if any(row.bad_words) else None,
+            ngram=config.no_repeat_ngram_size or 0,
+            decay=_decay(config, top_p) if config.decays_top_p and not config.is_greedy else None,
             return_log_probs=row.return_log_probs,
             top_log_probs=min(row.top_log_probs, self.vocab_size),
         )
@@ -109,6 +131,12 @@ class SlotParameters:
         self.special_until[row.slot] = options.special_until
         self.is_greedy[row.slot] = options.is_greedy
         self.log_prob_widths[row.slot] = options.top_log_probs if options.wants_log_probs else -1
+
+    def decay_top_p(self, slots: list[SlotId], token_ids: Tensor, num_tokens: list[int]) -> None:
+        """Bring `floats` up to date for the next token of each slot. token_ids [num_slots, max_seq_len] is only read."""
+        for slot, known in zip(slots, num_tokens):
+            if self.options[slot].decay is not None:
+                self.floats[slot, FloatColumn.TOP_P] = self.options[slot].top_p_after(token_ids[slot, :known])
 
     def _ids(self, ids: tuple[int, ...] | list[int] | list[list[int]]) -> Tensor:
         return place(np.array(ids, dtype=np.int64), self.device)
@@ -125,6 +153,12 @@ class SlotParameters:
 
 def _value(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _decay(config: SamplingConfig, top_p: float) -> TopPDecay:
+    least = _value(config.top_p_min, DEFAULT_TOP_P_MIN)
+    reset_id = -1 if config.top_p_reset_ids is None else config.top_p_reset_ids
+    return TopPDecay(top_p, _value(config.top_p_decay, 1.0), least, reset_id)
 
 
 def _penalties(config: SamplingConfig) -> tuple[float, float, float]:
@@ -154,6 +188,7 @@ def _lists(options: SlotOptions) -> list[int]:
         *(_size(bias_ids), _address(bias_ids), _address(bias_values)),
         *(_size(lengths), 0 if words is None else words.shape[1], _address(words), _address(lengths)),
         options.top_log_probs,
+        options.ngram,
     ]
 
 

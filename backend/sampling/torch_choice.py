@@ -126,7 +126,9 @@ class TorchChoice:
 def add_sparse(
     logits: Tensor, rows: list[SlotOptions], slots: list[SlotId], token_ids: Tensor, num_tokens: list[int], is_own: bool
 ) -> Tensor:
-    """Add the logit bias, and -inf for bad words and for end ids before min_tokens. Each logit gets at most one finite term.
+    """Add the logit bias, and -inf for bad words, repeated n-grams and end ids before min_tokens.
+
+    Each logit gets at most one finite term that is not 0.
 
     logits float32 [rows, vocab] are changed in place if `is_own`, else copied before the first change.
     """
@@ -142,6 +144,8 @@ def add_sparse(
             parts.append((row.end_ids, torch.full(row.end_ids.shape, -torch.inf, device=device)))
         if row.words is not None:
             parts.append(_bad_words(*row.words, token_ids[slot], known))
+        if 0 < row.ngram <= known:
+            parts.append(_repeats(token_ids[slot, :known], row.ngram))
         for part_ids, part_values in parts:
             where += [i] * len(part_ids)
             ids.append(part_ids)
@@ -157,3 +161,9 @@ def _bad_words(words: Tensor, lengths: Tensor, tokens: Tensor, known: int) -> tu
     count = torch.full((1,), known, device=tokens.device).expand(len(words))
     hit = kernel.tail_matches(tokens.expand(len(words), -1), count, words, lengths)
     return words[:, -1], torch.zeros(len(words), device=tokens.device).masked_fill_(hit, -torch.inf)
+
+
+def _repeats(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the last token of each run of `size` known tokens, and -inf if another one would repeat that run, else 0."""
+    ids, hit = kernel.repeated(tokens, size)
+    return ids, torch.zeros(len(ids), device=tokens.device).masked_fill_(hit, -torch.inf)

@@ -307,6 +307,10 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         top_log_probs=request.output_config.top_log_probs,
         cache_namespace=seq.namespace,
         extra_inputs=request.extra_inputs,
+        gather=[] if seq.gathered is None else seq.gathered.asked(),
+        post_processor=request.logits_post_processor,
+        request_id=seq.request_id,
+        client_id=request.client_id,
     )
 
 

@@ -24,9 +24,7 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
     "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
     "peft_cache_config": ((None,), "LoRA is not served; merge the adapter into the weights"),
-    "logits_post_processor_config": ((None,), "logits post-processors are not served; leave it out"),
     "guided_decoding_config": ((None,), "guided decoding is not served; leave it out"),
-    "additional_model_outputs": ((None, []), "additional outputs are not served; leave it out"),
     "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
     "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
     "use_gpu_direct_storage": ((False,), "leave it out"),
@@ -88,6 +86,10 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "kv_cache.max_attention_window": _window,
     # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
     "kv_cache.sharing": lambda config: "all",
+    # Nothing is kept of them unless a request asks.
+    "model.gather_context_logits": lambda config: True,
+    "model.gather_generation_logits": lambda config: True,
+    "model.additional_outputs": lambda config: tuple(each.name for each in config.additional_model_outputs or ()),
     "model.cuda_graphs": lambda config: config.extended_runtime_perf_knob_config.cuda_graph_mode or None,
     "limits.max_queue_size": _unless_unset("max_queue_size", _ANY_NUMBER),
     "limits.max_queued_tokens": lambda config: _ANY_NUMBER,
@@ -144,6 +146,10 @@ def _check_served(config: ExecutorConfig) -> None:
         value = _at(config, path)
         if value is not None and value not in served:
             raise _refusal(path, value, remedy)
+    if config.batching_type is BatchingType.STATIC and config.logits_post_processor_config is not None:
+        raise _refusal(
+            "logits_post_processor_config", "given", "they do not run with BatchingType.STATIC; use INFLIGHT"
+        )
     decoding = config.decoding_config
     if decoding is not None and decoding.decoding_mode is not None:
         if decoding.decoding_mode.name not in _DECODING_MODES:

@@ -18,6 +18,7 @@ from typing import Any, overload
 import msgspec
 
 from backend.api import EngineConfig, EverbatchError
+from backend.api import Response as Answer
 from backend.api.request import RequestId
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
@@ -28,6 +29,7 @@ from backend.trtllm.engine_config import engine_config, runs_in_own_process
 from backend.trtllm.enums import ModelType
 from backend.trtllm.kinds import PATH, STR, UINT64, Kind, list_of, of, optional
 from backend.trtllm.kv_cache import KVCacheEvent, KVCacheEventManager
+from backend.trtllm.processors import OwnProcessors, import_path, named
 from backend.trtllm.record import Record, field, shown
 from backend.trtllm.request import Request
 from backend.trtllm.results import Response
@@ -116,8 +118,9 @@ class Executor:
         if isinstance(given, FromTwoDirectories | FromTwoBuffers) or given.model_type is not ModelType.DECODER_ONLY:
             raise RuntimeError(f"model_type is {given.model_type}: only ModelType.DECODER_ONLY is served")
         self._config: ExecutorConfig = given.executor_config.copied()
+        self._own_processors = OwnProcessors()
         with _runtime_errors():
-            self._core, directory = _started(given, engine_config(given.executor_config))
+            self._core, directory = _started(given, engine_config(given.executor_config), self._own_processors)
         # Also when this object is let go of, or the program ends.
         self._close = weakref.finalize(self, _shut_down, self._core, directory)
         with _runtime_errors():
@@ -153,7 +156,12 @@ class Executor:
                 converted = to_core(request, self._model.vocab_size, self._config.max_beam_width)
             except EverbatchError as error:
                 return self._core.enqueue_refusal(error, request.client_id)
-            return self._core.enqueue_request(converted)
+            if request.logits_post_processor is None:
+                return self._core.enqueue_request(converted)
+            with self._own_processors.adding:
+                request_id = self._core.enqueue_request(converted)
+                self._own_processors.add(request_id, request.logits_post_processor)
+            return request_id
 
     def enqueue_requests(self, requests: list[Request]) -> list[int]:
         """Send several requests, and return their ids in the same order."""
@@ -177,8 +185,13 @@ class Executor:
         with _runtime_errors():
             answers = self._core.await_responses(which, timeout)
         if isinstance(which, list):
-            return [[from_core.response(answer) for answer in each] for each in answers]  # type: ignore[union-attr]
-        return [from_core.response(answer) for answer in answers]  # type: ignore[arg-type]
+            return [[self._told(answer) for answer in each] for each in answers]  # type: ignore[union-attr]
+        return [self._told(answer) for answer in answers]  # type: ignore[arg-type]
+
+    def _told(self, answer: Answer) -> Response:
+        if answer.is_final:
+            self._own_processors.forget(answer.request_id)
+        return from_core.response(answer)
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
         """How many responses wait to be fetched, of one request or of all (None)."""
@@ -257,19 +270,26 @@ def _chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _started(given: FromDirectory | FromBuffers, config: EngineConfig) -> tuple[Core, str]:
+def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnProcessors) -> tuple[Core, str]:
     """The core's Executor, and the directory of its socket if the engine is a process of its own."""
     parallel = given.executor_config.parallel_config
     own_process = runs_in_own_process(parallel)
+    processors = given.executor_config.logits_post_processor_config
+    by_name, batched = named(processors, own), None if processors is None else processors.processor_batched
     if parallel is not None and parallel.device_ids:
         config = _on_device(config, parallel.device_ids[0])
     if isinstance(given, FromBuffers):
         if own_process:
             raise RuntimeError("an engine process reads a directory; give a model_path, or CommunicationMode.LEADER")
-        return Core.from_buffers(_tensors(given), given.json_config_str, config), ""
+        return Core.from_buffers(_tensors(given), given.json_config_str, config, by_name, batched), ""
     if not own_process:
-        return Core.from_directory(given.model_path, config), ""
-    model = msgspec.structs.replace(config.model, path=given.model_path)
+        return Core.from_directory(given.model_path, config, by_name, batched), ""
+    model = msgspec.structs.replace(
+        config.model,
+        path=given.model_path,
+        logits_post_processors={name: import_path(name, each) for name, each in by_name.items() if each is not own},
+        batched_logits_post_processor=None if batched is None else import_path("batched", batched),
+    )
     directory = tempfile.mkdtemp(prefix="everbatch-")
     try:
         return Core.launch(msgspec.structs.replace(config, model=model), f"{directory}/engine.sock"), directory

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from backend.api import ConfigError, EngineConfig, EverbatchError, InvalidRequest, Request, Response, Result
+from backend.api.response import TensorData
 from backend.api.stats import EngineStats, IterationStats
-from backend.engine.core import EngineCore
 from backend.executor.gpt_manager import GptManager as Core
+from backend.executor.gpt_manager import load_engine
+from backend.trtllm import from_core
 from backend.trtllm import tensor_names as names
 from backend.trtllm.configs import ExecutorConfig, KvCacheConfig, ParallelConfig
 from backend.trtllm.engine_config import BASE, engine_config, runs_in_own_process
 from backend.trtllm.gpt_configs import SEED_TIMESTAMP, TrtGptModelOptionalParams, TrtGptModelType
 from backend.trtllm.inference_request import InferenceRequest, NamedTensor, to_request
 from backend.trtllm.memory_counters import MemoryCounters
+from backend.trtllm.processors import OF_REQUEST, OwnProcessors
 from backend.trtllm.to_core import to_core
 
 GetInferenceRequests = Callable[[int], Iterable[InferenceRequest]]
@@ -73,9 +76,14 @@ class GptManager:
         self._get_requests, self._send_response = get_inference_requests_cb, send_response_cb
         self._terminate_req_id = terminate_req_id
         self._params = params
+        self._processors = OwnProcessors()
         self._asked: dict[int, _Asked] = {}
         self._ended = False
-        self._engine = _engine(str(trt_engine_path), _engine_config(model_type, params))
+        try:
+            config = _engine_config(model_type, params)
+            self._engine = load_engine(str(trt_engine_path), config, {OF_REQUEST: self._processors})
+        except ConfigError as error:
+            raise RuntimeError(str(error)) from error
         self._num_bytes = self._engine.max_kv_tokens * self._engine.model.kv_bytes_per_token
         MemoryCounters.instance().add_gpu(self._num_bytes)
         stats_format = params.stats_timestamp_format
@@ -133,6 +141,8 @@ class GptManager:
         output.return_context_logits &= params.gather_context_logits
         output.return_generation_logits &= params.gather_generation_logits
         request = to_core(asked, self._engine.model.vocab_size, params.max_beam_width)
+        if given.logits_post_processor is not None:
+            self._processors.add(given.request_id, given.logits_post_processor)
         self._asked[given.request_id] = _Asked(
             len(request.input_token_ids),
             len(request.input_token_ids),
@@ -148,7 +158,9 @@ class GptManager:
         if response is not None:
             tensors = _tensors(response.result, asked)
             asked = asked._replace(num_known=asked.num_known + len(response.result.output_token_ids[0]))
-        if not is_final:
+        if is_final:
+            self._processors.forget(request_id)
+        else:
             self._asked[request_id] = asked
         self._send_response(request_id, tensors, is_final, error)
 
@@ -183,16 +195,6 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
     return msgspec.structs.replace(converted, scheduler=scheduler)
 
 
-def _engine(path: str, config: EngineConfig) -> EngineCore:
-    from backend.worker.group import InProcessWorkerGroup
-
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
-    try:
-        return EngineCore(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
-    except ConfigError as error:
-        raise RuntimeError(str(error)) from error
-
-
 def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
     """Tensors on the CPU, in the shapes that the page on the batch manager gives them.
 
@@ -208,14 +210,22 @@ def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
     tensors = {
         names.OUTPUT_IDS: torch.tensor([padded], dtype=torch.int32),
         names.SEQUENCE_LENGTH: torch.tensor([[num_known]], dtype=torch.int32),
-        names.CONTEXT_LOGITS: torch.zeros(1, 1, 1),
-        names.GENERATION_LOGITS: torch.zeros(1, 1, 1, 1),
+        names.CONTEXT_LOGITS: _or_dummy(result.context_logits, 3),
+        names.GENERATION_LOGITS: _or_dummy(result.generation_logits, 4),
     }
     if result.log_probs is not None:
         tensors[names.OUTPUT_LOG_PROBS] = torch.tensor([result.log_probs])
     if result.cum_log_probs is not None:
         tensors[names.CUM_LOG_PROBS] = torch.tensor([result.cum_log_probs])
     return [NamedTensor(name, tensor) for name, tensor in tensors.items()]
+
+
+def _or_dummy(given: TensorData | None, num_dimensions: int) -> Any:
+    """The tensor behind a dimension of its own for the request, or one zero."""
+    import torch
+
+    tensor = from_core.tensor(given)
+    return torch.zeros([1] * num_dimensions) if tensor is None else tensor[None]
 
 
 def stats_json(

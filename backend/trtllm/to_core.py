@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.trtllm import request as theirs
+from backend.trtllm import request_configs as configs
 from backend.trtllm.enums import KvCacheTransferMode, RequestType
+from backend.trtllm.processors import OF_REQUEST
 from backend.trtllm.request_configs import KvCacheRetentionConfig
 
 # Attributes of one name and meaning on both sides.
@@ -25,8 +27,18 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "min_tokens",
+    "no_repeat_ngram_size",
+    "top_p_decay",
+    "top_p_min",
+    "top_p_reset_ids",
 )
-_OUTPUT = ("return_log_probs", "exclude_input_from_output", "return_perf_metrics")
+_OUTPUT = (
+    "return_log_probs",
+    "exclude_input_from_output",
+    "return_perf_metrics",
+    "return_context_logits",
+    "return_generation_logits",
+)
 
 # Attribute -> the values that ask for nothing. Any other is refused. `pad_id` means nothing: outputs are not padded.
 _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
@@ -38,8 +50,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "mrope_config": (None,),
     "lora_config": (None,),
     "lookahead_config": (None,),
-    "logits_post_processor_name": (None,),
-    "logits_post_processor": (None,),
     "encoder_input_token_ids": (None,),
     "encoder_input_features": (None,),
     "encoder_output_length": (None,),
@@ -51,22 +61,13 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "language_adapter_uid": (None,),
 }
 _REFUSED_OF_OUTPUT: dict[str, tuple[Any, ...]] = {
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
     "return_encoder_output": (False,),
-    "additional_model_outputs": (None, []),
-}
-# `top_p_min` and `top_p_reset_ids` mean nothing while nothing decays; what only beams heed is refused with them, by the core.
-_REFUSED_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_p_decay": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0, 1 << 30),
 }
 
 
 def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Request:
     """The core's request. Raises InvalidRequest (or Unsupported) for what cannot be served."""
     _check(request, _REFUSED_OF_REQUEST, "Request")
-    _check(request.sampling_config, _REFUSED_OF_SAMPLING, "SamplingConfig")
     _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
     if request.guided_decoding_params is not None:
         raise Unsupported("GuidedDecoder is not setup; leave guided_decoding_params out")
@@ -78,7 +79,8 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
     return Request(
         input_token_ids=request.input_token_ids,
         sampling_config=_sampling(request, vocab_size),
-        output_config=OutputConfig(**{name: getattr(request.output_config, name) for name in _OUTPUT}),
+        output_config=_output(request.output_config),
+        logits_post_processor=_processor(request),
         end_ids=() if request.end_id is None or request.end_id < 0 else (request.end_id,),
         stop_words=request.stop_words or [],
         bad_words=request.bad_words or [],
@@ -99,14 +101,33 @@ def _check(record: Any, refused: dict[str, tuple[Any, ...]], owner: str) -> None
 def _sampling(request: theirs.Request, vocab_size: int) -> SamplingConfig:
     """As in TensorRT-LLM a temperature alone does not sample, and a top-p of 0 is none."""
     values = {name: getattr(request.sampling_config, name) for name in _SAMPLING}
-    if not values["top_p"]:
-        values["top_p"] = None
+    for name in ("top_p", "top_p_decay", "top_p_min"):
+        values[name] = values[name] or None
+    if values["top_p_reset_ids"] is not None and values["top_p_reset_ids"] < 0:
+        values["top_p_reset_ids"] = None
     if not (values["top_k"] or values["top_p"] or values["min_p"]):
         values["temperature"] = values["top_k"] = None
     if values["num_return_sequences"] is None and request.num_return_sequences != 1:
         values["num_return_sequences"] = request.num_return_sequences
     bias = None if request.embedding_bias is None else _bias(request.embedding_bias, vocab_size)
     return SamplingConfig(logit_bias=bias, **values)
+
+
+def _output(given: configs.OutputConfig) -> OutputConfig:
+    asked = given.additional_model_outputs or []
+    return OutputConfig(
+        additional_outputs=tuple(AdditionalOutput(each.name, each.gather_context) for each in asked),
+        **{name: getattr(given, name) for name in _OUTPUT},
+    )
+
+
+def _processor(request: theirs.Request) -> str:
+    """The name that the engine knows; empty for none."""
+    if request.logits_post_processor is None:
+        return request.logits_post_processor_name or ""
+    if request.logits_post_processor_name is not None:
+        raise InvalidRequest("logits_post_processor and logits_post_processor_name are both given; leave one out")
+    return OF_REQUEST
 
 
 def _retention(given: KvCacheRetentionConfig) -> RetentionConfig:

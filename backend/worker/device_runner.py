@@ -22,8 +22,9 @@ from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.models.llama import Llama
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
+from backend.worker.extras import Extras, ExtraWork, FetchedRows
 from backend.worker.graphs import Graphs
-from backend.worker.input_batch import InputBatch
+from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import prepare
 from kernels.common.kv_format import PoolLayout
@@ -48,9 +49,12 @@ class QueuedStep(NamedTuple):
 
     step_id: int
     samples: FetchedSamples
+    gathered: FetchedRows | None = None
+    failed: list[tuple[int, str]] | None = None
 
     def wait(self) -> StepOutput:
-        return StepOutput(self.step_id, self.samples.wait())
+        gathered = [] if self.gathered is None else self.gathered.wait()
+        return StepOutput(self.step_id, self.samples.wait(), gathered, self.failed or [])
 
 
 class DeviceRunner:
@@ -62,6 +66,7 @@ class DeviceRunner:
         batch: InputBatch,
         parameters: SlotParameters,
         graphs: Graphs,
+        extras: Extras | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
@@ -73,6 +78,7 @@ class DeviceRunner:
         self._device = model.embedding.device
         self._pad_slot = len(batch.num_tokens) - 1
         self._split = split_for(self._pad_slot, model.config.num_kv_heads)
+        self._extras = extras or Extras()
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
@@ -88,13 +94,27 @@ class DeviceRunner:
             self.storage.grow(step.num_blocks)
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
-        prepare(step, self.storage, self.batch, self._parameters.set_row)
+        prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras)
+        work = self._extras.of_step(step.rows)
+        if work is not None:
+            return self._launch_with_extras(step, work)
         if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
             slots, chosen = self._run_generation(step.rows)
         else:
             slots, chosen = self._run_mixed(step.rows)
         self.batch.count_tokens(slots)
         return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen))
+
+    def _launch_with_extras(self, step: StepInput, work: ExtraWork) -> QueuedStep:
+        """Queue a step with rows that want more than tokens, or have a post-processor; it runs eagerly."""
+        hidden, flat = self._forward(step.rows, work.num_logits)
+        logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
+        gathered = work.gather(logits, outputs)
+        logits = logits[work.sampling_rows].float()
+        failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
+        slots, chosen = self._choose_and_append([row.slot for row in step.rows if row.samples], logits)
+        self.batch.count_tokens(slots)
+        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), gathered, failed)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -181,19 +201,28 @@ class DeviceRunner:
         """Returns the slots that sample, and their tokens."""
         if not rows:
             return [], self._nothing
-        config, batch = self._model.config, self.batch
-        flat = batch.flatten(rows, [int(row.samples) for row in rows])
-        block_size, dtype = self._layout.block_size, self._model.dtype
-        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device, self._split)
-        hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views)
+        hidden, flat = self._forward(rows, [int(row.samples) for row in rows])
         slots = [row.slot for row in rows if row.samples]
         if not slots:
             return [], self._nothing
+        return self._choose_and_append(slots, self._model.logits(hidden[flat.logits_index]))
+
+    def _forward(self, rows: list[Row], num_logits: list[int]) -> tuple[Tensor, FlatBatch]:
+        config, batch = self._model.config, self.batch
+        flat = batch.flatten(rows, num_logits)
+        block_size, dtype = self._layout.block_size, self._model.dtype
+        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device, self._split)
+        return self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views), flat
+
+    def _choose_and_append(self, slots: list[SlotId], logits: Tensor) -> tuple[list[SlotId], Chosen]:
+        """logits [slots, vocab] -> the slots and their tokens, which are appended to their ids."""
+        if not slots:
+            return [], self._nothing
+        batch = self.batch
         num_tokens = [batch.num_tokens[slot] for slot in slots]
         numbers = np.empty((len(Number), even(len(slots))), dtype=np.int64)
         self._choice.fill(numbers, slots, num_tokens, self._pad_slot)
         here = place(numbers, self._device)[:, : len(slots)]
-        logits = self._model.logits(hidden[flat.logits_index])
         kind = self._choice.kind(slots, num_tokens)
         if kind is Kind.SPECIAL:
             chosen = self._choice.choose_special(logits, here, slots, num_tokens, batch.token_ids)

@@ -23,12 +23,14 @@ from backend.models.llama import Llama
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
 from backend.worker.device_runner import DeviceRunner
+from backend.worker.extras import Extras, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.post_processors import PostProcessors
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
@@ -46,11 +48,16 @@ class InProcessWorkerGroup:
         scheduler: SchedulerConfig,
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         progress: Callable[[str], None] = lambda line: None,
+        processors: PostProcessors | None = None,
     ) -> None:
-        """`progress` gets a line before slow work. Raises ConfigError when the checkpoint or the device does not exist."""
+        """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
+
+        Raises ConfigError when the checkpoint or the device does not exist.
+        """
         self._section = model
         self._kv_cache = kv_cache
         self._progress = progress
+        self._processors = (processors or PostProcessors()).with_configured(model)
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
@@ -73,9 +80,10 @@ class InProcessWorkerGroup:
         model: ModelConfigSection,
         scheduler: SchedulerConfig,
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
+        processors: PostProcessors | None = None,
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
-        group = cls(msgspec.structs.replace(model, path="<buffers>"), scheduler, kv_cache)
+        group = cls(msgspec.structs.replace(model, path="<buffers>"), scheduler, kv_cache, processors=processors)
         group._buffers = (tensors, json_config)
         return group
 
@@ -94,6 +102,7 @@ class InProcessWorkerGroup:
         if self._choice.name == "triton" and not section.cuda_graphs:
             log.info("CUDA graphs: off, because model.cuda_graphs is false")
         self.model = checkpoint.build(section.max_seq_len, dtype, self.device, self._linears(dtype))
+        check_outputs(section.additional_outputs, self.model)
         kv_block = self._kv_block(self._kv_cache.block_size)
         return ModelInfo(
             name=self.model_path.name or config.architecture,
@@ -105,6 +114,11 @@ class InProcessWorkerGroup:
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
             kernels=self._choice.name,
+            context_logits=section.gather_context_logits,
+            generation_logits=section.gather_generation_logits,
+            additional_outputs=section.additional_outputs,
+            output_widths={name: output.width for name, output in self.model.outputs.items()},
+            post_processors=self._processors.names,
             looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 
@@ -222,11 +236,13 @@ class InProcessWorkerGroup:
         if self._choice.name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device)
             parameters = SlotParameters(slots, vocab_size, device)
-            return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs())
+            extras = Extras(self._processors)
+            return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras)
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         batch = InputBatch(slots, max_len, block_size, device)
-        return ModelRunner(tier, storage, batch, Sampler(slots, vocab_size, device, self._choice.library))
+        sampler = Sampler(slots, vocab_size, device, self._choice.library)
+        return ModelRunner(tier, storage, batch, sampler, Extras(self._processors))
 
     def _graphs(self) -> Graphs:
         return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)

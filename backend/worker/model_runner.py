@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
+
 from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
+from backend.worker.extras import Extras, ExtraWork
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.tier import Tier
@@ -30,11 +33,14 @@ class Done(NamedTuple):
 
 
 class ModelRunner:
-    def __init__(self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler) -> None:
+    def __init__(
+        self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler, extras: Extras | None = None
+    ) -> None:
         self.tier = tier
         self.storage = storage
         self.batch = batch
         self.sampler = sampler
+        self.extras = extras or Extras()
 
     def launch(self, step: StepInput) -> Done:
         """Run a step; there is nothing to wait for afterwards."""
@@ -47,6 +53,9 @@ class ModelRunner:
         slots = [row.slot for row in step.rows if row.samples]
         # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`.
         num_tokens = [self.batch.num_tokens[slot] for slot in slots]
+        work = self.extras.of_step(step.rows)
+        if work is not None:
+            return self._execute_with_extras(step, work, slots, num_tokens)
         num_logits = [int(row.samples) for row in step.rows]
         needed = self.sampler.needs_logits(slots, num_tokens)
         greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, any(needed))
@@ -54,18 +63,42 @@ class ModelRunner:
         self.batch.append_tokens(samples)
         return StepOutput(step.step_id, samples)
 
+    def _execute_with_extras(
+        self, step: StepInput, work: ExtraWork, slots: list[SlotId], num_tokens: list[int]
+    ) -> StepOutput:
+        """Like the rest of `execute`, for a step with rows that want more than tokens or have a post-processor."""
+        needed = [
+            is_needed or slot in work.processed
+            for slot, is_needed in zip(slots, self.sampler.needs_logits(slots, num_tokens))
+        ]
+        outputs = dict.fromkeys(work.outputs, torch.empty(0))
+        greedy, logits = self.tier.run(
+            self.batch, step.rows, work.num_logits, self.storage.pools, work.wants_logits or any(needed), outputs
+        )
+        gathered = work.gather(logits, outputs)
+        sampling = work.sampling_rows
+        greedy = None if greedy is None else greedy[sampling]
+        logits = None if logits is None else logits[sampling]
+        failed = [] if logits is None else work.process(logits, self.batch.token_ids, self.batch.num_tokens)
+        samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
+        self.batch.append_tokens(samples)
+        return StepOutput(step.step_id, samples, gathered.wait(), failed)
+
     def prepare(self, step: StepInput) -> None:
         """Bring KV storage, slots and sampling parameters up to date, before the model runs."""
-        prepare(step, self.storage, self.batch, self.sampler.set_row)
+        prepare(step, self.storage, self.batch, self.sampler.set_row, self.extras)
 
 
-def prepare(step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Callable[[NewRow], None]) -> None:
+def prepare(
+    step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Callable[[NewRow], None], extras: Extras
+) -> None:
     """Grow the KV pool, copy blocks, store new rows, append blocks."""
     storage.grow(step.num_blocks)
     storage.copy_blocks(step.copies)
     batch.take_in(step.new_rows)
     for new_row in step.new_rows:
         set_row(new_row)
+        extras.set_row(new_row)
     for row in step.rows:
         if row.new_block_ids:
             batch.append_blocks(row.slot, row.new_block_ids)

@@ -93,8 +93,15 @@ class NativeTier:
         return KVBlock((self._decoder.kv_block_bytes // self._dtype.itemsize,), self._dtype)
 
     def run(
-        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+        self,
+        batch: InputBatch,
+        rows: list[Row],
+        num_logits: Sequence[int],
+        pools: list[Tensor],
+        wants_logits: bool,
+        outputs: dict[str, Tensor] | None = None,
     ) -> tuple[NDArray[np.int64], Tensor | None]:
+        assert not outputs, "choose_tier lets nobody ask for these"
         numbers = batch.row_numbers(rows, num_logits)
         try:
             return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection
 from backend.api.errors import ConfigError
+from backend.core.gathered import LOGITS
 from backend.core.step import Row
 from backend.models.config import ModelConfig
 from backend.worker.input_batch import InputBatch
@@ -51,13 +52,21 @@ class Tier(Protocol):
     def kv_block(self) -> KVBlock: ...
 
     def run(
-        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+        self,
+        batch: InputBatch,
+        rows: list[Row],
+        num_logits: Sequence[int],
+        pools: list[Tensor],
+        wants_logits: bool,
+        outputs: dict[str, Tensor] | None = None,
     ) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         """Run `rows` one after the other as one flat batch, and write their KV.
 
         num_logits: for each row, how many of its last tokens yield logits. Returns the most likely next token after each of
         those tokens, or None if the tier does not compute it, and the logits [sum of num_logits, vocab] float32, which may be
-        None unless `wants_logits`. Raises IndexError when a row names a token or a block that its slot does not have.
+        None unless `wants_logits`. outputs: by name, the marked outputs of the model that are wanted; each tensor is replaced
+        by that of the step, [sum of num_logits, width]. Raises IndexError when a row names a token or a block that its slot
+        does not have.
         """
         ...
 
@@ -89,7 +98,7 @@ def choose_tier(
     if wanted == "triton":
         reason = _triton_objection(kv_cache, device, config)
     elif wanted == "native":
-        reason = _native_objection(kv_cache, device, config, dtype)
+        reason = _native_objection(kv_cache, device, config, dtype) or _objection_to_outputs(section.additional_outputs)
         if reason is None:
             try:
                 library = load_kernels(progress=progress)
@@ -145,6 +154,14 @@ def _native_objection(
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
     if kv_dtype(kv_cache, config) == "int4":
         return "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
+    return None
+
+
+def _objection_to_outputs(names: Sequence[str]) -> str | None:
+    """Why the native kernels cannot give these outputs of the model, or None."""
+    hidden = [name for name in names if name != LOGITS]
+    if hidden:
+        return f"model.additional_outputs has {', '.join(hidden)}, and they give logits only; use --set model.kernels=torch"
     return None
 
 

@@ -27,7 +27,13 @@ class TorchTier:
 
     @torch.inference_mode()
     def run(
-        self, batch: InputBatch, rows: list[Row], num_logits: Sequence[int], pools: list[Tensor], wants_logits: bool
+        self,
+        batch: InputBatch,
+        rows: list[Row],
+        num_logits: Sequence[int],
+        pools: list[Tensor],
+        wants_logits: bool,
+        outputs: dict[str, Tensor] | None = None,
     ) -> tuple[None, Tensor]:
         """See Tier.run. Logits are always computed, and the most likely tokens never: the sampler finds them."""
         model, config = self._model, self._model.config
@@ -38,4 +44,7 @@ class TorchTier:
         hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views)
         if len(flat.logits_index) == 0:
             return None, torch.empty(0, config.vocab_size)
-        return None, model.logits(hidden[flat.logits_index]).float()
+        logits, marked = model.logits_and(list(outputs or ()), hidden[flat.logits_index])
+        if outputs is not None:
+            outputs.update(marked)
+        return None, logits.float()

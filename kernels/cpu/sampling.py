@@ -57,6 +57,7 @@ class IntColumn(IntEnum):
     WORDS = 13  # address of [words, width] int64, aligned to the right
     WORD_LENGTHS = 14  # address of [words] int64, 1 .. width
     TOP_LOG_PROBS = 15
+    NGRAM = 16  # no run of so many tokens may occur twice; 0 = off
 
 
 class Mode(IntFlag):

@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "wire": {"api", "core"},
     "executor": {"api", "core", "engine", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
-    "trtllm": {"api", "core", "engine", "executor", "worker"},
+    "trtllm": {"api", "core", "executor"},
     "llm": {"api", "core", "executor", "text"},
 }
 MAY_USE_KERNELS = {"layers", "quant", "lora", "sampling", "guided", "models", "worker"}

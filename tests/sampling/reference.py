@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from backend.api.sampling import SamplingConfig
 
@@ -53,6 +54,10 @@ def changed_logits(case: Case) -> np.ndarray:
         head = word[:-1]
         if len(head) <= len(case.tokens) and case.tokens[len(case.tokens) - len(head) :] == head:
             logits[word[-1]] = -np.inf
+    size = config.no_repeat_ngram_size or 0
+    for start in range(len(case.tokens) - size + 1) if size else ():
+        if case.tokens[start : start + size - 1] == case.tokens[len(case.tokens) - size + 1 :]:
+            logits[case.tokens[start + size - 1]] = -np.inf
     repetition = np.float32(config.repetition_penalty if config.repetition_penalty is not None else 1.0)
     for token in set(case.tokens):
         value = logits[token]
@@ -81,14 +86,28 @@ def kept_tokens(probabilities: list[float], config: SamplingConfig) -> list[int]
     return [token for token in kept if probabilities[token] >= least]
 
 
+def top_p_now(case: Case) -> float | None:
+    """top_p of the next token, followed token by token as TensorRT-LLM does."""
+    config, now = case.config, case.config.top_p
+    if not config.decays_top_p:
+        return now
+    now = 1.0 if now is None else now
+    for token in case.tokens[case.num_prompt :]:
+        decay = 1.0 if config.top_p_decay is None else config.top_p_decay
+        now = max(now * decay, 1e-6 if config.top_p_min is None else config.top_p_min)
+        if token == config.top_p_reset_ids:
+            now = 1.0 if config.top_p is None else config.top_p
+    return now
+
+
 def next_token(case: Case) -> int:
     """The token the sampler must return."""
     logits = changed_logits(case)
-    config = case.config
-    if config.is_greedy:
+    config = replace(case.config, top_p=top_p_now(case))
+    if case.config.is_greedy:
         return int(np.argmax(logits))
     probabilities = distribution(logits, config)
-    filtered = bool(config.top_k) or (config.top_p or 1.0) < 1.0 or bool(config.min_p)
+    filtered = bool(config.top_k) or (config.top_p or 1.0) < 1.0 or bool(config.min_p) or config.decays_top_p
     order = kept_tokens(probabilities, config) if filtered else range(len(logits))
     target = uniform(config.seed or 0, case.num_sampled_before + case.num_outputs)
     target *= math.fsum(probabilities[token] for token in order)

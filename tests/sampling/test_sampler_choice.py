@@ -27,6 +27,11 @@ CONFIGS = [
     SamplingConfig(top_p=0.95, presence_penalty=-0.4, frequency_penalty=0.6, seed=11),
     SamplingConfig(temperature=1.2, logit_bias={0: 4.0, 5: -3.0}, min_tokens=4, seed=12),
     SamplingConfig(logit_bias={3: 100.0}),
+    SamplingConfig(no_repeat_ngram_size=2, temperature=1.0, seed=13),
+    SamplingConfig(no_repeat_ngram_size=1),
+    SamplingConfig(no_repeat_ngram_size=3, repetition_penalty=1.2),
+    SamplingConfig(top_p=0.9, top_p_decay=0.8, seed=14),
+    SamplingConfig(temperature=1.5, top_p_decay=0.7, top_p_min=0.3, top_p_reset_ids=3, seed=15),
 ]
 
 

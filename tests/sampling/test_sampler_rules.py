@@ -191,6 +191,31 @@ def test_bad_words_equal_hugging_face_and_may_begin_in_the_prompt(
     assert got == int(expected.argmax())
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_no_repeat_ngram_equals_hugging_face(run: Run, size: int) -> None:
+    logits = logits_of(8, vocab=6)
+    processor = hf.NoRepeatNGramLogitsProcessor(size)
+    for tokens in ([1], [1, 2], [1, 2, 1], [3, 4, 3, 4, 3], [0, 5, 2, 1, 0, 5]):
+        expected = processor(torch.tensor([tokens]), torch.from_numpy(logits)[None].clone())
+        got = run([Case(tokens, 1, logits, SamplingConfig(no_repeat_ngram_size=size))])[0].token_id
+        assert got == int(expected.argmax()), tokens
+
+
+def test_top_p_falls_to_its_least_and_is_set_back_by_a_token(run: Run) -> None:
+    logits = np.zeros(16, dtype=np.float32)  # equal tokens: of 16, top_p keeps ceil(16 * top_p)
+    decaying = {"top_p": 1.0, "top_p_decay": 0.5, "top_p_min": 0.1, "top_p_reset_ids": 9}
+
+    def width(output: list[int]) -> int:
+        cases = [
+            Case([0, *output], 1, logits, SamplingConfig(**decaying), num_sampled_before=i) for i in range(0, 4000, 10)
+        ]
+        return len({token.token_id for token in run(cases)})
+
+    assert [width(output) for output in ([], [1], [1, 1], [1, 1, 1], [1] * 9)] == [16, 8, 4, 2, 2]
+    assert [width(output) for output in ([1, 1, 9], [1, 9, 1], [9])] == [16, 8, 16]
+    assert width([9, 1, 1]) == 4
+
+
 def test_min_tokens_masks_end_ids_until_enough_outputs_exist(run: Run) -> None:
     logits = np.zeros((1, VOCAB), dtype=np.float32)
     logits[0, 2], logits[0, 6] = 9.0, 8.0

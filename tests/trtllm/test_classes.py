@@ -228,6 +228,13 @@ def test_runtime_defaults_fill_what_is_empty() -> None:
     assert (kept.max_attention_window, kept.sink_token_length) == ([9], 4)
 
 
+def test_tensors_are_compared_by_value_shape_and_kind() -> None:
+    ones = trtllm.PromptTuningConfig(torch.ones(2, 2))
+    assert ones == trtllm.PromptTuningConfig(torch.ones(2, 2))
+    others = (torch.zeros(2, 2), torch.ones(4), torch.ones(2, 2, dtype=torch.float64))
+    assert [ones != trtllm.PromptTuningConfig(other) for other in others] == [True] * 3
+
+
 def test_copies_are_independent() -> None:
     config = trtllm.SamplingConfig(top_k=1)
     twin = copy.copy(config)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from backend import trtllm
-from backend.api import EngineConfig, OutputConfig, SamplingConfig
+from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
 from backend.api.config import MAX_SECONDS, ModelConfigSection
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.trtllm.engine_config import engine_config, runs_in_own_process
+from backend.trtllm.processors import OF_REQUEST
 from backend.trtllm.to_core import to_core
 
 POLICY = trtllm.CapacitySchedulerPolicy
@@ -61,6 +62,7 @@ CHUNKING = trtllm.ContextChunkingPolicy
         ({"max_queue_size": 3}, "limits.max_queue_size", 3),
         ({}, "limits.default_timeout_s", MAX_SECONDS),
         ({}, "records.max_iterations", 1000),
+        ({"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]}, "model.additional_outputs", ("x",)),
         ({"request_stats_max_iterations": 5}, "records.max_request_iterations", 5),
         ({"kv_cache_config": trtllm.KvCacheConfig(event_buffer_max_size=6)}, "records.max_kv_events", 6),
     ],
@@ -93,6 +95,13 @@ def kv(**options: Any) -> dict[str, Any]:
         (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
         (kv(max_gpu_total_bytes=1), "kv_cache_config.max_gpu_total_bytes is 1"),
         (kv(max_attention_window=[1, 2]), "kv_cache_config.max_attention_window is [1, 2]"),
+        (
+            {
+                "batching_type": trtllm.BatchingType.STATIC,
+                "logits_post_processor_config": trtllm.LogitsPostProcessorConfig({"mine": print}),
+            },
+            "logits_post_processor_config is given",
+        ),
         ({"peft_cache_config": trtllm.PeftCacheConfig()}, "peft_cache_config is"),
         (
             {
@@ -183,6 +192,9 @@ def test_more_ranks_than_there_are_are_refused_by_name(parallel: Any, name: str)
         runs_in_own_process(parallel)
 
 
+HIDDEN = trtllm.AdditionalModelOutput("hidden_states", True)
+
+
 def converted(**options: Any) -> Any:
     return to_core(trtllm.Request([1, 2], 5, **options), vocab_size=10, max_beam_width=4)
 
@@ -206,6 +218,22 @@ def converted(**options: Any) -> Any:
         ({"num_return_sequences": 3}, "sampling_config", SamplingConfig(num_return_sequences=3)),
         ({}, "output_config", OutputConfig()),
         ({"pad_id": 3}, "end_ids", ()),
+        ({"logits_post_processor_name": "mine"}, "logits_post_processor", "mine"),
+        ({"logits_post_processor": print}, "logits_post_processor", OF_REQUEST),
+        (
+            {"sampling_config": trtllm.SamplingConfig(top_p=0.5, top_p_decay=0.5, top_p_min=0.25, top_p_reset_ids=3)},
+            "sampling_config",
+            SamplingConfig(top_p=0.5, top_p_decay=0.5, top_p_min=0.25, top_p_reset_ids=3),
+        ),
+        (
+            {"output_config": trtllm.OutputConfig(False, True, True, False, False, False, [HIDDEN])},
+            "output_config",
+            OutputConfig(
+                return_context_logits=True,
+                return_generation_logits=True,
+                additional_outputs=(AdditionalOutput("hidden_states", True),),
+            ),
+        ),
         (
             {"output_config": trtllm.OutputConfig(True, exclude_input_from_output=True, return_perf_metrics=True)},
             "output_config",
@@ -256,17 +284,9 @@ def test_what_the_core_is_asked_for(options: dict[str, Any], name: str, expected
     assert (request.input_token_ids, request.max_tokens) == ([1, 2], 5)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"top_p_decay": 0.5}, {"no_repeat_ngram_size": 2}], ids=lambda sampling: next(iter(sampling))
-)
-def test_sampling_that_is_not_served_is_refused_by_name(sampling: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match=f"SamplingConfig.{next(iter(sampling))} is not served"):
-        converted(sampling_config=trtllm.SamplingConfig(**sampling))
-
-
-def test_sampling_that_would_change_nothing_is_taken() -> None:
-    converted(sampling_config=trtllm.SamplingConfig(top_p_decay=1.0, top_p_min=0.5, top_p_reset_ids=3))
-    converted(sampling_config=trtllm.SamplingConfig(length_penalty=2.0, early_stopping=1, no_repeat_ngram_size=0))
+def test_neutral_values_of_sampling_ask_for_nothing() -> None:
+    neutral = trtllm.SamplingConfig(top_p_decay=0.0, top_p_min=0.0, top_p_reset_ids=-1, length_penalty=2.0)
+    assert converted(sampling_config=neutral).sampling_config == SamplingConfig()
 
 
 @pytest.mark.feature("000-33")

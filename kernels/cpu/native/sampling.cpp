@@ -12,7 +12,7 @@ namespace {
 enum FloatColumn { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, FLOAT_COLUMNS };
 enum IntColumn {
     TOP_K, SEED, COUNTER_BASE, NUM_PROMPT, MODE, MIN_TOKENS, NUM_ENDS, ENDS, NUM_BIAS, BIAS_IDS, BIAS_VALUES, NUM_WORDS,
-    WORD_WIDTH, WORDS, WORD_LENGTHS, TOP_LOG_PROBS, INT_COLUMNS
+    WORD_WIDTH, WORDS, WORD_LENGTHS, TOP_LOG_PROBS, NGRAM, INT_COLUMNS
 };
 enum Mode { GREEDY = 1, FILTERED = 2, PENALTIES = 4, LOG_PROBS = 8 };
 
@@ -99,7 +99,7 @@ private:
         logits_[id] = logit;
     }
 
-    // Logit bias, and -infinity for bad words and for end ids before min_tokens.
+    // Logit bias, and -infinity for bad words, repeated n-grams and end ids before min_tokens.
     void add_sparse() {
         for (int64_t n = 0; n < ints_[NUM_BIAS]; n++) {
             const int64_t id = address<int64_t>(ints_[BIAS_IDS])[n];
@@ -113,6 +113,15 @@ private:
             const int64_t before = address<int64_t>(ints_[WORD_LENGTHS])[n] - 1;
             if (before <= known_ && std::equal(end - before, end, tokens_ + known_ - before)) forbid(*end);
         }
+        forbid_repeats();
+    }
+
+    // What has followed an earlier occurrence of the newest NGRAM - 1 tokens.
+    void forbid_repeats() {
+        const int64_t size = ints_[NGRAM];
+        if (size <= 0) return;
+        for (const int64_t *gram = tokens_, *end = tokens_ + known_; end - gram >= size; gram++)
+            if (std::equal(gram, gram + size - 1, end - (size - 1))) forbid(gram[size - 1]);
     }
 
     void forbid(int64_t id) {

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.api import EngineConfig, OutputConfig, Request, Result, SamplingConfig
+from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.worker.device_runner import ladder_size
 from backend.worker.graphs import Captured, Graphs, Step
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.post_processors import PostProcessors
 from tools.make_random_model import make_random_model
 
 BLOCK_SIZE = 16
@@ -23,6 +24,8 @@ ASKED = [
     dict(temperature=0.9, seed=3),
     dict(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, seed=4),
     dict(repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 4.0, 7: -3.0}),
+    dict(no_repeat_ngram_size=2),
+    dict(temperature=1.1, top_p=0.9, top_p_decay=0.7, top_p_min=0.2, top_p_reset_ids=7, seed=5),
 ]
 SPECIAL = dict(bad_words=[[3], [9, 4]], end_ids=(1, 2))
 
@@ -55,16 +58,25 @@ def make_core(
     directory: Path,
     kernels: str,
     capture: Callable[[Step], Captured] | None = None,
+    processors: PostProcessors | None = None,
     kv: str = "auto",
     blocks: int = 60,
     **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
-        ModelConfigSection(path=str(directory), dtype="float32", device="cpu", kernels=kernels),
+        ModelConfigSection(
+            path=str(directory),
+            dtype="float32",
+            device="cpu",
+            kernels=kernels,
+            gather_context_logits=True,
+            gather_generation_logits=True,
+            additional_outputs=("hidden_states",),
+        ),
         KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
     )
-    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache)
+    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors)
     workers._graphs = lambda: Graphs(capture and (lambda: capture))
     return EngineCore(config, workers)
 
@@ -116,8 +128,8 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
 @pytest.mark.parametrize("kv", ["auto", "int4"])
 def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
     requests = [request(16, 18, n) for n in (1, 2)]
-    roomy = finish(make_core(directory, "triton", Replays(), kv, look_ahead=True), requests)
-    core = make_core(directory, "triton", Replays(), kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
+    roomy = finish(make_core(directory, "triton", Replays(), kv=kv, look_ahead=True), requests)
+    core = make_core(directory, "triton", Replays(), kv=kv, blocks=4, look_ahead=True, max_chunk_tokens=7)
     cramped = finish(core, requests)
     assert core.counters.pauses_total > 0
     assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
@@ -135,6 +147,49 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(
     assert measured[0].output_token_ids == finish(make_core(directory, "torch"), requests)[0].output_token_ids
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("CUDA graphs: off, because capturing a step of ") and line.endswith("is capturing")
+
+
+def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(directory: Path) -> None:
+    def reverse(request_id: int, logits: torch.Tensor, token_ids: list[list[int]], stream: int) -> torch.Tensor:
+        return -logits
+
+    def results(kernels: str, **scheduler: object) -> list[Result]:
+        core = make_core(
+            directory,
+            kernels,
+            Replays(),
+            PostProcessors({"reverse": reverse}),
+            blocks=12,
+            max_chunk_tokens=7,
+            **scheduler,
+        )
+        return finish(core, requests)
+
+    asked = OutputConfig(
+        exclude_input_from_output=True,
+        return_context_logits=True,
+        return_generation_logits=True,
+        additional_outputs=(AdditionalOutput("hidden_states", True),),
+    )
+    requests = [
+        Request([(7 * i) % 131 for i in range(20)], 5, output_config=asked),
+        Request([(5 * i) % 131 for i in range(9)], 5, output_config=asked, logits_post_processor="reverse"),
+        request(6, 9, 4),
+    ]
+    for mine, theirs in zip(results("triton", look_ahead=True), results("torch"), strict=True):
+        assert mine.output_token_ids == theirs.output_token_ids
+        assert (mine.context_logits is None) == (theirs.context_logits is None) == (mine.additional_outputs is None)
+        if mine.context_logits is None:
+            continue
+        for own, other in (
+            (mine.context_logits, theirs.context_logits),
+            (mine.generation_logits, theirs.generation_logits),
+            (mine.additional_outputs["hidden_states"], theirs.additional_outputs["hidden_states"]),
+            (mine.additional_context_outputs["hidden_states"], theirs.additional_context_outputs["hidden_states"]),
+        ):
+            assert own.shape == other.shape
+            values = [torch.frombuffer(bytearray(tensor.data), dtype=torch.float32) for tensor in (own, other)]
+            assert torch.allclose(*values, atol=1e-4)
 
 
 def test_the_ladder_has_a_size_for_every_batch_and_pads_little() -> None:

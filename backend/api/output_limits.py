@@ -1,0 +1,45 @@
+"""Checks of what a request asks back besides tokens, and of the post-processor that it names."""
+
+from __future__ import annotations
+
+from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.request import Request
+from backend.api.sampling import OutputConfig
+
+
+def check_outputs(output: OutputConfig, context_logits: bool, generation_logits: bool, names: list[str]) -> None:
+    """Raise for tensors that the engine does not give. `names`: of the additional outputs that the configuration lists."""
+    if output.return_context_logits and not context_logits:
+        raise _is_off("return_context_logits", "model.gather_context_logits")
+    if output.return_generation_logits and not generation_logits:
+        raise _is_off("return_generation_logits", "model.gather_generation_logits")
+    asked = [one.name for one in output.additional_outputs]
+    for name in asked:
+        if name not in names:
+            raise InvalidRequest(
+                f"additional output {name[:100]!r} is not known, there are: {', '.join(names) or 'none'} "
+                f"(model.additional_outputs)"
+            )
+    if len(set(asked)) < len(asked):
+        raise InvalidRequest("an additional output is named twice; name each once")
+
+
+def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:
+    """Raise for a logits post-processor that there is not, or that cannot run."""
+    name = request.logits_post_processor
+    if not name:
+        return
+    if name not in names:
+        raise InvalidRequest(
+            f"logits post-processor {name[:100]!r} is not known, there are: {', '.join(names) or 'none'} "
+            f"(model.logits_post_processors)"
+        )
+    if is_static:
+        raise Unsupported(
+            "logits post-processors do not run with static batches; leave logits_post_processor out, or serve with "
+            "scheduler.batching=fused"
+        )
+
+
+def _is_off(field: str, key: str) -> Unsupported:
+    return Unsupported(f"{field} needs {key}, which is off; start the engine with --set {key}=true")
