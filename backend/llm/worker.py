@@ -28,7 +28,15 @@ from backend.executor import Executor
 from backend.llm.errors import BackgroundError, NotHere, ParameterError
 from backend.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
 from backend.llm.mapping import core_request, text_params
-from backend.llm.postprocessing import LOST, PROCESS, PostprocInput, PostprocPool, PostprocWorker, PostprocWorkerConfig
+from backend.llm.postprocessing import (
+    END_GRACE_S,
+    LOST,
+    PROCESS,
+    PostprocInput,
+    PostprocPool,
+    PostprocWorker,
+    PostprocWorkerConfig,
+)
 from backend.llm.requests import GenerationRequest
 from backend.llm.result import GenerationResult
 from backend.llm.result_queue import ResultQueue
@@ -187,9 +195,10 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._is_shut_down = True
         self.engine_executor.shutdown()  # It answers all live requests.
         self._arrivals.put(None)
-        self._thread.join()
         if self._pool is not None:
+            self._thread.join(END_GRACE_S)  # A process that hangs would hold it up for ever.
             self._pool.close()
+        self._thread.join()
         self._fail_all(EngineUnavailable("the executor has been shut down; make a new one"))
         self._on_shutdown()
 
@@ -275,9 +284,11 @@ class GenerationExecutorWorker(GenerationExecutor):
     def _lose_worker(self, number: int) -> None:
         """A post-processing process has ended by itself: its requests fail."""
         log.error("post-processing process %d has ended", number)
-        assert self._pool is not None
+        pool = self._pool
+        if pool is None:  # It has ended before there were requests; those that come will be told.
+            return
         with self._lock:
-            lost = [client_id for client_id in self._results if self._pool.worker_of(client_id) == number]
+            lost = [client_id for client_id in self._results if pool.worker_of(client_id) == number]
         for client_id in lost:
             self._fail(client_id, BackgroundError(LOST))
 

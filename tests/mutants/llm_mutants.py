@@ -105,6 +105,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         POSTPROCESSING,
     ),
+    "a_process_that_hangs_holds_up_the_end": (
+        change(GenerationExecutorWorker, "shutdown", ("self._thread.join(END_GRACE_S)", "self._thread.join()")),
+        POSTPROCESSING,
+    ),
     "a_reset_connection_ends_the_listener": (
         change(Pipe, "receive", ("except ConnectionError:", "except KeyError:")),
         ["tests/llm/test_engine_process.py", *POSTPROCESSING],
