@@ -160,6 +160,14 @@ def test_a_stop_string_ends_the_text_and_the_tokens(tokenizer: Tokenizer, includ
     engine.worker.shutdown()
 
 
+def test_tokens_behind_a_stop_string_are_dropped_though_they_came_with_it(tokenizer: Tokenizer) -> None:
+    ids = of(tokenizer, "the lazy dog; it's over")
+    shortest = of(tokenizer, "the lazy dog")
+    assert ids[: len(shortest)] == shortest
+    output = said(Engine(tokenizer), part(ids), stop="dog", include_stop_str_in_output=True).outputs[0]
+    assert (output.text, output.token_ids) == ("the lazy dog", shortest)
+
+
 def test_a_stream_never_shows_a_part_of_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = of(tokenizer, "the lazy dog; it's over")
     engine = Engine(tokenizer)
