@@ -64,6 +64,11 @@ def test_what_create_does_not_have_is_refused_by_its_name(given: dict) -> None:
         GenerationExecutor.create("nowhere", **given)
 
 
+def test_a_configuration_of_another_kind_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="the configuration is a dict, a backend.api.EngineConfig is needed"):
+        GenerationExecutor.create("nowhere", {"max_batch_size": 3})
+
+
 def test_one_name_of_the_engine_is_enough() -> None:
     with pytest.raises(ValueError, match="engine and engine_dir are both given"):
         GenerationExecutor.create("here", engine_dir="there")
