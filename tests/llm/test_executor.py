@@ -143,6 +143,20 @@ def test_a_query_behind_its_context_is_the_plain_prompt_and_finds_the_context_ag
         assert output.request_perf_metrics.num_cached_tokens == 16
 
 
+@pytest.mark.feature("002-48")
+def test_the_same_tokens_with_another_image_share_nothing() -> None:
+    prompt = list(range(1, 17))
+    asked = params(1, return_perf_metrics=True)
+    with make_worker(group=HashWorkerGroup(takes_extra_inputs=True)) as worker:
+        found = [
+            worker.generate(prompt, asked, multimodal_params={"image": image}, cache_salt="mine")
+            .outputs[0]
+            .request_perf_metrics.num_cached_tokens
+            for image in (b"one", b"two", b"one")
+        ]
+    assert found[:2] == [0, 0] and found[2] > 0
+
+
 @pytest.mark.feature("002-15")
 def test_responses_that_nobody_waits_for_are_skipped() -> None:
     engine = Engine()

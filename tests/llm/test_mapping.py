@@ -206,7 +206,6 @@ def test_what_a_request_brings_besides_is_refused_by_its_name(fields: dict) -> N
         core_request(request, None, MODEL, 20)
 
 
-@pytest.mark.feature("002-48")
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:
     request = GenerationRequest([1], SamplingParams(), multimodal_params={"image": b"one"}, cache_salt="me")
     mapped_request = core_request(request, None, MODEL, 20)
@@ -222,7 +221,6 @@ def test_a_priority_is_between_0_and_1() -> None:
     assert (mapped().priority, priority(0.5).priority, priority(0.9).priority) == (0.5, 0.5, 0.9)
 
 
-@pytest.mark.feature("002-47")
 def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None:
     ours = RetentionConfig((TokenRangeRetention(0, 8, 80, 2.0), TokenRangeRetention(8, None, 10)), 20, 0.5)
     theirs = SimpleNamespace(

@@ -37,7 +37,6 @@ def said(engine: Engine, *results: Result, **fields: object) -> GenerationResult
     return result
 
 
-@pytest.mark.feature("000-28", "000-29", "000-31")
 def test_sequences_are_told_apart_by_their_index_and_the_request_ends_with_the_last() -> None:
     engine = Engine()
     result = submit(engine, part([1], 0), part([7], 1), part([8], 1, LENGTH), n=2, top_k=5, streaming=True)
@@ -107,7 +106,6 @@ def test_beams_that_have_met_a_stop_string_may_be_replaced_until_the_engine_ends
     engine.worker.shutdown()
 
 
-@pytest.mark.feature("000-30", "002-11")
 def test_beams_come_in_one_result_and_are_replaced_whole(tokenizer: Tokenizer) -> None:
     engine = Engine(tokenizer)
     script = [
