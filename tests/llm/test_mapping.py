@@ -69,14 +69,12 @@ def test_a_greedy_request_sends_nothing_that_would_sample(greedy: dict) -> None:
     assert mapped(seed=4, **greedy).sampling_config == SamplingConfig(seed=4)
 
 
-@pytest.mark.feature("002-13")
 @pytest.mark.parametrize("logprobs, told, alternatives", [(None, False, 0), (0, True, 0), (3, True, 3)])
 def test_log_probabilities_are_asked_for_where_they_are_wanted(logprobs: int, told: bool, alternatives: int) -> None:
     output = mapped(logprobs=logprobs).output_config
     assert (output.return_log_probs, output.top_log_probs) == (told, alternatives)
 
 
-@pytest.mark.feature("002-13")
 def test_the_best_sequences_are_chosen_by_log_probabilities_that_are_not_shown() -> None:
     request = GenerationRequest([1], SamplingParams(n=1, best_of=3, top_k=9))
     assert core_request(request, None, MODEL, 20).output_config.return_log_probs

@@ -11,6 +11,7 @@ import pytest
 
 from backend.api import FinishReason
 from backend.llm import GenerationExecutorWorker, RequestError, ResultTimeout
+from backend.llm.result_queue import ResultQueue
 from backend.text.tokenizer import Tokenizer
 from tests.llm.helpers import EVER, PATIENCE_S, Engine, expected, gated, make_tokenizer, make_worker, params, part
 
@@ -33,6 +34,7 @@ def test_a_result_knows_its_request_and_is_not_done_before_it_is_asked(worker: G
     result = worker.generate_async(PROMPT, params())
     assert result.request.prompt_token_ids == result.prompt_token_ids == PROMPT
     assert (result.request_id, result.streaming, result.done) == (result.request.id, False, False)
+    assert isinstance(result.queue, ResultQueue)
     assert result.result(PATIENCE_S) is result
     assert result.done and result.finished
 
