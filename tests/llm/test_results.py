@@ -87,27 +87,23 @@ def test_the_timeout_is_for_the_whole_result_and_not_for_each_token() -> None:
 
 
 @pytest.mark.feature("002-20")
-def test_a_hundred_results_are_awaited_in_one_event_loop_that_goes_on(worker: GenerationExecutorWorker) -> None:
-    async def run() -> tuple[list[int], int]:
-        turns, done = 0, asyncio.Event()
+def test_a_hundred_results_are_awaited_in_one_event_loop_that_goes_on() -> None:
+    """The model stands still until the event loop has turned many times with a hundred waiters in it."""
 
-        async def count() -> None:
-            nonlocal turns
-            while not done.is_set():
-                turns += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count())
+    async def run(worker: GenerationExecutorWorker, gate: threading.Event) -> list[list[int]]:
+        gate.clear()
         results = [worker.generate_async([i + 1], params(4)) for i in range(100)]
-        awaited = await asyncio.gather(*(result.aresult() for result in results))
-        done.set()
-        await counter
+        waiting = asyncio.gather(*(result.aresult(PATIENCE_S) for result in results))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        gate.set()
+        awaited = await waiting
         assert awaited == results
-        return [result.token_ids for result in awaited], turns
+        return [result.token_ids for result in awaited]
 
-    outputs, turns = asyncio.run(run())
-    assert outputs == [expected([i + 1], 4, worker.tokenizer) for i in range(100)]
-    assert turns > 10
+    with gated() as (worker, gate):
+        assert asyncio.run(run(worker, gate)) == [expected([i + 1], 4) for i in range(100)]
 
 
 @pytest.mark.feature("002-20")
