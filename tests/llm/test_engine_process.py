@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,14 @@ def test_an_llm_over_an_engine_process_says_the_same(proxy: LLM, llm: LLM) -> No
 @pytest.mark.feature("002-34")
 def test_the_death_of_the_engine_fails_who_waits(model_dir: Path) -> None:
     with LLM(model_dir, orchestrator_type="rpc") as mortal:
-        result = mortal.generate_async("The quick", SamplingParams(max_tokens=400, ignore_eos=True), streaming=True)
-        next(result)
+        asked = SamplingParams(max_tokens=400, ignore_eos=True)
+        results = [mortal.generate_async("The quick", asked, streaming=True) for _ in range(300)]
+        next(results[0])
         os.kill(mortal.executor.engine_executor._process.pid, signal.SIGKILL)
         with pytest.raises(RequestError, match="the engine process ended while the request ran") as raised:
-            result.result(PATIENCE_S)
+            results[-1].result(PATIENCE_S)
         assert raised.value.code == "UNAVAILABLE"
+        for result in results:
+            with suppress(RequestError):
+                result.result(PATIENCE_S)
         assert mortal.executor._results == {}
