@@ -12,6 +12,7 @@ from backend.api import EngineConfig
 from backend.api.config import ChunkingPolicy, KvCacheConfig, Policy, check_config
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.postprocessing import PostprocWorkerConfig
+from backend.llm.worker import PROGRAM
 
 # argument -> key of the configuration
 KEYS = {
@@ -103,7 +104,7 @@ class LlmArguments:
         self.returns_metrics: bool = own["return_perf_metrics"]
         self.postprocess = PostprocWorkerConfig(own["num_postprocess_workers"], own["postprocess_tokenizer_dir"])
         self.has_own_process = _has_own_process(own["orchestrator_type"])
-        self.config = _config(own["engine_config"] or EngineConfig(), given)
+        self.config = _config(_base(own["engine_config"]), given)
 
 
 def _unknown(name: str) -> str:
@@ -125,6 +126,12 @@ def _at_least_one(name: str, value: int) -> int:
     if value < 1:
         raise ParameterError(f"{name} is {value}, at least 1 is needed")
     return value
+
+
+def _base(config: EngineConfig | None) -> EngineConfig:
+    if config is not None and not isinstance(config, EngineConfig):
+        raise TypeError(f"engine_config is a {type(config).__name__}, a backend.api.EngineConfig is needed")
+    return config or PROGRAM
 
 
 def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:

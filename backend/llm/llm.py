@@ -183,9 +183,11 @@ class LLM:
         return self._executor.aget_stats(timeout or 0.0)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Changes of the KV cache that nobody has fetched yet. Raises NotHere unless `event_buffer_max_size` is set."""
         return self._executor.get_kv_events(timeout or 0.0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        """The same as an asynchronous iterator, which ends when nothing comes for `timeout` seconds."""
         return self._executor.aget_kv_events(timeout or 0.0)
 
     def save(self, engine_dir: str | Path) -> None:

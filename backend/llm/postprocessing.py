@@ -199,9 +199,13 @@ class PostprocProcess:
         except OSError:
             raise BackgroundError(LOST) from None
 
+    def hang_up(self) -> None:
+        """Let the process know that it is to end. Who is sending to it right now gets an error."""
+        self._pipe.close()
+
     def close(self) -> None:
         """End the process, by force if it does not end by itself. No output comes any more when this returns."""
-        self._pipe.close()
+        self.hang_up()
         try:
             self._process.wait(END_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -269,6 +273,8 @@ class PostprocPool:
 
     def close(self) -> None:
         self._is_closed = True
+        for worker in self._workers:
+            worker.hang_up()
         for worker in self._workers:
             worker.close()
 

@@ -24,11 +24,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from backend.api import EngineConfig, EngineUnavailable, EverbatchError, RequestId, Response
+from backend.api.config import LimitsConfig
 from backend.executor import Executor
 from backend.llm.errors import BackgroundError, NotHere, ParameterError
 from backend.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
 from backend.llm.mapping import core_request, text_params
-from backend.llm.postprocessing import LOST, PROCESS, PostprocInput, PostprocPool, PostprocWorker, PostprocWorkerConfig
+from backend.llm.postprocessing import (
+    END_GRACE_S,
+    LOST,
+    PROCESS,
+    PostprocInput,
+    PostprocPool,
+    PostprocWorker,
+    PostprocWorkerConfig,
+)
 from backend.llm.requests import GenerationRequest
 from backend.llm.result import GenerationResult
 from backend.llm.result_queue import ResultQueue
@@ -38,6 +47,10 @@ from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.llm")
 FAILED = "the thread that hands out responses has failed, and no request is answered any more; make a new executor"
+
+
+# An engine that serves this program only: as many prompts may wait as the program has, for as long as it takes.
+PROGRAM = EngineConfig(limits=LimitsConfig(max_queue_size=1 << 31, max_queued_tokens=1 << 48, default_timeout_s=1e9))
 
 
 class _Live:
@@ -106,15 +119,21 @@ class GenerationExecutorWorker(GenerationExecutor):
     ) -> GenerationExecutorWorker:
         """Over a checkpoint: its directory, a hub id, or None for the one that the configuration names.
 
-        `tokenizer_dir` may also be a Tokenizer. Raises ConfigError and EngineUnavailable.
+        Without a configuration PROGRAM holds. `tokenizer_dir` may also be a Tokenizer. Raises ConfigError and EngineUnavailable.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise TypeError(f"the configuration is a {type(config).__name__}, a backend.api.EngineConfig is needed")
         if isinstance(tokenizer_dir, Tokenizer) and postprocess is not None and postprocess.enabled:
             if not postprocess.postprocess_tokenizer_dir:
                 raise ParameterError(
                     "the tokenizer is an object, which post-processing processes cannot be given; "
                     "set postprocess_tokenizer_dir to its directory"
                 )
-        executor, clean_up = cls.start_engine(with_model(config or EngineConfig(), model))
+        if not with_tokenizer and postprocess is not None and postprocess.enabled:
+            raise ParameterError(
+                "post-processing processes make text, and the tokenizer is left out; set num_postprocess_workers to 0"
+            )
+        executor, clean_up = cls.start_engine(with_model(config or PROGRAM, model))
         try:
             given, directory = tokenizer_dir, model_directory(executor)
             if given is not None and not isinstance(given, Tokenizer):
@@ -187,9 +206,10 @@ class GenerationExecutorWorker(GenerationExecutor):
             self._is_shut_down = True
         self.engine_executor.shutdown()  # It answers all live requests.
         self._arrivals.put(None)
-        self._thread.join()
         if self._pool is not None:
+            self._thread.join(END_GRACE_S)  # A process that hangs would hold it up for ever.
             self._pool.close()
+        self._thread.join()
         self._fail_all(EngineUnavailable("the executor has been shut down; make a new one"))
         self._on_shutdown()
 
@@ -275,9 +295,11 @@ class GenerationExecutorWorker(GenerationExecutor):
     def _lose_worker(self, number: int) -> None:
         """A post-processing process has ended by itself: its requests fail."""
         log.error("post-processing process %d has ended", number)
-        assert self._pool is not None
+        pool = self._pool
+        if pool is None:  # It has ended before there were requests; those that come will be told.
+            return
         with self._lock:
-            lost = [client_id for client_id in self._results if self._pool.worker_of(client_id) == number]
+            lost = [client_id for client_id in self._results if pool.worker_of(client_id) == number]
         for client_id in lost:
             self._fail(client_id, BackgroundError(LOST))
 

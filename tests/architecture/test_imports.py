@@ -16,6 +16,7 @@ ARROWS: dict[str, set[str]] = {
     "kvcache": {"api", "core"},
     "scheduler": {"api", "core", "kvcache"},
     "text": {"api"},
+    "llm": {"api", "core", "executor", "text"},
     "distributed": {"api", "core"},
     "layers": {"api"},
     "lora": {"api", "layers"},
@@ -29,7 +30,6 @@ ARROWS: dict[str, set[str]] = {
     "executor": {"api", "core", "engine", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
     "trtllm": {"api", "core", "executor"},
-    "llm": {"api", "core", "executor", "text"},
 }
 MAY_USE_KERNELS = {"layers", "quant", "lora", "sampling", "guided", "models", "worker"}
 # root package -> what it may import of the others

@@ -42,6 +42,24 @@ class GatedWorkerGroup(HashWorkerGroup):
         super().submit(step)
 
 
+class StoppingWorkerGroup(GatedWorkerGroup):
+    """Closes its own gate when it has run so many steps, until it is told to keep going."""
+
+    def __init__(self, after: int, **options: object) -> None:
+        super().__init__(**options)
+        self._after = after
+        self._is_free = False
+
+    def keep_going(self) -> None:
+        self._is_free = True
+        self.gate.set()
+
+    def submit(self, step: StepInput) -> None:
+        if len(self.trace) == self._after and not self._is_free:
+            self.gate.clear()
+        super().submit(step)
+
+
 def make_worker(
     tokenizer: Tokenizer | None = None,
     group: HashWorkerGroup | None = None,

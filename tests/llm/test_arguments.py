@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, RecordsConfig, SchedulerConfig
 from backend.llm import NotHere
 from backend.llm.arguments import LlmArguments
+from backend.llm.worker import PROGRAM
 
 
 def config(**given: object) -> EngineConfig:
@@ -17,7 +19,10 @@ def config(**given: object) -> EngineConfig:
 
 
 def test_without_arguments_the_configuration_is_the_engines_own() -> None:
-    assert config() == EngineConfig()
+    assert config() == PROGRAM
+    assert msgspec.structs.replace(PROGRAM, limits=LimitsConfig()) == EngineConfig()
+    with pytest.raises(TypeError, match="engine_config is a dict, a backend.api.EngineConfig is needed"):
+        config(engine_config={"scheduler": {}})
     mine = EngineConfig(scheduler=SchedulerConfig(max_batch_size=3))
     assert config(engine_config=mine) == mine
 
@@ -94,7 +99,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         max_batch_size=None, max_seq_len=None, max_input_len=None, max_beam_width=None, num_postprocess_workers=0,
         gather_generation_logits=False, orchestrator_type=None, kv_cache_config=None, stream_interval=1,
     )  # fmt: skip
-    assert config(**nothing) == EngineConfig()
+    assert config(**nothing) == PROGRAM
 
 
 def test_an_unknown_argument_is_a_type_error_with_the_one_that_was_meant() -> None:

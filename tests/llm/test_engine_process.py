@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def test_what_create_does_not_have_is_refused_by_its_name(given: dict) -> None:
         GenerationExecutor.create("nowhere", **given)
 
 
+def test_a_configuration_of_another_kind_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="the configuration is a dict, a backend.api.EngineConfig is needed"):
+        GenerationExecutor.create("nowhere", {"max_batch_size": 3})
+
+
 def test_one_name_of_the_engine_is_enough() -> None:
     with pytest.raises(ValueError, match="engine and engine_dir are both given"):
         GenerationExecutor.create("here", engine_dir="there")
@@ -79,10 +85,14 @@ def test_an_llm_over_an_engine_process_says_the_same(proxy: LLM, llm: LLM) -> No
 @pytest.mark.feature("002-34")
 def test_the_death_of_the_engine_fails_who_waits(model_dir: Path) -> None:
     with LLM(model_dir, orchestrator_type="rpc") as mortal:
-        result = mortal.generate_async("The quick", SamplingParams(max_tokens=400, ignore_eos=True), streaming=True)
-        next(result)
+        asked = SamplingParams(max_tokens=400, ignore_eos=True)
+        results = [mortal.generate_async("The quick", asked, streaming=True) for _ in range(300)]
+        next(results[0])
         os.kill(mortal.executor.engine_executor._process.pid, signal.SIGKILL)
         with pytest.raises(RequestError, match="the engine process ended while the request ran") as raised:
-            result.result(PATIENCE_S)
+            results[-1].result(PATIENCE_S)
         assert raised.value.code == "UNAVAILABLE"
+        for result in results:
+            with suppress(RequestError):
+                result.result(PATIENCE_S)
         assert mortal.executor._results == {}

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from backend.api import EngineUnavailable, FinishReason, Response
-from backend.core.step import StepInput
 from backend.engine import loop as engine_loop
 from backend.llm import (
     BackgroundError,
@@ -25,7 +24,7 @@ from backend.llm import (
 )
 from backend.llm.statistics import LatestStats
 from tests.fakes.hash_worker import HashWorkerGroup, oracle
-from tests.llm.helpers import EVER, PATIENCE_S, Engine, GatedWorkerGroup, expected, gated, make_worker, params, part
+from tests.llm.helpers import EVER, PATIENCE_S, Engine, StoppingWorkerGroup, expected, gated, make_worker, params, part
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -143,6 +142,20 @@ def test_a_query_behind_its_context_is_the_plain_prompt_and_finds_the_context_ag
         assert output.request_perf_metrics.num_cached_tokens == 16
 
 
+@pytest.mark.feature("002-48")
+def test_the_same_tokens_with_another_image_share_nothing() -> None:
+    prompt = list(range(1, 17))
+    asked = params(1, return_perf_metrics=True)
+    with make_worker(group=HashWorkerGroup(takes_extra_inputs=True)) as worker:
+        found = [
+            worker.generate(prompt, asked, multimodal_params={"image": image}, cache_salt="mine")
+            .outputs[0]
+            .request_perf_metrics.num_cached_tokens
+            for image in (b"one", b"two", b"one")
+        ]
+    assert found[:2] == [0, 0] and found[2] > 0
+
+
 @pytest.mark.feature("002-15")
 def test_responses_that_nobody_waits_for_are_skipped() -> None:
     engine = Engine()
@@ -241,14 +254,14 @@ def test_a_fault_of_the_dispatcher_is_raised_to_all_who_wait_and_to_all_who_come
 def test_a_request_is_aborted_while_it_waits_while_it_runs_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with gated() as (worker, gate):
+    group = StoppingWorkerGroup(after=3)
+    with make_worker(group=group) as worker:
         running = worker.generate_async(PROMPT, params(EVER), streaming=True)
         next(running)
-        gate.clear()
         queued = worker.generate_async(PROMPT, params(EVER))
         worker.abort_request(queued.request_id)
         worker.abort_request(running.request_id)
-        gate.set()
+        group.keep_going()
         assert queued.result(PATIENCE_S).finish_reason == "cancelled"
         assert running.result(PATIENCE_S).finish_reason == "cancelled"
         assert "nothing to abort" not in caplog.text
@@ -313,25 +326,10 @@ def test_submitting_wakes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(waits) < 1_000_000, "the promise is a millisecond"
 
 
-class StoppingWorkerGroup(GatedWorkerGroup):
-    """Closes its own gate before the tenth step."""
-
-    is_free = False
-
-    def keep_going(self) -> None:
-        self.is_free = True
-        self.gate.set()
-
-    def submit(self, step: StepInput) -> None:
-        if len(self.trace) == 9 and not self.is_free:
-            self.gate.clear()
-        super().submit(step)
-
-
 @pytest.mark.feature("002-30")
 def test_the_latest_statistics_say_how_many_run_and_how_many_wait() -> None:
     """The engine tells its state after each step here; the ninth token shows that it has told that of the eighth."""
-    group = StoppingWorkerGroup()
+    group = StoppingWorkerGroup(after=9)
     with make_worker(group=group) as worker:
         assert worker.get_latest_stats() == LatestStats(0, 0, 0)
         loop = worker.engine_executor._transport._loop

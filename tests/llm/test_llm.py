@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from backend.api import ConfigError, EngineUnavailable
+from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.config import RecordsConfig
 from backend.llm import LLM, NotHere, RequestError, RequestOutput, SamplingParams
+from backend.llm.arguments import LlmArguments
 from backend.llm.progress import with_bar
 from backend.text.tokenizer import Tokenizer
 from tests.llm.helpers import CONFIG, EVER, PATIENCE_S, expected, gated, make_worker, params
@@ -181,6 +182,17 @@ def test_a_saved_model_is_loaded_again(llm: LLM, tmp_path: Path) -> None:
         llm.save(tmp_path / "copy")
 
 
+def test_more_prompts_than_a_server_lets_wait_are_served_however_long_that_takes() -> None:
+    own = LlmArguments({"kv_cache_config": {"max_tokens": 1024}, "max_batch_size": 64}).config
+    prompts = [[i % 900 + 1, i // 900 + 1] for i in range(EngineConfig().limits.max_queue_size + 200)]
+    with gated(config=own) as (worker, gate), LLM.from_executor(worker) as llm:
+        gate.clear()
+        results = [llm.generate_async(prompt, params(1)) for prompt in prompts]
+        gate.set()
+        assert [result.result(PATIENCE_S).token_ids for result in results] == [expected(each, 1) for each in prompts]
+    assert own.limits.default_timeout_s > 1e6
+
+
 def test_a_model_without_a_directory_is_not_saved(tmp_path: Path) -> None:
     with LLM.from_executor(make_worker()) as llm:
         with pytest.raises(ConfigError, match="not loaded from a directory"):
@@ -189,6 +201,8 @@ def test_a_model_without_a_directory_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_processes_are_not_given_a_tokenizer_that_is_an_object(llm: LLM, model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="the tokenizer is left out; set num_postprocess_workers to 0"):
+        LLM(model_dir, skip_tokenizer_init=True, num_postprocess_workers=1)
     with pytest.raises(ValueError, match="set postprocess_tokenizer_dir to its directory"):
         LLM(model_dir, tokenizer=llm.tokenizer, num_postprocess_workers=1)
 

@@ -69,14 +69,12 @@ def test_a_greedy_request_sends_nothing_that_would_sample(greedy: dict) -> None:
     assert mapped(seed=4, **greedy).sampling_config == SamplingConfig(seed=4)
 
 
-@pytest.mark.feature("002-13")
 @pytest.mark.parametrize("logprobs, told, alternatives", [(None, False, 0), (0, True, 0), (3, True, 3)])
 def test_log_probabilities_are_asked_for_where_they_are_wanted(logprobs: int, told: bool, alternatives: int) -> None:
     output = mapped(logprobs=logprobs).output_config
     assert (output.return_log_probs, output.top_log_probs) == (told, alternatives)
 
 
-@pytest.mark.feature("002-13")
 def test_the_best_sequences_are_chosen_by_log_probabilities_that_are_not_shown() -> None:
     request = GenerationRequest([1], SamplingParams(n=1, best_of=3, top_k=9))
     assert core_request(request, None, MODEL, 20).output_config.return_log_probs
@@ -206,7 +204,6 @@ def test_what_a_request_brings_besides_is_refused_by_its_name(fields: dict) -> N
         core_request(request, None, MODEL, 20)
 
 
-@pytest.mark.feature("002-48")
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:
     request = GenerationRequest([1], SamplingParams(), multimodal_params={"image": b"one"}, cache_salt="me")
     mapped_request = core_request(request, None, MODEL, 20)
@@ -222,7 +219,6 @@ def test_a_priority_is_between_0_and_1() -> None:
     assert (mapped().priority, priority(0.5).priority, priority(0.9).priority) == (0.5, 0.5, 0.9)
 
 
-@pytest.mark.feature("002-47")
 def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None:
     ours = RetentionConfig((TokenRangeRetention(0, 8, 80, 2.0), TokenRangeRetention(8, None, 10)), 20, 0.5)
     theirs = SimpleNamespace(

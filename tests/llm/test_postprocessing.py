@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from backend.api import ConfigError, FinishReason, Response
+from backend.api import ConfigError, EverbatchError, FinishReason, Response
 from backend.llm import (
     BackgroundError,
     GenerationExecutor,
@@ -17,7 +20,9 @@ from backend.llm import (
     PostprocWorkerConfig,
     RequestError,
     SamplingParams,
+    postprocessing,
 )
+from backend.llm import worker as llm_worker
 from backend.llm.updates import TextParams
 from backend.text.tokenizer import Tokenizer
 from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, make_worker, params, part
@@ -153,6 +158,31 @@ def test_pending_requests_of_processes_fail_at_the_end(directory: str, tokenizer
     for result in pending:
         with pytest.raises(Exception, match="shut down|engine process ended"):
             result.result(PATIENCE_S)
+
+
+def test_a_process_that_hangs_does_not_hold_up_the_end(
+    directory: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (postprocessing, llm_worker):
+        monkeypatch.setattr(module, "END_GRACE_S", 0.2)
+    engine = Engine(tokenizer, PostprocWorkerConfig(1, directory))
+    result = engine.worker.generate_async([1], params(), streaming=True)
+    (pid,) = engine.worker.postprocess_pids
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(20):  # More than a socket holds, so that sending blocks.
+        engine.say(part([5] * 50_000))
+    closer = threading.Thread(target=engine.worker.shutdown)
+    closer.start()
+    try:
+        closer.join(20.0)
+        assert not closer.is_alive()
+        with pytest.raises(EverbatchError):
+            result.result(PATIENCE_S)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_tokenizer_that_the_processes_cannot_read_is_told_at_once(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -11,8 +11,20 @@ import pytest
 
 from backend.api import FinishReason
 from backend.llm import GenerationExecutorWorker, RequestError, ResultTimeout
+from backend.llm.result_queue import ResultQueue
 from backend.text.tokenizer import Tokenizer
-from tests.llm.helpers import EVER, PATIENCE_S, Engine, expected, gated, make_tokenizer, make_worker, params, part
+from tests.llm.helpers import (
+    EVER,
+    PATIENCE_S,
+    Engine,
+    StoppingWorkerGroup,
+    expected,
+    gated,
+    make_tokenizer,
+    make_worker,
+    params,
+    part,
+)
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -33,6 +45,7 @@ def test_a_result_knows_its_request_and_is_not_done_before_it_is_asked(worker: G
     result = worker.generate_async(PROMPT, params())
     assert result.request.prompt_token_ids == result.prompt_token_ids == PROMPT
     assert (result.request_id, result.streaming, result.done) == (result.request.id, False, False)
+    assert isinstance(result.queue, ResultQueue)
     assert result.result(PATIENCE_S) is result
     assert result.done and result.finished
 
@@ -85,27 +98,23 @@ def test_the_timeout_is_for_the_whole_result_and_not_for_each_token() -> None:
 
 
 @pytest.mark.feature("002-20")
-def test_a_hundred_results_are_awaited_in_one_event_loop_that_goes_on(worker: GenerationExecutorWorker) -> None:
-    async def run() -> tuple[list[int], int]:
-        turns, done = 0, asyncio.Event()
+def test_a_hundred_results_are_awaited_in_one_event_loop_that_goes_on() -> None:
+    """The model stands still until the event loop has turned many times with a hundred waiters in it."""
 
-        async def count() -> None:
-            nonlocal turns
-            while not done.is_set():
-                turns += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count())
+    async def run(worker: GenerationExecutorWorker, gate: threading.Event) -> list[list[int]]:
+        gate.clear()
         results = [worker.generate_async([i + 1], params(4)) for i in range(100)]
-        awaited = await asyncio.gather(*(result.aresult() for result in results))
-        done.set()
-        await counter
+        waiting = asyncio.gather(*(result.aresult(PATIENCE_S) for result in results))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        gate.set()
+        awaited = await waiting
         assert awaited == results
-        return [result.token_ids for result in awaited], turns
+        return [result.token_ids for result in awaited]
 
-    outputs, turns = asyncio.run(run())
-    assert outputs == [expected([i + 1], 4, worker.tokenizer) for i in range(100)]
-    assert turns > 10
+    with gated() as (worker, gate):
+        assert asyncio.run(run(worker, gate)) == [expected([i + 1], 4) for i in range(100)]
 
 
 @pytest.mark.feature("002-20")
@@ -215,16 +224,17 @@ def test_an_event_loop_that_was_closed_holds_up_nobody() -> None:
 
 
 @pytest.mark.feature("002-31")
-def test_an_aborted_result_is_finished_as_cancelled_and_says_that_it_was_aborted(
-    worker: GenerationExecutorWorker,
-) -> None:
-    result = worker.generate_async(PROMPT, params(EVER), streaming=True)
-    next(result)
-    assert not result.aborted()
-    result.abort()
-    assert result.aborted()
-    assert result.result(PATIENCE_S).finish_reason == "cancelled"
-    assert 0 < len(result.token_ids) < EVER
+def test_an_aborted_result_is_finished_as_cancelled_and_says_that_it_was_aborted() -> None:
+    group = StoppingWorkerGroup(after=3)
+    with make_worker(group=group) as worker:
+        result = worker.generate_async(PROMPT, params(EVER), streaming=True)
+        next(result)
+        assert not result.aborted()
+        result.abort()
+        assert result.aborted()
+        group.keep_going()
+        assert result.result(PATIENCE_S).finish_reason == "cancelled"
+        assert 0 < len(result.token_ids) <= 4
 
 
 def test_an_error_is_raised_each_time_the_result_is_asked_for() -> None:

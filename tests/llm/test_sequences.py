@@ -37,7 +37,6 @@ def said(engine: Engine, *results: Result, **fields: object) -> GenerationResult
     return result
 
 
-@pytest.mark.feature("000-28", "000-29", "000-31")
 def test_sequences_are_told_apart_by_their_index_and_the_request_ends_with_the_last() -> None:
     engine = Engine()
     result = submit(engine, part([1], 0), part([7], 1), part([8], 1, LENGTH), n=2, top_k=5, streaming=True)
@@ -107,7 +106,6 @@ def test_beams_that_have_met_a_stop_string_may_be_replaced_until_the_engine_ends
     engine.worker.shutdown()
 
 
-@pytest.mark.feature("000-30", "002-11")
 def test_beams_come_in_one_result_and_are_replaced_whole(tokenizer: Tokenizer) -> None:
     engine = Engine(tokenizer)
     script = [
@@ -158,6 +156,14 @@ def test_a_stop_string_ends_the_text_and_the_tokens(tokenizer: Tokenizer, includ
     assert len(output.token_ids) < len(ids)
     assert engine.cancelled == [engine.engine_id()], "the engine would go on"
     engine.worker.shutdown()
+
+
+def test_tokens_behind_a_stop_string_are_dropped_though_they_came_with_it(tokenizer: Tokenizer) -> None:
+    ids = of(tokenizer, "the lazy dog; it's over")
+    shortest = of(tokenizer, "the lazy dog")
+    assert ids[: len(shortest)] == shortest
+    output = said(Engine(tokenizer), part(ids), stop="dog", include_stop_str_in_output=True).outputs[0]
+    assert (output.text, output.token_ids) == ("the lazy dog", shortest)
 
 
 def test_a_stream_never_shows_a_part_of_a_stop_string(tokenizer: Tokenizer) -> None:

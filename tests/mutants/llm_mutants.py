@@ -5,7 +5,7 @@ from __future__ import annotations
 from backend.llm import arguments, llm, mapping
 from backend.llm.executor import GenerationExecutor
 from backend.llm.folding import RequestFold, SequenceFold
-from backend.llm.postprocessing import Pipe, PostprocPool, PostprocWorker
+from backend.llm.postprocessing import PostprocPool, PostprocProcess, PostprocWorker
 from backend.llm.requests import GenerationRequest
 from backend.llm.result import CompletionOutput, GenerationResult
 from backend.llm.result_queue import ResultQueue
@@ -105,9 +105,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         ),
         POSTPROCESSING,
     ),
-    "a_reset_connection_ends_the_listener": (
-        change(Pipe, "receive", ("except ConnectionError:", "except KeyError:")),
-        ["tests/llm/test_engine_process.py", *POSTPROCESSING],
+    "a_process_that_hangs_holds_up_the_end": (
+        change(GenerationExecutorWorker, "shutdown", ("self._thread.join(END_GRACE_S)", "self._thread.join()")),
+        POSTPROCESSING,
+    ),
+    "the_end_of_a_process_is_not_told": (
+        change(PostprocProcess, "_listen", ("        self._on_lost(self)\n", "        pass\n")),
+        ["tests/llm/test_postprocessing.py::test_the_requests_of_a_process_that_ends_fail_and_so_do_those_that_follow"],
     ),
     "greedy_requests_send_what_samples": (
         change(mapping, "sampling_config", ("if not params.is_greedy:", "if True:")),
