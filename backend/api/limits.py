@@ -13,6 +13,7 @@ from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.output_limits import check_outputs, check_post_processor
+from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
 
@@ -33,6 +34,7 @@ class RequestLimits(Struct, frozen=True):
     additional_outputs: tuple[str, ...] = ()
     post_processors: tuple[str, ...] = ()
     is_static: bool = False
+    prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -45,7 +47,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
             f"the prompt has {len(prompt)} tokens, the limit is {limits.max_seq_len - (request.max_tokens > 0)} "
             f"(the model's own, or model.max_seq_len); shorten it"
         )
-    _check_ids("input token", prompt, limits.vocab_size)
+    check_prompt_inputs(request, limits.prompt_embedding_width, limits.max_seq_len, limits.caps.max_extra_bytes)
+    _check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     _check_ids("end id", request.end_ids, limits.vocab_size)
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.sampling import OutputConfig, SamplingConfig
+from backend.api.tensor import TensorData
 
 RequestId = NewType("RequestId", int)  # uint64, unique among the live requests of one engine
 SessionId = NewType("SessionId", int)  # uint64, TurboMind's CORRID
@@ -77,8 +78,10 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `retention`: how long its KV outlives that of others; None = like all.
     `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
+    `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
+    `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
-    Refused by models that take none. KV is shared only between requests with equal extra inputs.
+    Refused by models that take none. KV is shared only between requests that are equal in these three.
     """
 
     input_token_ids: list[int]
@@ -98,13 +101,16 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     priority: float = 0.5
     retention: RetentionConfig | None = None
     logits_post_processor: str = ""
+    prompt_embeddings: TensorData | None = None
+    position_ids: list[int] | None = None
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
     @property
     def namespace(self) -> str:
         """Requests with different namespaces never share KV."""
-        if not self.extra_inputs:
+        if not self.extra_inputs and self.prompt_embeddings is None and self.position_ids is None:
             return self.cache_salt
-        digest = hashlib.blake2b(msgspec.msgpack.encode(sorted(self.extra_inputs.items())), digest_size=32)
+        parts = sorted(self.extra_inputs.items()), self.prompt_embeddings, self.position_ids
+        digest = hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=32)
         return f"{self.cache_salt}\0{digest.hexdigest()}"

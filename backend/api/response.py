@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from backend.api.errors import ErrorCode
 from backend.api.request import RequestId
+from backend.api.tensor import TensorData
 
 
 class FinishReason(enum.IntEnum):
@@ -31,14 +32,6 @@ class TopLogProb(Struct, frozen=True, array_like=True):
 
     token_id: int
     log_prob: float
-
-
-class TensorData(Struct, frozen=True):
-    """A tensor that crosses processes: the numbers in C order, little-endian."""
-
-    dtype: str  # float32
-    shape: tuple[int, ...]
-    data: bytes
 
 
 class PerfMetrics(Struct, frozen=True, omit_defaults=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.api.request import Request
-from backend.api.response import TensorData
+from backend.api.tensor import TensorData
 from backend.core.step import Gather, GatheredRows
 
 LOGITS = "logits"

@@ -20,6 +20,7 @@ from typing import NewType, Protocol
 from msgspec import Struct
 
 from backend.api.sampling import SamplingConfig
+from backend.api.tensor import TensorData
 
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)  # row of the persistent batch
@@ -52,6 +53,8 @@ class NewRow(Struct, frozen=True):
     cache_namespace: str = ""
     extra_inputs: dict[str, bytes] = {}  # besides tokens, for models that take them
     gather: list[Gather] = []
+    prompt_embeddings: TensorData | None = None  # for token ids from vocab_size on
+    position_ids: list[int] | None = None  # of the prompt's tokens
     post_processor: str = ""  # name of a callable that changes the logits; it is told the next two
     request_id: int = 0
     client_id: int | None = None
@@ -123,6 +126,7 @@ class ModelInfo(Struct, frozen=True):
     generation_logits: bool = False
     additional_outputs: tuple[str, ...] = ()  # names of what requests may ask for besides
     output_widths: dict[str, int] = {}  # numbers in a row of each of these tensors, and of "logits"
+    prompt_embedding_width: int = 0  # the hidden size, if prompts may bring embeddings and positions
     post_processors: tuple[str, ...] = ()  # names of the callables that requests may have their logits changed by
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 

@@ -43,6 +43,7 @@ class Intake:
             model.additional_outputs,
             model.post_processors,
             scheduler.is_static,
+            model.prompt_embedding_width,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

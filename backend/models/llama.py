@@ -76,14 +76,18 @@ class Llama:
         cells: Tensor,
         plans: Mapping[int | None, Plan],
         pools: Sequence[KVPool],
+        embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV.
 
         token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool
-        a layer. Returns the hidden states before the last norm, [num_tokens, hidden].
+        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden]. Returns the
+        hidden states before the last norm, [num_tokens, hidden].
         """
         eps, tables = self.config.norm_eps, (self.cos, self.sin)
         x = embedding(self.embedding, token_ids)  # [num_tokens, hidden]
+        if embedded is not None:
+            x.index_copy_(0, *embedded)
         delta: Tensor | None = None  # like x, and still to be added to it
         for layer, pool, window in zip(self.layers, pools, self.config.windows, strict=True):
             normed, x = add_norm(x, delta, layer.input_norm, eps, layer.attention.qkv.takes_int8)

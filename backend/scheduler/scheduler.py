@@ -308,6 +308,8 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         cache_namespace=seq.namespace,
         extra_inputs=request.extra_inputs,
         gather=[] if seq.gathered is None else seq.gathered.asked(),
+        prompt_embeddings=request.prompt_embeddings,
+        position_ids=request.position_ids,
         post_processor=request.logits_post_processor,
         request_id=seq.request_id,
         client_id=request.client_id,

@@ -108,6 +108,8 @@ class DeviceRunner:
     def _launch_with_extras(self, step: StepInput, work: ExtraWork) -> QueuedStep:
         """Queue a step with rows that want more than tokens, or have a post-processor; it runs eagerly."""
         hidden, flat = self._forward(step.rows, work.num_logits)
+        if not any(work.num_logits):
+            return QueuedStep(step.step_id, self._choice.begin_fetch([], self._nothing))
         logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
         gathered = work.gather(logits, outputs)
         logits = logits[work.sampling_rows].float()

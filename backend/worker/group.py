@@ -31,6 +31,7 @@ from backend.worker.memory import free_bytes, memory_use
 from backend.worker.model_runner import ModelRunner, Pending, full_step
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.post_processors import PostProcessors
+from backend.worker.prompt_inputs import PromptInputs
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
@@ -119,6 +120,7 @@ class InProcessWorkerGroup:
             additional_outputs=section.additional_outputs,
             output_widths={name: output.width for name, output in self.model.outputs.items()},
             post_processors=self._processors.names,
+            prompt_embedding_width=config.hidden_size if self._choice.name == "torch" else 0,
             looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 
@@ -240,7 +242,8 @@ class InProcessWorkerGroup:
             return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras)
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
-        batch = InputBatch(slots, max_len, block_size, device)
+        prompts = None if is_native else PromptInputs(vocab_size, model.dtype, device)
+        batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, self._choice.library)
         return ModelRunner(tier, storage, batch, sampler, Extras(self._processors))
 

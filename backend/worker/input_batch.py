@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from backend.core.step import NewRow, Row, SampledToken
+from backend.worker.prompt_inputs import Embedded, PromptInputs
 from kernels.common.transfer import even, place
 from kernels.paged_attention import AttentionRows
 
@@ -31,6 +32,7 @@ class FlatBatch:
     cells: Tensor  # [num_tokens] int64: where each token's KV is written
     rows: AttentionRows
     logits_index: Tensor  # int64 into the flat batch: the tokens whose logits are wanted
+    embedded: Embedded | None = None  # tokens whose embeddings the requests give
 
 
 def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dtype: DTypeLike) -> NDArray[Any]:
@@ -42,7 +44,16 @@ def make_tensor_with_pad(rows: Sequence[Sequence[int]], width: int, pad: int, dt
 
 
 class InputBatch:
-    def __init__(self, num_slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_seq_len: int,
+        block_size: int,
+        device: torch.device,
+        prompt_inputs: PromptInputs | None = None,
+    ) -> None:
+        """`prompt_inputs`: of the tier that takes them."""
+        self._prompt_inputs = prompt_inputs
         self._block_size = block_size
         self._device = device
         self._max_blocks = -(-max_seq_len // block_size)
@@ -62,6 +73,8 @@ class InputBatch:
         for row in rows:
             self.num_tokens[row.slot] = len(row.token_ids)
             self.num_blocks[row.slot] = len(row.block_ids)
+            if self._prompt_inputs is not None:
+                self._prompt_inputs.set_row(row)
         if self._host_ids is not None:
             for row in rows:
                 self._host_ids[row.slot, : len(row.token_ids)] = row.token_ids
@@ -125,10 +138,14 @@ class InputBatch:
         numbers = np.zeros((3, even(len(positions))), dtype=np.int64)
         numbers[:, : len(positions)] = slot_of_token * self.max_seq_len + positions, positions, cells
         placed = place(numbers, self._device)[:, : len(positions)]
+        moved, embedded = placed[1], None
+        if self._prompt_inputs is not None:
+            moved, embedded = self._prompt_inputs.apply(rows, placed[1])
         return FlatBatch(
             token_ids=self.token_ids.view(-1).index_select(0, placed[0]),
-            positions=placed[1],
+            positions=moved,
             cells=placed[2],
             rows=AttentionRows(starts, lengths, self.block_tables[slots, :width]),
             logits_index=place(logits_index, self._device),
+            embedded=embedded,
         )

@@ -41,7 +41,7 @@ class TorchTier:
         device, dtype = model.embedding.device, model.embedding.dtype
         plans = plan_attention(flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device)
         views = [self._layout.view(pool) for pool in pools]
-        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views)
+        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded)
         if len(flat.logits_index) == 0:
             return None, torch.empty(0, config.vocab_size)
         logits, marked = model.logits_and(list(outputs or ()), hidden[flat.logits_index])

@@ -50,6 +50,13 @@ def test_only_the_request_that_names_it_is_touched(
     assert engine.tokens(other, PROMPT) == expected[5:] != [42] * 6
 
 
+def test_the_slot_of_a_request_with_one_goes_to_a_request_without(checkpoint: Checkpoint, tier: TierCase) -> None:
+    engine = make(checkpoint, tier, mine=force_42)
+    expected = engine.answer(PROMPT, 4, PLAIN).result.output_token_ids
+    engine.answer(PROMPT, 4, PLAIN, logits_post_processor="mine")
+    assert engine.answer(PROMPT, 4, PLAIN).result.output_token_ids == expected
+
+
 @pytest.mark.feature("000-36", "000-38")
 def test_a_processor_is_told_the_request_its_tokens_the_stream_and_the_client(
     checkpoint: Checkpoint, tier: TierCase

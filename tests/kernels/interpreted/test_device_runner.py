@@ -192,6 +192,14 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
             assert torch.allclose(*values, atol=1e-4)
 
 
+def test_generation_logits_of_a_prompt_in_chunks_are_there_for_each_token(directory: Path) -> None:
+    output = OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
+    core = make_core(directory, "triton", Replays(), max_chunk_tokens=4)
+    (result,) = finish(core, [Request([(7 * i) % 131 for i in range(6)], 2, output_config=output)])
+    logits = torch.frombuffer(bytearray(result.generation_logits.data), dtype=torch.float32).view(2, -1)
+    assert logits.argmax(dim=-1).tolist() == result.output_token_ids[0]
+
+
 def test_the_ladder_has_a_size_for_every_batch_and_pads_little() -> None:
     sizes = [ladder_size(rows) for rows in range(1, 1100)]
     assert all(rows <= size < max(rows + 8, 1.5 * rows + 1) for rows, size in enumerate(sizes, start=1))

@@ -1,0 +1,13 @@
+"""TensorData: a tensor that crosses processes."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class TensorData(Struct, frozen=True):
+    """The numbers in C order, little-endian."""
+
+    dtype: str  # float32
+    shape: tuple[int, ...]
+    data: bytes

@@ -1,0 +1,80 @@
+"""Bugs planted in what requests get besides tokens, in logits post-processors, and in sampling that looks back at its output."""
+
+from __future__ import annotations
+
+from backend.api import output_limits
+from backend.core.gathered import Gathered
+from backend.engine import gathered
+from backend.models.llama import Llama
+from backend.sampling.slots import SlotParameters
+from backend.worker import post_processors
+from backend.worker.extras import Extras, ExtraWork, SlotWants
+from backend.worker.model_runner import ModelRunner
+from backend.worker.post_processors import PostProcessors
+from kernels import sampling
+from tests.mutants.changes import change
+
+LOGITS = "tests/model/test_gathered_logits.py::"
+PROCESSORS = "tests/model/test_post_processors.py::"
+ROWS = [LOGITS + "test_batches_chunks_and_evictions_leave_every_row_as_it_was_and_give_it_once"]
+STREAM = [LOGITS + "test_a_stream_gives_context_rows_first_and_then_a_row_for_each_token"]
+CAPS = [LOGITS + "test_tensors_beyond_the_caps_are_refused_with_the_figures"]
+FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
+RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
+RULES = "tests/sampling/test_sampler_rules.py::"
+
+MUTANTS = {
+    "context_rows_are_one_off": (
+        change(ExtraWork, "gather", ("(last - positions[0])", "(last - positions[0] - 1)")),
+        ROWS,
+    ),
+    "context_rows_go_on_into_the_output": (
+        change(SlotWants, "context_rows", ("min(self.num_prompt_tokens, row", "min(1 << 40, row")),
+        ROWS,
+    ),
+    "context_rows_begin_anew_with_each_chunk": (
+        change(Gathered, "add", ("if part.position > known:", "if part.position >= known:")),
+        ROWS,
+    ),
+    "rows_come_twice": (
+        change(Gathered, "take", ("self._tensor(name, self._generation", "self._tensor(name, dict(self._generation)")),
+        STREAM,
+    ),
+    "others_promises_are_forgotten": (change(gathered, "promise", ("taken + total >", "total >")), CAPS),
+    "a_response_may_be_of_any_size": (change(gathered, "promise", ("largest > ", "0 > ")), CAPS),
+    "a_slot_keeps_its_last_owners_wishes": (
+        change(Extras, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
+        [PROCESSORS + "test_the_slot_of_a_request_with_one_goes_to_a_request_without"],
+    ),
+    "greedy_rows_ignore_the_processor": (
+        change(ModelRunner, "_execute_with_extras", ("is_needed or slot in work.processed", "is_needed")),
+        FORCE,
+    ),
+    "what_is_returned_is_dropped": (
+        change(post_processors, "_take_over", ("logits.copy_(returned)", "pass")),
+        FORCE,
+    ),
+    "a_failure_is_swallowed": (
+        change(PostProcessors, "_run_one", ("return [_failure(row, error)]", "return []")),
+        RAISES,
+    ),
+    "a_failed_row_goes_on": (change(gathered, "book", ("flight.dropped.add(seq.seq_id)", "pass")), RAISES),
+    "static_batches_take_processors": (
+        change(output_limits, "check_post_processor", ("if is_static:", "if False:")),
+        [PROCESSORS + "test_static_batches_refuse_it_and_the_others_of_the_batch_finish"],
+    ),
+    "hidden_states_are_not_normed": (
+        change(Llama, "logits_and", ("compute(normed, logits)", "compute(hidden, logits)")),
+        [
+            "tests/model/test_additional_outputs.py::test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for"
+        ],
+    ),
+    "top_p_never_decays": (
+        change(SlotParameters, "decay_top_p", (".decay is not None", ".decay is False")),
+        [RULES + "test_top_p_falls_to_its_least_and_is_set_back_by_a_token"],
+    ),
+    "repeats_need_one_token_less": (
+        change(sampling, "repeated", ("tokens[len(tokens) - size + 1 :]", "grams[-1, :-1]")),
+        [RULES + "test_no_repeat_ngram_equals_hugging_face"],
+    ),
+}
