@@ -8,6 +8,7 @@ from typing import Any
 from backend.api import PerfMetrics
 from backend.api import response as core
 from backend.api import stats as core_stats
+from backend.api.tensor import TensorData
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 from backend.trtllm import kv_cache
@@ -74,7 +75,7 @@ def result(given: core.Result) -> Result:
     )
 
 
-def tensor(given: core.TensorData | None) -> Any:
+def tensor(given: TensorData | None) -> Any:
     """A float32 tensor of its own memory."""
     if given is None:
         return None

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from backend.api import ConfigError, EngineConfig, EverbatchError, InvalidRequest, Request, Response, Result
-from backend.api.response import TensorData
 from backend.api.stats import EngineStats, IterationStats
+from backend.api.tensor import TensorData
 from backend.executor.gpt_manager import GptManager as Core
 from backend.executor.gpt_manager import load_engine
 from backend.trtllm import from_core
