@@ -289,6 +289,16 @@ def test_neutral_values_of_sampling_ask_for_nothing() -> None:
     assert converted(sampling_config=neutral).sampling_config == SamplingConfig()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"length_penalty": 2.0}, {"early_stopping": 0}, {"beam_search_diversity_rate": 0.5}, {"beam_width_array": [2]}],
+)
+def test_what_beams_heed_is_never_ignored_with_beams(options: dict[str, Any]) -> None:
+    converted(sampling_config=trtllm.SamplingConfig(1, **options))
+    with pytest.raises(Exception, match=f"SamplingConfig.{next(iter(options))} is not served"):
+        converted(sampling_config=trtllm.SamplingConfig(2, **options))
+
+
 @pytest.mark.feature("000-33")
 def test_more_beams_than_the_executor_allows_are_refused() -> None:
     assert converted(sampling_config=trtllm.SamplingConfig(4)).sampling_config.beam_width == 4

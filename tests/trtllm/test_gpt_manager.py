@@ -282,9 +282,11 @@ def test_a_missing_directory_and_parameters_that_are_not_served_raise(model_path
 
 @pytest.mark.feature("001-24")
 def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: Path) -> None:
-    client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]))
+    several = request(3, [1], 2, num_return_sequences=[2])
+    client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]), several)
     client.run(model_path)
-    assert "beam_width is 2" in client.errors[1][0] and "lora_config is not served" in client.errors[2][0]
+    assert "beam_width is 2" in client.errors[1][0] and "several requests" in client.errors[3][0]
+    assert "lora_config is not served" in client.errors[2][0]
 
 
 @pytest.mark.feature("001-03")
