@@ -21,6 +21,8 @@ SLOW = {
     "tests/kernels/interpreted/": "GPU kernels in Triton's interpreter",
     "tests/kernels/compiled/": "GPU kernels, compiled offline",
     "tests/kernels/test_triton.py": "GPU kernels, interpreted and compiled",
+    "tests/llm/test_docs.py": "whole models, a process each",
+    "tests/llm/test_engine_process.py": "engine processes",
     "tests/model/test_graphs.py": "GPU kernels in Triton's interpreter",
     "tests/native/test_build.py": "native kernels, compiled again and again",
     "tests/native/test_decoder.py": "native steps in every variant (parity keeps the usual one)",

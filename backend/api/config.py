@@ -63,6 +63,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_batch_size: int = 64  # slots of the persistent batch
     max_num_tokens: int = 1024  # tokens of one step over all rows
+    max_beam_width: int | None = None  # beams that a request may ask for; unset = 8, or max_batch_size if that is less
     policy: Policy = "guaranteed_no_evict"  # `max_utilization`: admit more, pause when full; `static_batch`: none joins
     batching: Batching = "fused"  # `separate`: prompts and generation in steps of their own; `static`: in lockstep too
     enable_chunked_context: bool = True  # cut long prompts; off: longer than max_num_tokens is refused
@@ -71,6 +72,14 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
     look_ahead: bool | None = None  # plan a step while the one before it runs; unset = on CUDA
+
+
+DEFAULT_BEAM_WIDTH = 8
+
+
+def max_beam_width(scheduler: SchedulerConfig) -> int:
+    """The widest beams that a request may ask for."""
+    return scheduler.max_beam_width or min(DEFAULT_BEAM_WIDTH, scheduler.max_batch_size)
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,6 +252,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.watermark": (0.0, 0.5),
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, math.inf),
+    "scheduler.max_beam_width": (1, 65536),
     "scheduler.max_chunk_tokens": (1, math.inf),
     "scheduler.max_context_tokens": (1, math.inf),
     "scheduler.mixed_context_tokens": (1, math.inf),
@@ -299,6 +309,12 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"kv_cache.num_slots is {num_slots}, less than scheduler.max_batch_size {rows}: every running sequence needs "
             f"the KV of a slot; raise the former or lower the latter"
+        )
+    scheduler = config.scheduler
+    if scheduler.max_beam_width is not None and scheduler.max_beam_width > scheduler.max_batch_size:
+        raise ConfigError(
+            f"scheduler.max_beam_width is {scheduler.max_beam_width}, more than scheduler.max_batch_size "
+            f"{scheduler.max_batch_size}: every beam is a row of the batch; lower the former or raise the latter"
         )
     if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
         raise ConfigError(

@@ -9,6 +9,7 @@ import math
 
 from msgspec import Struct
 
+from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.output_limits import check_outputs, check_post_processor
@@ -26,6 +27,7 @@ class RequestLimits(Struct, frozen=True):
     max_seq_len: int
     caps: LimitsConfig = LimitsConfig()
     takes_extra_inputs: bool = False
+    max_beam_width: int = 1
     context_logits: bool = False
     generation_logits: bool = False
     additional_outputs: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)
+    check_beams(request, limits.max_beam_width)
     check_outputs(
         request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
     )
@@ -71,6 +74,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _check_extra_inputs(request.extra_inputs, limits)
     if request.session is not None:
         _check_session(request.session)
+        _check_returns_one(request.sampling_config)
 
 
 def _check_range(name: str, value: float, least: float, greatest: float) -> None:
@@ -94,12 +98,8 @@ def _check_words(name: str, words: list[list[int]], max_words: int, limits: Requ
 
 
 def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
-    if config.beam_width != 1:
-        raise Unsupported(f"beam_width is {config.beam_width}, this version serves 1; use sampling instead")
-    if config.num_return_sequences not in (None, 1):
-        raise Unsupported(
-            f"num_return_sequences is {config.num_return_sequences}, this version serves 1; send several requests"
-        )
+    if config.num_return_sequences is not None:
+        _check_sequences(config.num_return_sequences, limits.caps.max_queue_size)
     ranges = {
         "temperature": (0.0, 100.0),
         "top_k": (0, (1 << 31) - 1),
@@ -130,6 +130,19 @@ def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
         _check_ids("logit_bias token", tuple(config.logit_bias), limits.vocab_size)
         if not all(math.isfinite(value) for value in config.logit_bias.values()):
             raise InvalidRequest("logit_bias holds a value that is not finite; use -100 to 100")
+
+
+def _check_returns_one(config: SamplingConfig) -> None:
+    for name, value in (("num_return_sequences", config.num_return_sequences), ("beam_width", config.beam_width)):
+        if value not in (None, 1):
+            raise Unsupported(f"{name} is {value}, a session's turn has 1; send the request without a session")
+
+
+def _check_sequences(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise InvalidRequest(
+            f"num_return_sequences is {count}, allowed is 1 to {most} (limits.max_queue_size); send several requests"
+        )
 
 
 def _check_session(session: SessionConfig) -> None:

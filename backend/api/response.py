@@ -59,10 +59,11 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
 
 
 class Result(Struct, frozen=True, omit_defaults=True):
-    """Tokens of one request. Streaming: only the new ones of this response. `output_token_ids` is a list per beam.
+    """Tokens of one sequence of a request. Streaming: only the new ones of this response. `output_token_ids`: a list per beam.
 
-    Tensors are float32, and each row comes once: streaming, context rows with the first response, others with their tokens,
-    whatever `return_all_generated_tokens` says.
+    A request with `num_return_sequences` n > 1 gets responses of n sequences, in any order between sequences; exactly one of
+    them is final: the last one of the sequence that ends last. Tensors are float32, and each row comes once: streaming, context
+    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says.
     """
 
     output_token_ids: list[list[int]]
@@ -91,7 +92,7 @@ class Response(Struct, frozen=True, omit_defaults=True):
     result_or_none: Result | None = None
     error_or_none: str | None = None
     error_code: ErrorCode = ErrorCode.INTERNAL
-    account: PerfMetrics | None = None  # of every final response of a request that was accepted, asked for or not
+    account: PerfMetrics | None = None  # of every response that ends a sequence, or a request that was accepted
 
     def has_error(self) -> bool:
         return self.error_or_none is not None

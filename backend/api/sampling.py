@@ -12,6 +12,16 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     `top_k` 1 are greedy too. Order of application: bad words, repeated n-grams, logit bias and min_tokens on the logits;
     repetition, presence and frequency penalties; temperature; top-k, top-p, min-p on the distribution; one uniform number per
     token, drawn from (seed, number of tokens sampled so far), so that neither batch order nor eviction changes the choice.
+
+    `num_return_sequences` n without beams: n sequences, each with a random stream of its own, derived from (seed, index); that
+    of the first is the seed's own.
+
+    `beam_width` k > 1: the k best hypotheses by the sum of their log-probabilities are kept from token to token, and the n best
+    are returned (n = `num_return_sequences`, or k). What has ended is ranked by sum / length ** length_penalty, length in
+    output tokens. Early stopping 1 ends the search when k hypotheses have ended; 0 when the best one that goes on could not
+    come before the last of them if it ended now; any other number when it could not even at its longest (as Hugging Face's
+    True, False and "never"). For the choice only, the diversity rate times its rank among those of its hypothesis (0 = most
+    likely) is added to the score of a candidate: below 0 it makes hypotheses of one origin rarer. Beams are not sampled.
     """
 
     beam_width: int = 1
@@ -26,6 +36,9 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     frequency_penalty: float | None = None  # over output only
     min_tokens: int | None = None  # end ids and stop words are held back until then
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
+    length_penalty: float | None = None  # of beams; unset = 0
+    early_stopping: int | None = None  # of beams: 1 (as when unset), 0, or another number
+    beam_search_diversity_rate: float | None = None  # of beams; unset = 0
     no_repeat_ngram_size: int | None = None  # >= 0; 0 = off; no run of so many tokens occurs twice in prompt and output
     top_p_decay: float | None = None  # (0, 1]; after each output token top_p is multiplied by it ...
     top_p_min: float | None = None  # (0, 1]; ... and falls no lower than this; unset = 1e-6

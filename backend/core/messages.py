@@ -26,6 +26,7 @@ class Submit(Struct, frozen=True, tag="submit"):
 class Cancel(Struct, frozen=True, tag="cancel"):
     request_id: RequestId
     keep_output_tokens: int | None = None
+    sequence_index: int | None = None  # end only this one of the request's sequences
 
 
 class StopSession(Struct, frozen=True, tag="stop_session"):

@@ -28,12 +28,13 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import FinishReason
 from backend.core.gathered import Gathered
-from backend.core.step import SequenceId, SlotId
+from backend.core.group import BeamGroup, SequenceGroup
+from backend.core.step import SampledToken, SequenceId, SlotId
 
 
 class Status(enum.Enum):
@@ -85,6 +86,8 @@ class IllegalTransition(RuntimeError):
 class Sequence:
     """See the module's text for what the counters mean and who writes them. What each step reads stands first."""
 
+    is_dormant: ClassVar[bool] = False  # whether it holds a slot, but nothing to run (BeamSequence)
+
     token_ids: list[int]  # of a session between turns an array, which takes 4 bytes a token
     num_prompt_tokens: int
     num_computed_tokens: int
@@ -101,6 +104,8 @@ class Sequence:
     finish_reason: FinishReason
     first_token_ns: int
     last_token_ns: int
+    sequence_index: int  # among the sequences that the request returns
+    group: SequenceGroup | None  # of a request that returns several
 
     seq_id: SequenceId
     session_key: SessionKey | None
@@ -146,6 +151,8 @@ class Sequence:
         self.seed = 0
         self.erase_when_finished = False
         self.slot = None
+        self.sequence_index = 0
+        self.group = None
         self.status = Status.WAITING
         self.begin_turn(request_id, request, list(request.input_token_ids), arrival, arrival_ns)
 
@@ -219,6 +226,16 @@ class Sequence:
         return self.num_inflight_tokens > 0 and self.num_uncomputed_tokens == 0
 
     @property
+    def beam_width(self) -> int:
+        """Of its request. Requests of different widths never run in one step."""
+        return 1 if self.group is None else self.group.beam_width
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """All that is admitted and paused with it: the rows of its search, or it alone."""
+        return [self] if self.group is None or self.group.beam_width == 1 else self.group.members
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Position of the next token in this sequence's random stream."""
         return self.num_sampled_before + self.num_output_tokens
@@ -254,3 +271,54 @@ class Sequence:
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
         self.max_computed_tokens = min(self.max_computed_tokens, num_tokens)
+
+
+class BeamSequence(Sequence):
+    """A row of a beam search: one hypothesis at a time, or none (dormant). See core/group.py."""
+
+    __slots__ = ("candidates", "is_dormant")
+
+    candidates: SampledToken | None  # for its next token; None until a step has told them
+    is_dormant: bool  # type: ignore[misc]  # of other sequences it is a constant
+
+    def __init__(
+        self, seq_id: SequenceId, request_id: RequestId, request: Request, arrival: int, arrival_ns: int
+    ) -> None:
+        super().__init__(seq_id, request_id, request, arrival, arrival_ns)
+        self.candidates = None
+        self.is_dormant = True
+
+    @property
+    def search(self) -> BeamGroup:
+        """The group that it belongs to."""
+        assert isinstance(self.group, BeamGroup)
+        return self.group
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether nothing is left to schedule until all hypotheses of the search have their candidates."""
+        if self.is_dormant or self.candidates is not None or self.num_inflight_samples:
+            return True
+        return self.num_inflight_tokens > 0 and self.num_uncomputed_tokens == 0
+
+    def apply(self, event: Event) -> None:
+        """Whoever is paused runs its last token again, and is told its candidates again."""
+        super().apply(event)
+        if event is Event.PAUSE:
+            self.candidates = None
+
+    def become(self, parent: BeamSequence) -> None:
+        """Take over the hypothesis of another member. Its KV is the business of KVCacheManager.adopt."""
+        self.token_ids = list(parent.token_ids)
+        self.max_computed_tokens = parent.max_computed_tokens
+        self.cum_log_prob = parent.cum_log_prob
+        self.log_probs = list(parent.log_probs)
+        self.first_token_ns, self.first_scheduled_ns = parent.first_token_ns, parent.first_scheduled_ns
+        self.is_dormant = False
+
+    def lie_dormant(self) -> None:
+        """Hold no hypothesis any more."""
+        self.token_ids = self.token_ids[: self.num_prompt_tokens]
+        self.cum_log_prob, self.log_probs = 0.0, []
+        self.num_computed_tokens = self.max_computed_tokens = 0
+        self.is_dormant = True

@@ -14,7 +14,6 @@ failed command gets an error response. Not thread-safe: one thread drives it.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import deque
 
@@ -26,12 +25,14 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats, Recor
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import gathered, publish, update
+from backend.engine import beam_step, gathered, groups, publish, update
+from backend.engine.beams import BeamSearch, search_of
+from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, WorkerFailure, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
-from backend.engine.sessions import SessionTable
+from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
@@ -65,8 +66,8 @@ class EngineCore:
         self._num_launched = 0
         self._looks_ahead = self.model.looks_ahead
         self._in_flight: deque[Flight] = deque()  # oldest first; looking ahead at most two, else one
-        self._live: dict[RequestId, Sequence] = {}
-        self._deadlines: list[tuple[int, RequestId]] = []  # heap; holds entries of finished requests, which are skipped
+        self._live: dict[RequestId, Sequence] = {}  # of a request's sequences the first that lives
+        self._deadlines = Deadlines()
         self._outbox = Outbox()
 
     @property
@@ -105,7 +106,7 @@ class EngineCore:
         """Accept a request, or answer it with an error."""
         now_ns = self.clock.monotonic_ns()
         try:
-            if request_id in self._live or request_id in self._outbox:
+            if request_id in self._live or self._outbox.holds(request_id):
                 raise InvalidRequest(
                     f"request id {request_id} is in use by a request that is still processed; choose another"
                 )
@@ -115,18 +116,20 @@ class EngineCore:
             self._outbox.put(publish.error_response(request_id, request.client_id, error))
             return
         self._live[request_id] = seq
-        self._note_deadline(seq)
+        self._deadlines.note(seq, self._live)
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
 
-    def cancel(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
-        """End a request wherever it is; its blocks and slot are free at once. Unknown ids are ignored.
+    def cancel(
+        self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None:
+        """End a request wherever it is, or one of its sequences; blocks and slots are free at once. Unknown ids are ignored.
 
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
-        seq = self._live.get(request_id)
-        if seq is not None:
+        live = self._live.get(request_id)
+        for seq in [] if live is None else groups.members(live, sequence_index):
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
             if keep_output_tokens is not None:
                 self.counters.discarded_tokens_total += max(0, seq.num_output_tokens - keep_output_tokens)
@@ -138,16 +141,8 @@ class EngineCore:
         `namespace`: the client's; sessions of others are not known to it.
         """
         key = SessionKey(namespace, session_id)
-        seq = self.sessions.get(key)
         try:
-            if seq is None:
-                raise SessionError(
-                    SessionStatus.INVALID, f"session {session_id} is not known; there is nothing to stop"
-                )
-            if seq.status is Status.IDLE and not end:
-                raise SessionError(
-                    SessionStatus.INACTIVE, f"session {session_id} runs no turn; there is nothing to stop"
-                )
+            seq = self.sessions.check_stop(key, end)
         except SessionError as error:
             self._outbox.put(publish.error_response(request_id, None, error))
             return
@@ -173,7 +168,10 @@ class EngineCore:
             self._lose_steps(error)
         else:
             if landed is not None:
-                self._publish(self._update(*landed))
+                if landed[0].plan.beam_width > 1:
+                    self._advance_beams(*landed)
+                else:
+                    self._publish(self._update(*landed))
                 self._record(landed[0])
         return self.take_responses()
 
@@ -197,22 +195,11 @@ class EngineCore:
         self._expire(self.clock.monotonic_ns())
 
     def _expire(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            deadline_ns, request_id = heapq.heappop(self._deadlines)
-            seq = self._live.get(request_id)
-            if seq is not None and seq.deadline_ns == deadline_ns:
+        for live in self._deadlines.pop_due(now_ns, self._live):
+            for seq in groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
         self.sessions.expire(now_ns)
         self.kv.tick(now_ns)
-
-    def _note_deadline(self, seq: Sequence) -> None:
-        """Enter the deadline of a request. Entries of finished ones are thrown out once they are the greater part."""
-        if len(self._deadlines) > 2 * len(self._live) + 64:
-            live = [(other.deadline_ns, request_id) for request_id, other in self._live.items()]
-            self._deadlines = [(ns, request_id) for ns, request_id in live if ns is not None]
-            heapq.heapify(self._deadlines)
-        elif seq.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (seq.deadline_ns, seq.request_id))
 
     def stats(self) -> EngineStats:
         """A snapshot. What the last step did is told only while there is work."""
@@ -225,12 +212,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise AssertionError when cache, queues and live requests contradict each other."""
         self.kv.check_integrity(self.scheduler.running)
-        queued = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
-        assert queued == set(self._live), f"queued or running {sorted(queued)} != live requests {sorted(self._live)}"
-        for seq in self.scheduler.running:
-            assert seq.status is Status.RUNNING and seq.slot is not None, f"{seq!r} is in the batch"
-        for seq in self.scheduler.waiting:
-            assert seq.status in (Status.WAITING, Status.PAUSED) and seq.slot is None, f"{seq!r} is in the queue"
+        groups.check_integrity(self.scheduler, self._live)
 
     def _schedule(self, started_ns: int) -> Flight | None:
         """Plan a step and commit it. None when there is nothing to run, or nothing before the step in flight has landed."""
@@ -240,7 +222,8 @@ class EngineCore:
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
         for seq in plan.rejected:
-            self._fail(seq, never_fits(self.kv, seq.num_prompt_tokens, seq.max_output_tokens))
+            size = seq.num_prompt_tokens, seq.max_output_tokens, seq.beam_width
+            self._fail(seq, never_fits(self.kv, self.scheduler.blocks_needed(*size), *size))
         has_work = bool(step.rows or step.new_rows)
         if has_work or not self._in_flight:
             self._num_launched += 1
@@ -293,6 +276,8 @@ class EngineCore:
             counters.context_tokens_total += context
             counters.recomputed_tokens_total += recomputed
             self.kv.advance(seq)
+            if seq.group is not None:
+                groups.share_prompt(seq, self.kv)
             if first is not None:
                 update.append_token(seq, first, now_ns)
                 counters.generated_tokens_total += 1
@@ -301,71 +286,84 @@ class EngineCore:
                 news.append((seq, update.finish_reason(seq)))
         return news
 
+    def _advance_beams(self, flight: Flight, output: StepOutput) -> None:
+        """`_update` and `_publish` of a step of beams."""
+        now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
+        for search in beam_step.book(flight, output, self.kv, self.counters):
+            reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
+            first = search.members[0]
+            if reason is not None and reason is not FinishReason.NOT_FINISHED:
+                self._finish(first, reason)
+            elif reason is not None and first.request.streaming:
+                self._outbox.put(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))
+
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
         iteration = self.iteration
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
-                self._finish(seq, reason, with_batch=self.scheduler.is_static and seq.session_key is None)
+                self._finish(seq, reason)
             elif seq.request.streaming:
                 self._outbox.put(publish.result_response(seq, iteration))
 
-    def _finish(
-        self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None, with_batch: bool = False
-    ) -> None:
-        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free.
-        `with_batch`: the answer waits until nobody runs; that of a turn never does, for its session may go on.
-        """
+    def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
+        """Take a sequence out, release what it holds, then answer: in this order, so that a final response means all is free."""
+        if seq.beam_width > 1:
+            self._finish_beams(search_of(seq), reason, keep_output_tokens)
+            return
         seq.finish_reason = reason
         self._leave(seq)
+        if seq.group is None or not seq.group.members:
+            self.statistics.count_end(reason.name)
+        response = publish.result_response(seq, self.iteration)
+        self._outbox.put(response, held=self._ends_with_its_batch(seq, reason, keep_output_tokens))
+        self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
+
+    def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
+        """`_finish` of all rows of a search. Does nothing when it has ended before."""
+        if not search.members:
+            return
+        rows, hypotheses = list(search.members), search.told(reason)
+        for row in rows:
+            row.finish_reason = reason
+            self._leave(row)
         self.statistics.count_end(reason.name)
-        (self._outbox.hold if with_batch else self._outbox.put)(publish.result_response(seq, self.iteration))
-        self._settle(seq, keep_output_tokens)
+        response = publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True)
+        self._outbox.put(response, held=self._ends_with_its_batch(rows[0], reason, keep_output_tokens))
+
+    def _ends_with_its_batch(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None) -> bool:
+        """Whether the answer waits until nobody runs. That of a turn never does, for its session may go on."""
+        ended_by_itself = reason in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
+        return self.scheduler.is_static and ended_by_itself and keep_output_tokens is None and seq.session_key is None
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
+        """End the request of a sequence, with all its sequences."""
+        if seq.status is Status.RETIRED:
+            return  # with another one of its request
         if seq.session_key is not None:
             error = SessionError(SessionStatus.FAIL, error.message, error.code)
-        self._leave(seq)
+        for member in groups.members(seq):
+            self._leave(member)
+            self.counters.discarded_tokens_total += member.num_tokens - member.num_published_tokens
         self.statistics.count_end("ERROR")
-        self.counters.discarded_tokens_total += seq.num_tokens - seq.num_published_tokens
         account = publish.perf_metrics(seq)
         self._outbox.put(publish.error_response(seq.request_id, seq.request.client_id, error, account))
-        self._settle(seq, undo=True)
+        self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), undo=True)
 
     def _leave(self, seq: Sequence) -> None:
         """Queue, slot and blocks no longer know the sequence as live. A session's KV stays cached, a request's does not."""
-        self._recorder.note_end(seq)
         self.scheduler.remove(seq)
-        del self._live[seq.request_id]
+        another = groups.leave(seq)
+        if another is None:
+            self._recorder.note_end(seq)
+            del self._live[seq.request_id]
+        else:
+            self._live[seq.request_id] = another
         seq.num_inflight_tokens = seq.num_inflight_samples = 0
         for flight in self._in_flight:
             flight.dropped.add(seq.seq_id)
-        seq.apply(Event.REST if self._stays(seq) else Event.RETIRE)
-        self.kv.release(seq, keep=seq.status is Status.IDLE)
-
-    def _stays(self, seq: Sequence) -> bool:
-        session = seq.request.session
-        return session is not None and not (session.end or seq.erase_when_finished)
-
-    def _settle(self, seq: Sequence, keep_output_tokens: int | None = None, undo: bool = False) -> None:
-        """A session between turns: cut its log where asked, note its use. One that ended leaves the table.
-
-        A turn that failed, or ended before its first admission, is undone: the client may send it again.
-        """
-        if seq.session_key is None:
-            return
-        if seq.status is Status.RETIRED:
-            self.sessions.erase(seq.session_key)
-            return
-        if undo or not seq.first_scheduled_ns:
-            self.kv.truncate(seq, seq.num_history_tokens)
-            seq.undo_turn()
-        elif keep_output_tokens is not None and keep_output_tokens < seq.num_output_tokens:
-            keep = seq.num_prompt_tokens + keep_output_tokens
-            self.kv.truncate(seq, keep)
-            seq.truncate(keep)
-        seq.end_turn()
-        self.sessions.touch(seq.session_key, self.clock.monotonic_ns())
+        seq.apply(Event.REST if stays(seq) else Event.RETIRE)
+        self.kv.release(seq, seq.status is Status.IDLE, groups.has_heirs(seq))
 
     def _lose_steps(self, error: Exception) -> None:
         """A step failed, and the pool with it: its requests end with an error, all others are evicted to their token ids."""

@@ -38,9 +38,13 @@ def promise(
     num_output: int,
     live: Iterable[Sequence],
     limits: LimitsConfig,
+    count: int = 1,
 ) -> int:
-    """Bytes that the tensors of a request may take. Raises when a response, or all live requests, could not hold them."""
-    largest, total = response_bytes(request, widths, num_context, num_output)
+    """Bytes that the tensors of each of a request's `count` sequences may take. Raises when a response, or all live requests,
+    could not hold them.
+    """
+    largest, each = response_bytes(request, widths, num_context, num_output)
+    total = count * each
     if largest > limits.max_tensor_bytes:
         raise InvalidRequest(
             f"the tensors asked for take up to {largest} bytes of one response ({num_context} prompt tokens, {num_output} output "
@@ -58,4 +62,4 @@ def promise(
             f"the tensors asked for take up to {total} bytes, {taken} are promised to others and the limit is "
             f"{limits.max_live_tensor_bytes} (limits.max_live_tensor_bytes); try again later"
         )
-    return total
+    return each

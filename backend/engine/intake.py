@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 
-from backend.api.config import LimitsConfig
+from backend.api.config import LimitsConfig, max_beam_width
 from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
 from backend.api.request import Request, RequestId
 from backend.core.gathered import wanted
-from backend.core.sequence import Event, Sequence, SessionKey
+from backend.core.sequence import BeamSequence, Event, Sequence, SessionKey
 from backend.core.step import ModelInfo, SequenceId
+from backend.engine.beams import make_beams
 from backend.engine.gathered import promise
+from backend.engine.groups import make_sequences
 from backend.engine.sessions import SessionTable
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
@@ -35,6 +37,7 @@ class Intake:
             model.max_seq_len,
             limits,
             model.takes_extra_inputs,
+            max_beam_width(scheduler.config),
             model.context_logits,
             model.generation_logits,
             model.additional_outputs,
@@ -46,22 +49,35 @@ class Intake:
         self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
-        """Return the sequence, queued. Raises EverbatchError subclasses and changes nothing."""
+        """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing."""
         check_request(request, self._limits)
-        self._check_queue(request)
+        beam_width = request.sampling_config.beam_width
+        count = beam_width if beam_width > 1 else request.sampling_config.num_return_sequences or 1
+        self._check_queue(request, count)
         if request.session is None:
             max_output = self._check_room(request, 0, len(request.input_token_ids))
-            promised = self._promise(request, len(request.input_token_ids), max_output)
-            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+            promised = self._promise(request, len(request.input_token_ids), max_output, count)
+            if beam_width > 1:
+                sequences = make_beams(lambda: self._make_beam(request_id, request, now_ns), request)
+            else:
+                sequences = make_sequences(lambda: self._make(request_id, request, now_ns), count)
         else:
             seq, max_output, promised = self._accept_turn(request_id, request, now_ns)
-        if seq.gathered is not None:
-            seq.gathered.num_promised_bytes = promised
-        seq.max_output_tokens = max_output
+            sequences = [seq]
         timeout_s = request.timeout_s or self._caps.default_timeout_s
-        seq.deadline_ns = now_ns + int(timeout_s * 1e9)
-        self._scheduler.add(seq)
-        return seq
+        for seq in sequences:
+            if seq.gathered is not None:
+                seq.gathered.num_promised_bytes = promised
+            seq.max_output_tokens = max_output
+            seq.deadline_ns = now_ns + int(timeout_s * 1e9)
+            self._scheduler.add(seq)
+        return sequences[0]
+
+    def _make(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
+        return Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+
+    def _make_beam(self, request_id: RequestId, request: Request, now_ns: int) -> BeamSequence:
+        return BeamSequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
 
     def _accept_turn(self, request_id: RequestId, request: Request, now_ns: int) -> tuple[Sequence, int, int]:
         session = request.session
@@ -75,7 +91,7 @@ class Intake:
         promised = self._promise(request, len(new_ids), max_output)
         self.sessions_this_poll.add(key)
         if known is None:
-            seq = Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
+            seq = self._make(request_id, request, now_ns)
             self._sessions.put(key, seq, now_ns)
             return seq, max_output, promised
         if keep < known.num_tokens:
@@ -86,21 +102,22 @@ class Intake:
         self._sessions.touch(key, now_ns)
         return known, max_output, promised
 
-    def _promise(self, request: Request, num_new: int, max_output: int) -> int:
-        """Bytes of the tensors that a request asks for. Raises when there is no room for them."""
+    def _promise(self, request: Request, num_new: int, max_output: int, count: int = 1) -> int:
+        """Bytes of the tensors that a request asks for, of each of its sequences. Raises when there is no room for them."""
         if not wanted(request):
             return 0
         live = (*self._scheduler.waiting, *self._scheduler.running)
-        return promise(request, self._model.output_widths, num_new, max_output, live, self._caps)
+        return promise(request, self._model.output_widths, num_new, max_output, live, self._caps, count)
 
-    def _check_queue(self, request: Request) -> None:
+    def _check_queue(self, request: Request, count: int) -> None:
+        """`count`: sequences of the request, each of which takes a place, and the room of its prompt."""
         waiting = self._scheduler.waiting
-        if len(waiting) >= self._caps.max_queue_size:
+        if len(waiting) + count > self._caps.max_queue_size:
             raise Overloaded(
                 f"Exceeds maximum queue size: {len(waiting)} requests wait, Maximum queue size of {self._caps.max_queue_size} "
                 f"is reached (limits.max_queue_size); try again later"
             )
-        if waiting.num_tokens + len(request.input_token_ids) > self._caps.max_queued_tokens:
+        if waiting.num_tokens + count * len(request.input_token_ids) > self._caps.max_queued_tokens:
             raise Overloaded(
                 f"Exceeds maximum queue size: {waiting.num_tokens} prompt tokens wait, the limit is "
                 f"{self._caps.max_queued_tokens} (limits.max_queued_tokens); try again later"
@@ -120,7 +137,7 @@ class Intake:
             raise SessionError(SessionStatus.TOO_LONG, message) if session else InvalidRequest(message)
         self._check_step(request, num_new)
         max_output = min(request.max_tokens, limit - num_prompt)
-        self._check_pool(num_prompt, max_output)
+        self._check_pool(num_prompt, max_output, request.sampling_config.beam_width)
         return max_output
 
     def _check_step(self, request: Request, num_new: int) -> None:
@@ -133,16 +150,17 @@ class Intake:
             )
             raise SessionError(SessionStatus.TOO_LONG, message) if request.session else InvalidRequest(message)
 
-    def _check_pool(self, num_prompt: int, max_output: int) -> None:
-        if self._kv.blocks_needed(num_prompt + max(0, max_output - 1)) > self._kv.usable_blocks:
-            raise never_fits(self._kv, num_prompt, max_output)
+    def _check_pool(self, num_prompt: int, max_output: int, beam_width: int) -> None:
+        needed = self._scheduler.blocks_needed(num_prompt, max_output, beam_width)
+        if needed > self._kv.usable_blocks:
+            raise never_fits(self._kv, needed, num_prompt, max_output, beam_width)
 
 
-def never_fits(kv: KVCacheManager, num_prompt: int, max_output: int) -> InvalidRequest:
-    """The answer to a sequence that the pool cannot hold at its longest."""
-    needed = kv.blocks_needed(num_prompt + max(0, max_output - 1))
+def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int, beam_width: int) -> InvalidRequest:
+    """The answer to a sequence, or to beams, that the pool cannot hold at their longest."""
+    beams = f" of {beam_width} beams" if beam_width > 1 else ""
     return InvalidRequest(
-        f"{num_prompt} prompt tokens and {max_output} output tokens need {needed} KV blocks, the pool has "
+        f"{num_prompt} prompt tokens and {max_output} output tokens{beams} need {needed} KV blocks, the pool has "
         f"{kv.usable_blocks} of {kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
     )
 

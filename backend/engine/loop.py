@@ -100,8 +100,8 @@ class EngineLoop:
         match command:
             case Submit(request_id, request):
                 self._core.enqueue(request_id, request)
-            case Cancel(request_id, keep_output_tokens):
-                self._core.cancel(request_id, keep_output_tokens)
+            case Cancel(request_id, keep_output_tokens, sequence_index):
+                self._core.cancel(request_id, keep_output_tokens, sequence_index)
             case StopSession(request_id, session_id, end, namespace):
                 self._core.stop_session(request_id, session_id, end, namespace)
             case ClientGone(client_index):

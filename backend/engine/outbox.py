@@ -9,24 +9,21 @@ from backend.api.response import Response
 class Outbox:
     def __init__(self) -> None:
         self._ready: list[Response] = []
-        self._held: dict[RequestId, Response] = {}
+        self._held: list[Response] = []
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        """Whether a final response of this id is held back."""
-        return request_id in self._held
+    def holds(self, request_id: RequestId) -> bool:
+        """Whether a response of this id is held back."""
+        return any(response.request_id == request_id for response in self._held)
 
-    def put(self, response: Response) -> None:
-        self._ready.append(response)
-
-    def hold(self, response: Response) -> None:
-        """Keep a final response until `let_go`."""
-        self._held[response.request_id] = response
+    def put(self, response: Response, held: bool = False) -> None:
+        """`held`: keep it until `let_go`."""
+        (self._held if held else self._ready).append(response)
 
     def let_go(self) -> None:
         """The batch of the responses that are held has ended."""
         if self._held:
-            self._ready += self._held.values()
-            self._held = {}
+            self._ready += self._held
+            self._held = []
 
     def take(self) -> list[Response]:
         """Hand over what is ready."""

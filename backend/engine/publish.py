@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from backend.api.errors import EverbatchError
 from backend.api.request import RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
 from backend.core.sequence import Sequence
+from backend.engine.beams import Hypothesis
 
 
 def result_response(seq: Sequence, iteration: int) -> Response:
-    """The next Response of a sequence. Streaming: tokens since the last one; otherwise everything. Marks them published."""
+    """The next Response of a sequence. Streaming: tokens since the last one; otherwise everything. Marks them published.
+
+    It is the request's final one when the sequence has ended, and no other of its request is live.
+    """
     request, output = seq.request, seq.request.output_config
     first = seq.num_published_tokens
     if not request.streaming or request.return_all_generated_tokens:
@@ -21,18 +27,23 @@ def result_response(seq: Sequence, iteration: int) -> Response:
     if output.return_history and seq.num_published_tokens == seq.num_prompt_tokens:  # nothing of this turn has left yet
         history = seq.token_ids[: seq.num_history_tokens]
     seq.num_published_tokens = len(seq.token_ids)
-    is_final = seq.finish_reason is not FinishReason.NOT_FINISHED
+    is_over = seq.finish_reason is not FinishReason.NOT_FINISHED
     tensors = {} if seq.gathered is None else seq.gathered.take(request)
-    if not (is_final or tensors or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
+    if not (is_over or tensors or output.return_log_probs or output.top_log_probs or output.return_perf_metrics):
         result = Result(
-            [tokens], decoding_iter=iteration, num_prompt_tokens=seq.num_prompt_tokens, history_token_ids=history
+            [tokens],
+            sequence_index=seq.sequence_index,
+            decoding_iter=iteration,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            history_token_ids=history,
         )
         return Response(seq.request_id, request.client_id, result)
     start = first - seq.num_prompt_tokens
     result = Result(
         output_token_ids=[tokens],
-        is_final=is_final,
-        is_sequence_final=is_final,
+        is_final=is_over and not (seq.group and seq.group.members),
+        is_sequence_final=is_over,
+        sequence_index=seq.sequence_index,
         finish_reasons=(seq.finish_reason,),
         cum_log_probs=[seq.cum_log_prob] if output.return_log_probs else None,
         log_probs=[seq.log_probs[start:]] if output.return_log_probs else None,
@@ -43,7 +54,29 @@ def result_response(seq: Sequence, iteration: int) -> Response:
         history_token_ids=history,
         **tensors,
     )
-    return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_final else None)
+    return Response(seq.request_id, request.client_id, result, account=perf_metrics(seq) if is_over else None)
+
+
+def beams_response(seq: Sequence, hypotheses: list[Hypothesis], iteration: int, is_final: bool) -> Response:
+    """What there is of the beams of a request, the best first, one of whose rows is `seq`. Never only what is new of them: a
+    beam may become the continuation of another one.
+    """
+    request, output = seq.request, seq.request.output_config
+    told = hypotheses or [Hypothesis([], 0.0, [], 0.0, seq.finish_reason)]
+    prompt = [] if request.streaming or output.exclude_input_from_output else request.input_token_ids
+    account = msgspec.structs.replace(perf_metrics(seq), num_output_tokens=sum(len(beam.token_ids) for beam in told))
+    result = Result(
+        output_token_ids=[prompt + beam.token_ids for beam in told],
+        is_final=is_final,
+        is_sequence_final=is_final,
+        finish_reasons=tuple(beam.reason for beam in told),
+        cum_log_probs=[beam.cum_log_prob for beam in told],
+        log_probs=[beam.log_probs for beam in told] if output.return_log_probs else None,
+        decoding_iter=iteration,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        perf_metrics=account if output.return_perf_metrics else None,
+    )
+    return Response(seq.request_id, request.client_id, result, account=account if is_final else None)
 
 
 def error_response(

@@ -15,6 +15,7 @@ from backend.api.config import SessionsConfig
 from backend.api.errors import SessionError, SessionStatus
 from backend.api.request import Request
 from backend.core.sequence import Event, Sequence, SessionKey, Status
+from backend.kvcache.manager import KVCacheManager
 
 BYTES_PER_TOKEN = 8  # 4 of the token id, as many of the block table's share
 BYTES_PER_SESSION = 2048  # everything else
@@ -57,6 +58,15 @@ class SessionTable:
             raise SessionError(SessionStatus.INVALID, f"session {session.id} is not known; begin it with START")
         return None if session.start else known
 
+    def check_stop(self, key: SessionKey, end: bool) -> Sequence:
+        """Return the session that is to be stopped. Raises SessionError when there is nothing to stop or to erase (`end`)."""
+        seq = self._sessions.get(key)
+        if seq is None:
+            raise SessionError(SessionStatus.INVALID, f"session {key.id} is not known; there is nothing to stop")
+        if seq.status is Status.IDLE and not end:
+            raise SessionError(SessionStatus.INACTIVE, f"session {key.id} runs no turn; there is nothing to stop")
+        return seq
+
     def put(self, key: SessionKey, seq: Sequence, now_ns: int) -> None:
         """Enter a new session; one of the same key that is idle is erased (START resets)."""
         self.erase(key)
@@ -80,6 +90,34 @@ class SessionTable:
             seq.apply(Event.RETIRE)
             self._erase(seq)
 
+    def settle(
+        self,
+        seq: Sequence,
+        kv: KVCacheManager,
+        now_ns: int,
+        keep_output_tokens: int | None = None,
+        undo: bool = False,
+    ) -> None:
+        """The turn of a sequence is over: cut its log and KV where asked, note its use. Who has ended leaves the table.
+
+        A turn that failed, or ended before its first admission, is undone: the client may send it again. Does nothing for a
+        sequence of no session.
+        """
+        if seq.session_key is None:
+            return
+        if seq.status is Status.RETIRED:
+            self.erase(seq.session_key)
+            return
+        if undo or not seq.first_scheduled_ns:
+            kv.truncate(seq, seq.num_history_tokens)
+            seq.undo_turn()
+        elif keep_output_tokens is not None and keep_output_tokens < seq.num_output_tokens:
+            keep = seq.num_prompt_tokens + keep_output_tokens
+            kv.truncate(seq, keep)
+            seq.truncate(keep)
+        seq.end_turn()
+        self.touch(seq.session_key, now_ns)
+
     def expire(self, now_ns: int) -> None:
         """Erase idle sessions that nobody has used for `idle_ttl_s`."""
         if not self._sessions:
@@ -102,3 +140,9 @@ class SessionTable:
     def _oldest_idle(self, spare: SessionKey) -> SessionKey | None:
         idle = (key for key, seq in self._sessions.items() if seq.status is Status.IDLE and key != spare)
         return next(idle, None)
+
+
+def stays(seq: Sequence) -> bool:
+    """Whether a sequence outlives its request, as one of a session that goes on."""
+    session = seq.request.session
+    return session is not None and not (session.end or seq.erase_when_finished)

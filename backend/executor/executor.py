@@ -101,7 +101,7 @@ class Executor:
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
         workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors)
-        return cls.in_process(config, workers, str(model_path))
+        return cls.in_process(config, workers, str(workers.model_path))
 
     @classmethod
     def from_buffers(
@@ -208,15 +208,18 @@ class Executor:
         self._check_open()
         return self._mailboxes.num_ready(request_id)
 
-    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
+    def cancel_request(
+        self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None:
         """Ask the engine to end a request, which then gets a final result. Unknown and finished ids are ignored.
 
-        With `keep_output_tokens`, a session's log keeps only so many output tokens of this turn.
+        With `keep_output_tokens`, a session's log keeps only so many output tokens of this turn. With `sequence_index`, only
+        that sequence of the request ends.
         """
         with self._lock:
             known = request_id in self._live
         if known:
-            self._try_send(Cancel(request_id, keep_output_tokens))
+            self._try_send(Cancel(request_id, keep_output_tokens, sequence_index))
 
     def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
         """Interrupt the running turn of a session, and with `end` erase the session. The answer is one final response."""

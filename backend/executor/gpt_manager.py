@@ -53,25 +53,25 @@ class GptManager:
         poll_stop_signals: PollStopSignals = lambda: (),
         return_stats: ReturnStats = lambda stats: None,
         idle_period_s: float = 0.001,
+        ending: threading.Event | None = None,
     ) -> None:
-        """The worker thread calls all callbacks. While nothing is active it polls for requests every `idle_period_s` seconds."""
+        """The worker thread calls all callbacks. While nothing is active it polls for requests every `idle_period_s` seconds.
+
+        `ending`: once it is set, by a callback for instance, the thread takes in no more and ends when the active ones have.
+        """
         self._core = core
         self._get_requests = get_requests
         self._send_response = send_response
         self._poll_stop_signals = poll_stop_signals
         self._return_stats = return_stats
         self._idle_period_s = idle_period_s
-        self._ending = threading.Event()
+        self._ending = ending or threading.Event()
         self.worker_thread = threading.Thread(target=self._run, name="gpt-manager", daemon=True)
         self.worker_thread.start()
 
-    def stop(self) -> None:
-        """Take in no more requests; the worker thread ends when the active ones have. Callbacks may call it."""
-        self._ending.set()
-
     def shutdown(self) -> None:
         """Take in no more requests, finish the active ones, and end the worker thread."""
-        self.stop()
+        self._ending.set()
         self.worker_thread.join()
 
     def __enter__(self) -> GptManager:

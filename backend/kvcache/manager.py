@@ -98,6 +98,18 @@ class KVCacheManager:
         """Blocks that a running sequence may still ask for until its KV holds `max_cells` positions."""
         return max(0, self.geometry.blocks_needed(max_cells) - self._tables[seq.seq_id].num_held)
 
+    def num_private_blocks(self, seq: Sequence, first: int) -> int:
+        """Blocks that a sequence holds and nobody else, from table entry `first` on."""
+        table = self._tables.get(seq.seq_id)
+        handles = table.handles[first:] if table is not None and table.is_locked else []
+        return sum(handle is not DROPPED and self._blocks.ref_count(handle.block_id) == 1 for handle in handles)
+
+    def num_blocks_held(self, seq: Sequence, entries: int) -> int:
+        """Of the first table entries of a sequence those that name a block that it holds."""
+        table = self._tables.get(seq.seq_id)
+        handles = table.handles[:entries] if table is not None and table.is_locked else []
+        return sum(handle is not DROPPED for handle in handles)
+
     def plan(self) -> KVPlan:
         """Start a plan on the state as it is. Dropping it changes nothing."""
         return KVPlan(self.state)
@@ -130,27 +142,47 @@ class KVCacheManager:
             grant.seq.num_writable_cells = self._num_writable_cells(grant.seq)
         return KVCommit(changes, copies)
 
-    def advance(self, seq: Sequence) -> None:
-        """Take note that `seq.num_computed_tokens` has grown. Must follow every step that takes it to `seq.kv_due_at`."""
+    def advance(self, seq: Sequence, max_shared_tokens: int = sys.maxsize) -> None:
+        """Take note that `seq.num_computed_tokens` has grown. Must follow every step that takes it to `seq.kv_due_at`.
+
+        KV beyond `max_shared_tokens` is not entered into the trie.
+        """
         table = self._tables[seq.seq_id]
         full = seq.num_computed_tokens // self.block_size
-        if self.state.enable_block_reuse and full > table.depth:
-            self._blocks.mark_shareable(table.handles[table.depth : full])
+        known = min(full, max_shared_tokens // self.block_size)
+        if self.state.enable_block_reuse and known > table.depth:
+            self._blocks.mark_shareable(table.handles[table.depth : known])
             table.node, table.depth = self._trie.insert(
-                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, full
+                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known
             )
         if self.geometry.window is not None:
             self._drop_outside_window(seq, table)
         seq.kv_due_at = self._next_due(full, table)
 
-    def release(self, seq: Sequence, keep: bool) -> None:
-        """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence."""
+    def share(self, seq: Sequence, heirs: Iterable[Sequence]) -> None:
+        """Let sequences that wait know the blocks of a running one, as far as its prompt goes, which they have in common.
+
+        Nothing is allocated, and nothing is kept for them: what is still there when one is admitted, it finds as its own.
+        """
+        table = self._tables[seq.seq_id]
+        num_tokens = min(seq.num_prompt_tokens, seq.num_computed_tokens)
+        handles = table.handles[: self.geometry.blocks_for(num_tokens)]
+        self._blocks.mark_shareable(handles)
+        for heir in heirs:
+            self._tables[heir.seq_id] = BlockTable(list(handles), num_dropped=min(table.num_dropped, len(handles)))
+            heir.num_computed_tokens = num_tokens
+
+    def release(self, seq: Sequence, keep: bool, has_heirs: bool = False) -> None:
+        """The sequence leaves the batch. `keep`: remember its table, for it may return; otherwise forget the sequence.
+
+        `has_heirs`: others know its blocks (`share`), so they stay cached.
+        """
         table = self._tables.get(seq.seq_id)
         if table is not None:
             if table.is_locked:
                 self._retain(seq)
-                self._unlock(table, keep)
-            elif not keep:
+                self._unlock(table, keep or has_heirs)
+            elif not (keep or has_heirs):
                 self._discard(table.handles)
             if not keep:
                 del self._tables[seq.seq_id]
@@ -170,19 +202,23 @@ class KVCacheManager:
         assert not table.is_locked, f"{seq!r} is running and cannot be cut"
         self._discard(table.cut(self.geometry.blocks_for(num_tokens)))
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Waits for rows 000-32 and 003-27 of docs/features.md: let `child` share all of a running parent's blocks.
-
-        Nothing is allocated. Writing to a shared block copies it.
-        """
+    def adopt(self, child: Sequence, parent: Sequence) -> None:
+        """A running sequence lets go of its blocks and shares all of another one's. Writing to a shared block copies it."""
+        self.vacate(child)
         table = self._tables[parent.seq_id]
-        self._blocks.mark_shareable(table.handles)
+        self._blocks.mark_shareable(table.handles[-1:])
         for handle in table.held():
             self._blocks.lock(handle.block_id)
         self._tables[child.seq_id] = BlockTable(list(table.handles), True, table.num_dropped, table.node, table.depth)
-        child.slot = self.state.slots.acquire(child.seq_id)
         child.num_computed_tokens = parent.num_computed_tokens
+        child.kv_due_at = parent.kv_due_at
         parent.num_writable_cells = 0
+
+    def vacate(self, seq: Sequence) -> None:
+        """A running sequence lets go of its blocks; it keeps its slot."""
+        self._unlock(self._tables[seq.seq_id], keep=False)
+        self._tables[seq.seq_id] = BlockTable(is_locked=True)
+        seq.num_writable_cells = 0
 
     def block_ids(self, seq: Sequence) -> list[BlockId]:
         """The block table; -1 where the window has let a block go."""
@@ -345,5 +381,6 @@ class KVCacheManager:
         for index in range(table.num_dropped, min(outside, len(table.handles))):
             block_id = table.handles[index].block_id
             table.handles[index] = DROPPED
-            self._blocks.release(block_id, keep=self._trie.holds(block_id))
+            has_heirs = seq.group is not None and self._blocks.is_shareable(block_id)
+            self._blocks.release(block_id, keep=has_heirs or self._trie.holds(block_id))
             table.num_dropped = index + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
@@ -52,6 +53,15 @@ class _Found:
     partial: BlockHandle | None
     computed: int
     own: int  # how many of the computed tokens the client may know of
+
+
+class Mark(NamedTuple):
+    """A copy of a plan's state."""
+
+    delta: dict[BlockId, int]
+    available: int
+    free_slots: int
+    grants: dict[SequenceId, Grant]
 
 
 class KVPlan:
@@ -113,6 +123,31 @@ class KVPlan:
         self.free_slots -= 1
         self.grants[seq.seq_id] = Grant(seq, True, num_new, found.computed, found.own, found.kept, found.partial)
         return Admission.NOW
+
+    def seat(self, seq: Sequence) -> Admission:
+        """Plan a slot for a sequence that has nothing to run yet."""
+        if self.free_slots == 0:
+            return Admission.LATER
+        self.free_slots -= 1
+        self.grants[seq.seq_id] = Grant(seq, True, 0)
+        return Admission.NOW
+
+    def mark(self) -> Mark:
+        """Where `rollback` goes back to. For admissions, several of which stand or fall together."""
+        return Mark(dict(self._delta), self.available, self.free_slots, dict(self.grants))
+
+    def rollback(self, mark: Mark) -> None:
+        """Undo all admissions since the mark was made."""
+        self._delta, self.available, self.free_slots, self.grants = mark
+
+    def retract(self, seq: Sequence) -> None:
+        """Undo `extend` of a sequence that is to be paused after all. Without a grant there is nothing to undo."""
+        grant = self.grants.pop(seq.seq_id, None)
+        if grant is None:
+            return
+        self.available += grant.num_new
+        if grant.copy_from is not None:
+            self._delta[grant.copy_from.block_id] += 1
 
     def pause(self, seq: Sequence) -> None:
         """Plan to take a running sequence off the batch; what only it held becomes evictable at once."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.kvcache.manager import KVCacheManager
-from backend.kvcache.plan import Admission, KVPlan
+from backend.kvcache.plan import Admission, Grant, KVPlan
 
 
 def max_cells(seq: Sequence) -> int:
@@ -31,6 +31,10 @@ def watermark(kv: KVCacheManager, running: list[Sequence], admitted: list[Sequen
 
 
 class CapacityScheduler(Protocol):
+    def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
+        """Blocks that the pool must have for a request."""
+        ...
+
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
         """Plan the admission of the first sequence in line, beside those that run and those admitted in this plan."""
         ...
@@ -40,6 +44,12 @@ class GuaranteedNoEvict:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
+    def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
+        """At the longest end of a request. Beams share the whole blocks of their prompt for as long as they run."""
+        cells = num_prompt + max(0, max_output - 1)
+        needed = self._kv.blocks_needed(cells)
+        return needed + (beam_width - 1) * (needed - self._shared(num_prompt))
+
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
         promised = sum(self._growth(plan, other) for other in (*running, *admitted)) if plan.free_slots else 0
         return plan.admit(seq, max_cells(seq), promised + watermark(self._kv, running, admitted))
@@ -47,9 +57,26 @@ class GuaranteedNoEvict:
     def _growth(self, plan: KVPlan, seq: Sequence) -> int:
         """Blocks promised to a sequence that it does not hold yet, not even by this plan."""
         grant = plan.grants.get(seq.seq_id)
+        if seq.beam_width > 1:
+            return self._growth_of_beam(grant, seq)
         if grant is not None and grant.admitted:
             return max(0, self._kv.blocks_needed(max_cells(seq)) - grant.num_held)
         return max(0, self._kv.num_growth_blocks(seq, max_cells(seq)) - (grant.num_new if grant else 0))
+
+    def _growth_of_beam(self, grant: Grant | None, seq: Sequence) -> int:
+        """The first of the beams is promised all that it needs, the others what lies behind the whole blocks of the prompt.
+
+        Of the latter only those count as held that no other beam reads: one that is shared will be copied.
+        """
+        shared, is_first = self._shared(seq.num_prompt_tokens), seq is seq.rows[0]
+        needed = self._kv.blocks_needed(max_cells(seq)) - (0 if is_first else shared)
+        if grant is not None and grant.admitted:
+            return max(0, needed - grant.num_held)
+        held = self._kv.num_private_blocks(seq, shared) + (self._kv.num_blocks_held(seq, shared) if is_first else 0)
+        return max(0, needed - held - (grant.num_new if grant else 0))
+
+    def _shared(self, num_prompt: int) -> int:
+        return 0 if self._kv.geometry.window is not None else num_prompt // self._kv.block_size
 
 
 class StaticBatch(GuaranteedNoEvict):
@@ -61,12 +88,32 @@ class MaxUtilization:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
 
+    def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
+        """At the longest end of a request. Beams that return from a pause may share nothing any more."""
+        return beam_width * self._kv.blocks_needed(num_prompt + max(0, max_output - 1))
+
     def admit(self, plan: KVPlan, seq: Sequence, running: list[Sequence], admitted: list[Sequence]) -> Admission:
         # A block's worth of room to generate, so that a readmitted sequence does not leave again at once.
         needed = min(seq.num_tokens + self._kv.block_size, max_cells(seq))
         if self._kv.blocks_needed(max_cells(seq)) > self._kv.usable_blocks:
             return Admission.NEVER
         return plan.admit(seq, max(needed, seq.num_tokens), watermark(self._kv, running, admitted))
+
+
+def admit_beams(
+    policy: CapacityScheduler, plan: KVPlan, beams: list[Sequence], running: list[Sequence], admitted: list[Sequence]
+) -> Admission:
+    """Plan the admission of all beams of a request, or of none. Those that lie dormant get a slot only."""
+    if plan.free_slots < len(beams):
+        return Admission.LATER
+    mark = plan.mark()
+    for seq in beams:
+        others = [*admitted, *(other for other in beams if other is not seq)]
+        answer = plan.seat(seq) if seq.is_dormant else policy.admit(plan, seq, running, others)
+        if answer is not Admission.NOW:
+            plan.rollback(mark)
+            return answer
+    return Admission.NOW
 
 
 def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[SequenceId, int]) -> list[Sequence]:
@@ -82,5 +129,16 @@ def extend_or_pause(plan: KVPlan, running: list[Sequence], num_tokens: dict[Sequ
         if not more or plan.extend(seq, seq.num_computed_tokens + seq.num_inflight_tokens + more):
             index += 1
         else:
-            plan.pause(kept.pop())
+            for victim in _pop_youngest(kept):
+                plan.retract(victim)
+                plan.pause(victim)
+            index = min(index, len(kept))
     return kept
+
+
+def _pop_youngest(kept: list[Sequence]) -> list[Sequence]:
+    """The youngest sequence, or all beams of the youngest request, the youngest first."""
+    victims = [kept.pop()]
+    while victims[0].beam_width > 1 and kept and kept[-1].group is victims[0].group:
+        victims.append(kept.pop())
+    return victims

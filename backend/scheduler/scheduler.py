@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backend.api.config import SchedulerConfig
-from backend.core.sequence import Event, Sequence, Status
+from backend.api.sampling import SamplingConfig
+from backend.core.sequence import BeamSequence, Event, Sequence, Status
 from backend.core.step import BlockId, NewRow, Row, SequenceId, StepInput
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
@@ -26,6 +27,7 @@ from backend.scheduler.capacity import (
     GuaranteedNoEvict,
     MaxUtilization,
     StaticBatch,
+    admit_beams,
     extend_or_pause,
 )
 from backend.scheduler.micro_batch import MicroBatchScheduler
@@ -44,6 +46,8 @@ class StepPlan:
     num_cached_tokens: int = 0  # written by commit: KV found by turns that are admitted for the first time
     num_evicted: int = 0  # written by commit: admitted sequences that had lost KV
     num_empty_slots: int = 0  # written by commit: sequences of a static batch that have ended before it
+    beam_width: int = 1  # of all rows
+    changes_width: bool = False  # from that of the step before it
 
     @property
     def rows(self) -> list[tuple[Sequence, int]]:
@@ -60,12 +64,16 @@ class StepPlan:
 
     @property
     def must_wait(self) -> bool:
-        """Whether steps in flight have to land first: a pause would give up what they compute."""
-        return bool(self.paused)
+        """Whether steps in flight have to land first.
+
+        A pause would give up what they compute, and steps of different beam widths are never in flight together.
+        """
+        return bool(self.paused) or self.changes_width
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool) -> None:
+        self.config = config
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
@@ -74,6 +82,8 @@ class Scheduler:
         self._separate = config.batching != "fused"
         self._capacity = _capacity_scheduler(config, kv)
         self._num_batch = 0  # sequences of the static batch when it began
+        self._beam_width = 1  # of the latest step
+        self._stale: dict[SequenceId, Sequence] = {}  # what runs, though the worker does not know its newest state
 
     @property
     def has_work(self) -> bool:
@@ -84,12 +94,21 @@ class Scheduler:
         """The longest prompt that may be asked for; None = as long as the model takes."""
         return self._micro_batch.max_prompt_tokens
 
+    def blocks_needed(self, num_prompt: int, max_output: int, beam_width: int) -> int:
+        """Blocks that the pool must have for a request, at its longest end."""
+        return self._capacity.blocks_needed(num_prompt, max_output, beam_width)
+
+    def renew(self, seq: Sequence) -> None:
+        """Tell the worker all of a running sequence with the next step, because its tokens or blocks are not those it knows."""
+        self._stale[seq.seq_id] = seq
+
     def add(self, seq: Sequence) -> None:
         """Put a sequence that is WAITING in line, behind all of its priority."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of wherever it is. Its blocks and slot are the caller's business."""
+        self._stale.pop(seq.seq_id, None)
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         else:
@@ -98,6 +117,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step. Deterministic in the state of queue, sequences and cache."""
         plan = StepPlan(self._kv.plan())
+        if self.running:
+            plan.beam_width = self.running[0].beam_width
         context, generation = self._split_by_phase()
         growing = [s for s in generation if s.num_computed_tokens + s.num_inflight_tokens >= s.num_writable_cells]
         if not (growing or context or len(self.waiting)):
@@ -123,7 +144,7 @@ class Scheduler:
             return plan
         if not admit_first:
             self._admit(plan, context, budget)
-        rows = [*context, *plan.admitted]
+        rows = [*context, *(seq for seq in plan.admitted if not seq.is_dormant)]
         plan.context = [(seq, share) for seq, share in zip(rows, self._cut(plan, rows, budget), strict=True) if share]
         return plan
 
@@ -131,7 +152,9 @@ class Scheduler:
         """Carry a plan out: blocks, slots, queues, states. Rejected sequences stay in the queue for the caller to fail."""
         known = {seq.seq_id: seq.num_computed_tokens for seq in plan.admitted}
         changes = self._kv.commit(plan.kv)
+        self._beam_width = plan.beam_width
         for seq in plan.paused:
+            self._stale.pop(seq.seq_id, None)
             seq.apply(Event.PAUSE)
             seq.num_pauses += 1
             self.running.remove(seq)
@@ -145,10 +168,15 @@ class Scheduler:
             self.running.append(seq)
             seq.apply(Event.ADMIT)
             _note_admission(plan, seq, known[seq.seq_id], now_ns)
+        for seq in self._stale.values():
+            assert seq.slot is not None  # it runs
+            changes.changes[seq.seq_id] = TableChange(seq.slot, [], is_new=True)
         rows = _take_rows(plan, changes.changes)
         # What is left in `changes` was not told by a row: tables of sequences that are new to their slots, and tables that have
         # grown though their sequence runs no token in this step. Both are sent whole.
-        new_rows = [_new_row(plan.kv.grants[seq_id].seq, self._kv) for seq_id in changes.changes]
+        new = [self._stale.get(seq_id) or plan.kv.grants[seq_id].seq for seq_id in changes.changes]
+        new_rows = [_new_row(seq, self._kv) for seq in new if not seq.is_dormant]
+        self._stale.clear()
         return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks)
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -166,19 +194,35 @@ class Scheduler:
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
         for seq in self.waiting:
+            if seq.group is not None and seq.group.holds_back(seq):
+                break
+            beams = seq.rows
+            if seq is not beams[0]:
+                continue  # the first of them was asked for all
+            if seq.beam_width != plan.beam_width:
+                if self.running or plan.admitted:
+                    break
+                plan.beam_width = seq.beam_width
             room = self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens)
             if not (room or self.is_static):  # a static batch is as large as the slots and the pool allow
                 break
-            answer = self._capacity.admit(plan.kv, seq, self.running, plan.admitted)
+            answer = self._ask(plan, beams)
             if answer is Admission.NEVER:
                 plan.rejected.append(seq)
             elif answer is Admission.LATER:
                 break
             else:
-                plan.admitted.append(seq)
-                wants.append(self._uncomputed(plan, seq))
+                plan.admitted += beams
+                wants += [self._uncomputed(plan, beam) for beam in beams if not beam.is_dormant]
+        plan.changes_width = plan.beam_width != self._beam_width
         if not (plan.admitted or plan.rejected or self.running) and self.waiting.head is not None:
             plan.rejected.append(self.waiting.head)  # nothing runs and still there is no room: it would wait for ever
+
+    def _ask(self, plan: StepPlan, beams: list[Sequence]) -> Admission:
+        """Whether a sequence, or all beams of a request, can be admitted."""
+        if len(beams) == 1:
+            return self._capacity.admit(plan.kv, beams[0], self.running, plan.admitted)
+        return admit_beams(self._capacity, plan.kv, beams, self.running, plan.admitted)
 
     def _cut(self, plan: StepPlan, rows: list[Sequence], budget: int) -> list[int]:
         return self._micro_batch.cut([self._uncomputed(plan, seq) for seq in rows], budget)
@@ -247,7 +291,9 @@ def _take_new_blocks(seq: Sequence, changes: dict[SequenceId, TableChange]) -> l
 
 def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
     request = seq.request
-    assert seq.slot is not None  # it was admitted in this step
+    assert seq.slot is not None  # it runs
+    if isinstance(seq, BeamSequence):
+        return _new_beam_row(seq, kv)
     return NewRow(
         slot=seq.slot,
         token_ids=list(seq.token_ids),
@@ -265,4 +311,20 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         post_processor=request.logits_post_processor,
         request_id=seq.request_id,
         client_id=request.client_id,
+    )
+
+
+def _new_beam_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
+    """A row that is to tell the candidates for its next token: a greedy one, whose own token is mostly the best of them."""
+    assert seq.slot is not None  # it runs
+    return NewRow(
+        slot=seq.slot,
+        token_ids=list(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_sampled_before=0,
+        block_ids=kv.block_ids(seq),
+        sampling=SamplingConfig(),
+        top_log_probs=seq.search.num_candidates,
+        cache_namespace=seq.namespace,
+        extra_inputs=seq.request.extra_inputs,
     )

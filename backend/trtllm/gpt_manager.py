@@ -79,7 +79,6 @@ class GptManager:
         self._processors = OwnProcessors()
         self._asked: dict[int, _Asked] = {}
         self._ended = False
-        self._made = threading.Event()
         try:
             config = _engine_config(model_type, params)
             self._engine = load_engine(str(trt_engine_path), config, {OF_REQUEST: self._processors})
@@ -95,8 +94,9 @@ class GptManager:
                     stats_json(self._engine.latest_iteration(), stats, model_type, stats_format)
                 )
 
-        self._core = Core(self._engine, self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
-        self._made.set()
+        self._ending = threading.Event()  # here, because the thread may be told to end before the next line is over
+        callbacks = (self._take_in, self._send, poll_stop_signal_cb or _nothing, return_stats)
+        self._core = Core(self._engine, *callbacks, ending=self._ending)
 
     @property
     def is_alive(self) -> bool:
@@ -119,8 +119,7 @@ class GptManager:
     def _take_in(self, max_count: int) -> Iterator[tuple[int, Request]]:
         for given in self._get_requests(max_count):
             if given.request_id == self._terminate_req_id:
-                self._made.wait()  # the thread may be here before the constructor has returned to set `_core`
-                self._core.stop()
+                self._ending.set()
                 continue
             try:
                 request = self._converted(given)

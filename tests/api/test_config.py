@@ -71,7 +71,7 @@ def test_a_mistake_is_named(override: str, named: str) -> None:
             {"scheduler": {"policy": "fastest"}},
             [],
             "scheduler.policy is \"fastest\": Invalid enum value 'fastest'; allowed are "
-            "guaranteed_no_evict, max_utilization (scheduler.policy is from engine.json)",
+            "guaranteed_no_evict, max_utilization, static_batch (scheduler.policy is from engine.json)",
         ),
         (
             {"kv_cache": {"max_tokens": 0}},

@@ -86,6 +86,9 @@ BAD = [
     (request(sampling={"presence_penalty": -101.0}), "presence_penalty is -101"),
     (request(sampling={"frequency_penalty": math.nan}), "frequency_penalty is nan"),
     (request(sampling={"min_tokens": -1}), "min_tokens is -1"),
+    (request(sampling={"num_return_sequences": 0}), "num_return_sequences is 0, allowed is 1 to 2048"),
+    (request(sampling={"num_return_sequences": 2049}), "num_return_sequences is 2049, allowed is 1 to 2048"),
+    (request(sampling={"length_penalty": math.inf}), "length_penalty is inf, allowed is -50 to 50"),
     (request(sampling={"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}), "logit_bias has 3 entries, the limit is 2"),
     (request(sampling={"logit_bias": {100: 1.0}}), "logit_bias token 100 is outside"),
     (request(sampling={"logit_bias": {1: math.inf}}), "logit_bias holds a value that is not finite"),
@@ -106,11 +109,28 @@ def test_a_field_out_of_its_limits_is_named_with_its_value(bad: Request, message
     assert message in str(caught.value) and caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("sampling", [{"beam_width": 2}, {"num_return_sequences": 2}])
-def test_what_is_not_built_is_refused_as_unsupported(sampling: dict[str, object]) -> None:
-    with pytest.raises(Unsupported) as caught:
-        check_request(request(sampling=sampling), LIMITS)
+BEAMS = RequestLimits(100, 20, LIMITS.caps, max_beam_width=4)
+
+
+@pytest.mark.feature("000-33")
+@pytest.mark.parametrize("width", [-1, 0, 5])
+def test_beams_are_limited_in_number(width: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"beam_width is {width}, allowed is 1 to 4"):
+        check_request(request(sampling={"beam_width": width}), BEAMS)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"top_p": 0.9}, {"presence_penalty": 1.0}])
+def test_what_cannot_be_had_with_beams_is_refused_as_unsupported(sampling: dict[str, object]) -> None:
+    with pytest.raises(Unsupported, match=f"{next(iter(sampling))} is .*beams are not sampled") as caught:
+        check_request(request(sampling={"beam_width": 2, **sampling}), BEAMS)
     assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_beams_take_what_changes_nothing_of_the_distribution() -> None:
+    neutral = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    check_request(
+        request(sampling={"beam_width": 4, "num_return_sequences": 4, "length_penalty": 1.0, **neutral}), BEAMS
+    )
 
 
 @pytest.mark.parametrize(

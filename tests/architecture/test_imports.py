@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "executor": {"api", "core", "engine", "wire", "worker"},
     "serving": {"api", "core", "executor", "text"},
     "trtllm": {"api", "core", "executor"},
+    "llm": {"api", "core", "executor", "text"},
 }
 MAY_USE_KERNELS = {"layers", "quant", "lora", "sampling", "guided", "models", "worker"}
 # root package -> what it may import of the others

@@ -44,6 +44,6 @@ def test_the_pure_side_loads_no_heavy_library() -> None:
     assert not loaded_packages("api", "core", "kvcache", "scheduler", "engine", "wire") & heavy
 
 
-@pytest.mark.parametrize("layer", ["text", "serving", "executor", "trtllm"])
-def test_what_runs_in_the_stub_loads_no_torch(layer: str) -> None:
+@pytest.mark.parametrize("layer", ["text", "serving", "executor", "trtllm", "llm"])
+def test_what_runs_in_the_stub_or_is_imported_by_a_program_loads_no_torch(layer: str) -> None:
     assert not loaded_packages(layer) & {"torch", "transformers", "triton", "ray", "kernels"}

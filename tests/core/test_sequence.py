@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.api import Request, SamplingConfig, SessionConfig
-from backend.core.sequence import TRANSITIONS, Event, IllegalTransition, Sequence, SessionKey, Status
+from backend.api.request import RequestId
+from backend.core.sequence import TRANSITIONS, BeamSequence, Event, IllegalTransition, Sequence, SessionKey, Status
+from backend.core.step import SampledToken, SequenceId, SlotId
 
 
 def make_sequence(prompt: list[int] | None = None, max_tokens: int = 5, seed: int | None = None) -> Sequence:
@@ -121,3 +123,12 @@ def test_truncation_takes_the_kv_counters_along(computed: int, num_tokens: int) 
     seq.truncate(num_tokens)
     assert seq.token_ids == list(range(num_tokens))
     assert seq.num_computed_tokens == seq.max_computed_tokens == min(computed, num_tokens)
+
+
+def test_a_row_of_beams_that_is_paused_forgets_its_candidates() -> None:
+    """It will run its last token again, and be told them again: two answers for one place would be one too many."""
+    beam = BeamSequence(SequenceId(1), RequestId(1), Request([1, 2], 3), 1, 0)
+    beam.apply(Event.ADMIT)
+    beam.candidates = SampledToken(SlotId(0), 5, None, [(5, -0.1)])
+    beam.apply(Event.PAUSE)
+    assert beam.candidates is None

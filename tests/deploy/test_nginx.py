@@ -204,6 +204,7 @@ def test_events_pass_one_by_one(proxy: Proxy) -> None:
         ("POST", "/v2/cudasharedmemory/region/x/register"),
         ("GET", "/v2/logging"),
         ("GET", "/v2/trace/setting"),
+        ("POST", "/v2/models/preprocessing/infer"),
         ("GET", "/v2/models/stats"),
         ("GET", "/v2/models/ensemble/trace/setting"),
         ("GET", "/metrics"),

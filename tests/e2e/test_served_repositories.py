@@ -75,7 +75,7 @@ def test_the_curl_line_of_the_console_streams_tokens(own_server: TritonServer) -
     (line,) = [line for line in examples(own_server, None) if line.startswith("curl ")]
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=True)
     answers = events(done.stdout)
-    assert len(answers) > 1 and {answer["model_name"] for answer in answers} == {"my_llm"}
+    assert len(answers) > 1 and {answer["model_name"] for answer in answers} == {"ensemble"}
     assert all("text_output" in answer for answer in answers)
 
 

@@ -32,6 +32,27 @@ def next_token(cells: Sequence[int], seed: int, counter: int, vocab_size: int) -
     return mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), seed, counter) % vocab_size
 
 
+def top_tokens(cells: Sequence[int], counter: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """The `count` most likely next tokens, each with its log-probability, the best first. More of them begin with the same."""
+    state = mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), counter)
+    found: dict[int, float] = {}
+    index = 0
+    while len(found) < min(count, vocab_size):
+        drawn = mix(state, index)
+        found.setdefault(drawn % vocab_size, -0.1 * (len(found) + 1) - (drawn >> 40) % 1000 / 12_000)
+        index += 1
+    return list(found.items())
+
+
+def cells_of(token_ids: Sequence[int], namespace: str = "") -> list[int]:
+    """The KV of a sequence."""
+    cells, before = [], 0
+    for position, token_id in enumerate(token_ids):
+        before = cell_of(before, token_id, position, seed_of(namespace))
+        cells.append(before)
+    return cells
+
+
 def cell_of(before: int, token_id: int, position: int, namespace: int) -> int:
     return mix(before, token_id, position, namespace)
 
@@ -170,6 +191,10 @@ class HashWorkerGroup:
         window = self.info.sliding_window
         cells = [self._read(state, position) for position in range(max(0, end - window) if window else 0, end)]
         counter = state.num_sampled_before + end - state.num_prompt_tokens
+        if state.top_log_probs:
+            top = top_tokens(cells, counter, state.top_log_probs, self.info.vocab_size)
+            state.token_ids.append(top[0][0])
+            return SampledToken(row.slot, top[0][0], None, top)
         token = next_token(cells, state.sampling.seed or 0, counter, self.info.vocab_size)
         state.token_ids.append(token)
         return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)

@@ -110,7 +110,10 @@ class Cache:
     def fork(self, parent: Sequence, seq_id: int, seed: int) -> Sequence:
         """A child that knows the parent's tokens as its prompt and samples with another seed."""
         child = make_sequence(seq_id, parent.token_ids, namespace=parent.namespace, seed=seed)
-        self.kv.fork(parent, child)
+        plan = self.kv.plan()
+        assert plan.seat(child) is Admission.NOW
+        self.kv.commit(plan)
+        self.kv.adopt(child, parent)
         child.apply(Event.ADMIT)
         self._send([], [child], [])
         return child

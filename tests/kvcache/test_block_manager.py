@@ -111,7 +111,7 @@ def test_a_block_with_references_is_never_evicted(pool: BlockManager) -> None:
     for _ in range(3):
         assert pool.allocate().block_id != active.block_id
     with pytest.raises(OutOfBlocks):
-        pool.evict_lru()
+        pool.evict_first()
     assert pool.verify([active]) == 1
 
 

@@ -19,16 +19,14 @@ RETENTION = ["tests/kvcache/test_retention.py"]
 MUTANTS = {
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
     "a_short_answer_does_not_wait": (
-        change(Outbox, "hold", ("self._held[response.request_id] = response", "self.put(response)")),
+        change(Outbox, "put", ("self._held if held else self._ready", "self._ready")),
         STATIC,
     ),
-    "held_ids_are_free": (change(Outbox, "__contains__", ("return request_id in self._held", "return False")), STATIC),
+    "held_ids_are_free": (change(Outbox, "holds", ("any(", "False and any(")), STATIC),
     "a_static_batch_is_cut_to_a_step": (change(Scheduler, "_admit", ("(room or self.is_static)", "room")), STATIC),
     "empty_rows_are_not_counted": (change(Scheduler, "commit", ("self._num_batch - ", "0 * ")), STATIC),
     "a_timeout_waits_for_the_batch": (
-        change(
-            EngineCore, "_finish", ("self._outbox.hold if with_batch", "self._outbox.hold if self.scheduler.is_static")
-        ),
+        change(EngineCore, "_ends_with_its_batch", ("and ended_by_itself", "")),
         STATIC,
     ),
     "priority_is_ignored": (change(WaitingQueue, "append", ("priority < priority", "priority < -1")), PRIORITY),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.engine.core import EngineCore
+from backend.engine.deadlines import Deadlines
 from backend.engine.loop import EngineLoop
 from backend.engine.recorder import Recorder
 from backend.engine.statistics import Statistics
@@ -36,7 +37,7 @@ WATCH = ["tests/executor/test_watch.py"]
 # Those that a review of the landed system planted, and that survived it.
 REVIEWED: dict[str, tuple[Plant, list[str]]] = {
     "deadline_of_an_earlier_use_of_the_id": (
-        change(EngineCore, "_expire", (" and seq.deadline_ns == deadline_ns", "")),
+        change(Deadlines, "pop_due", (" and seq.deadline_ns == deadline_ns", "")),
         CORE,
     ),
     "prompt_tokens_with_history": (change(EngineCore, "enqueue", (" - seq.num_history_tokens", "")), CORE),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
-from tests.simulation.model import Key, Model, Turn, key_of, reference_output
+from tests.simulation.model import Key, Model, Turn, key_of, reference_beams, reference_output
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 
 
@@ -21,6 +22,7 @@ class Enqueue:
 class Cancel:
     request_id: int
     keep: int | None = None
+    sequence_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, setup: Setup, model: Model) -> None:
+    def __init__(self, rng: Random, more: Random, setup: Setup, model: Model) -> None:
+        """`more` decides about requests for several sequences; without them a schedule is the same as if there were none."""
         self._rng = rng
+        self._more = more
         self._setup = setup
         self._model = model
         self._next_id = 1
@@ -76,6 +80,12 @@ class Generator:
         )  # many short prompts that grow, each far smaller than the pool, together larger
         if self._is_crowd:
             self._lengths, self._share_sessions = (3, 5, 8, 12), rng.choice((0.0, 0.3))
+        # how often a request asks for several sequences, and how often one of those asks for beams
+        self.several = more.choice((0.5, 0.9) if setup.has_beams else (0.0, 0.0, 0.2, 0.6))
+        self._beams = more.choice((0.5, 0.95, 0.95)) if setup.has_beams else 0.0
+        self._width = more.choice((2, 2, 3, 4))  # of most of them: others do not run beside them
+        if setup.has_beams:
+            self._share_sessions = 0.2
         if setup.twins:
             self._prefixes = [self._ids(unit * rng.randint(1, 8 // unit))]
             self._share_sessions, self._rewinds, self._exact, self._salts, self._lengths = (
@@ -96,7 +106,8 @@ class Generator:
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
-            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)))
+            index = self._more.choice((None, None, 0, 1)) if self.several else None
+            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
@@ -117,14 +128,19 @@ class Generator:
         salt = rng.choice(self._salts)
         session = self._session(salt) if rng.random() < self._share_sessions else None
         prompt, max_tokens = self._fit(self._prompt(salt, session), rng.choice(self._lengths))
+        several = self._several_sequences() if session is None else {}
+        width = several.get("beam_width", 1)
+        if width > 1:
+            prompt, max_tokens = self._fit_beams(prompt, width)
         request = Request(
             input_token_ids=prompt,
             max_tokens=max_tokens,
             streaming=rng.random() < 0.6,
             sampling_config=SamplingConfig(
                 seed=rng.choice((None, None, rng.randrange(100))),
-                presence_penalty=rng.choice((None, 1.0)),
+                presence_penalty=penalty if (penalty := rng.choice((None, 1.0))) and width == 1 else None,
                 min_tokens=rng.choice((None, None, None, 2, 4)),
+                **several,
             ),
             output_config=OutputConfig(
                 rng.random() < 0.3,
@@ -148,6 +164,20 @@ class Generator:
             TokenRangeRetention(first + 5, None, self._rng.choice((10, 100))),
         )
         return RetentionConfig(spans[: self._rng.randint(0, 2)], self._rng.choice((0, 35, 50)), 1.0)
+
+    def _several_sequences(self) -> dict[str, Any]:
+        """What a request's SamplingConfig says of several sequences."""
+        more = self._more
+        if more.random() >= self.several:
+            return {}
+        if more.random() >= self._beams:
+            return {"num_return_sequences": more.choice((1, 2, 2, 3, 4, 8))}
+        return {
+            "beam_width": self._width if more.random() < 0.9 else more.choice((2, 3, 4, 6)),
+            "num_return_sequences": more.choice((None, None, 2)),
+            "length_penalty": more.choice((None, 1.0, -0.5)),
+            "early_stopping": more.choice((None, 0, 2)),
+        }
 
     def _session(self, salt: str) -> SessionConfig:
         rng = self._rng
@@ -199,6 +229,12 @@ class Generator:
         prompt = prompt[: min(cells - 1, self._model.max_prompt_tokens)]
         return prompt, min(max_tokens, cells + 1 - len(prompt))
 
+    def _fit_beams(self, prompt: list[int], width: int) -> tuple[list[int], int]:
+        """Outputs with which two requests are mostly more than the pool holds, one is not, and which part in other blocks."""
+        prompt = prompt[: self._more.choice((1, 2, 3, 6))]
+        cells = (self._model.capacity - self._model.watermark) // width * self._model.block_size
+        return prompt, max(1, min(cells - len(prompt) + 1, self._more.choice((4, 8, 12))))
+
     def _cut(self, ids: list[int]) -> list[int]:
         return ids if self._rng.random() < 0.6 else ids[: self._rng.randint(0, len(ids))]
 
@@ -224,4 +260,6 @@ class Generator:
             seed, counter = (session.seed, session.counter) if session else (0, 0)
         namespace = session.namespace if session else request.cache_salt
         turn = Turn(request, history, new_ids, min(request.max_tokens, 8), seed, counter, namespace, 0)
+        if request.sampling_config.beam_width > 1:
+            return [token for beam in reference_beams(turn, self._setup.window)[-1:] for token in beam.tokens]
         return reference_output(turn, self._setup.window)[0]

@@ -6,7 +6,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from backend.core.sequence import Status
+from backend.core.sequence import Sequence, Status
+from backend.engine.core import EngineCore
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.scheduler.capacity import max_cells
 
@@ -32,6 +33,7 @@ def _check_order(simulation: Simulation) -> None:
     assert all(a < b for a, b in pairwise(arrivals)), f"order of arrival is lost: {arrivals}"
     if scheduler.policy == "guaranteed_no_evict":
         assert core.counters.pauses_total == 0, "a sequence was paused under GUARANTEED_NO_EVICT"
+    assert len({seq.beam_width for seq in core.scheduler.running}) <= 1, "beam widths are mixed"
     if scheduler.batching == "separate":
         latest = core.latest_iteration()
         assert not (latest.num_context_requests and latest.num_gen_requests), f"context beside generation: {latest}"
@@ -76,11 +78,21 @@ def _check_tables(simulation: Simulation) -> None:
                 namespace = namespaces.setdefault(handle, known[seq_id].namespace)
                 assert namespace == known[seq_id].namespace, f"{handle} is seen by two namespaces"
     for seq in running.values():
+        if seq.beam_width > 1:
+            continue  # what beams share is copied by the plan that is to write on it
         block, offset = divmod(seq.num_computed_tokens, core.kv.block_size)
         if offset:
-            assert owners[core.kv.state.tables[seq.seq_id].handles[block]] == 1, (
-                f"{seq!r} writes next to a block of others"
-            )
+            handle = core.kv.state.tables[seq.seq_id].handles[block]
+            num_heirs = sum(_is_heir(core, other, seq, handle) for other in waiting.values())
+            assert owners[handle] == 1 + num_heirs, f"{seq!r} writes next to a block of others"
+
+
+def _is_heir(core: EngineCore, other: Sequence, seq: Sequence, handle: BlockHandle) -> bool:
+    """Whether `other` waits for its first admission and has only the prompt in a block that `seq` of its request writes on."""
+    record = core.kv.state.tables.get(other.seq_id)
+    if record is None or other.group is not seq.group or other.first_scheduled_ns:
+        return False
+    return handle in record.handles and other.num_computed_tokens <= seq.num_computed_tokens
 
 
 def _check_sessions(simulation: Simulation) -> None:
@@ -101,7 +113,10 @@ def _check_sessions(simulation: Simulation) -> None:
 def _check_eviction_order(simulation: Simulation) -> None:
     """Eviction shortens a table from its tail. Seen where blocks are not shared: others would touch the shared ones."""
     kv = simulation.core.kv
-    for record in kv.state.tables.values() if not kv.state.enable_block_reuse else ():
+    shared = {seq.seq_id for seq in simulation.core.scheduler.waiting if seq.group is not None}
+    for seq_id, record in kv.state.tables.items() if not kv.state.enable_block_reuse else ():
+        if seq_id in shared:
+            continue
         handles = [handle for handle in record.handles if handle is not DROPPED]
         survived = [kv.state.blocks.verify([handle]) == 1 for handle in handles]
         assert survived == sorted(survived, reverse=True), f"a table has lost its head before its tail: {survived}"

@@ -10,8 +10,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from backend.api import FinishReason, Request
+from backend.engine.groups import stream_seed
 from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
-from tests.fakes.hash_worker import cell_of, next_token, seed_of
+from tests.fakes.beam_oracle import Beam, beam_search
+from tests.fakes.hash_worker import cell_of, cells_of, next_token, seed_of, top_tokens
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
 
@@ -34,7 +36,7 @@ class Session:
 
 @dataclass
 class Turn:
-    """One accepted request, of a session or not."""
+    """One sequence of an accepted request, of a session or not."""
 
     request: Request
     history: list[int]
@@ -50,6 +52,14 @@ class Turn:
     seen: list[int] = field(default_factory=list)  # outputs published so far
     reason_seen: FinishReason = FinishReason.NOT_FINISHED
     was_stepped: bool = False
+    beams: list[Beam] = field(default_factory=list)  # of a request with beams, instead of `tokens`
+    index: int = 0
+    family: list[Turn] = field(default_factory=list)  # the sequences of the request, by index
+
+    @property
+    def open(self) -> list[Turn]:
+        """The sequences of the request that have not ended."""
+        return [turn for turn in self.family if turn.reason_seen is FinishReason.NOT_FINISHED]
 
     @property
     def prompt(self) -> list[int]:
@@ -80,6 +90,34 @@ def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishR
     return outputs, FinishReason.LENGTH
 
 
+def reference_beams(turn: Turn, window: int | None) -> list[Beam]:
+    """The hypotheses of a beam search alone, the best first."""
+    request, config = turn.request, turn.request.sampling_config
+
+    def top(ids: list[int], count: int) -> list[tuple[int, float]]:
+        cells = cells_of(ids, turn.namespace)
+        return top_tokens(cells[-window:] if window else cells, len(ids) - len(turn.prompt), count, VOCAB)
+
+    found = beam_search(
+        turn.prompt,
+        turn.max_output,
+        config.beam_width,
+        top,
+        request.end_ids,
+        tuple(request.stop_words),
+        min_tokens=config.min_tokens or 0,
+        length_penalty=config.length_penalty or 0.0,
+        early_stopping=1 if config.early_stopping is None else config.early_stopping,
+    )
+    return found[: config.num_return_sequences or config.beam_width]
+
+
+def num_rows(request: Request) -> int:
+    """Sequences of a request in the engine."""
+    config = request.sampling_config
+    return config.beam_width if config.beam_width > 1 else config.num_return_sequences or 1
+
+
 class Model:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -92,14 +130,28 @@ class Model:
         self.sessions: OrderedDict[Key, Session] = OrderedDict()  # least recently used first
         self.polled: set[Key] = set()
 
-    def exceeds_pool(self, max_cells: int) -> bool:
-        return -(-max_cells // self.block_size) > self.capacity - self.watermark
+    def exceeds_pool(self, num_prompt: int, max_output: int, width: int) -> bool:
+        """Beams share the whole blocks of their prompt where nobody is ever paused."""
+        needed = -(-(num_prompt + max(0, max_output - 1)) // self.block_size)
+        scheduler = self._setup.config.scheduler
+        keeps = scheduler.policy == "guaranteed_no_evict" and self._setup.window is None
+        shared = num_prompt // self.block_size if keeps else 0
+        return shared + width * (needed - shared) > self.capacity - self.watermark
+
+    def _may_have_several(self, request: Request) -> bool:
+        config, limits = request.sampling_config, self._setup.config
+        if config.beam_width > 1:
+            count = config.num_return_sequences or 1
+            return count <= config.beam_width <= min(8, limits.scheduler.max_batch_size)
+        return (config.num_return_sequences or 1) <= limits.limits.max_queue_size
 
     def judge(self, request_id: int, request: Request) -> str:
         """`ok`, or the class of error that the request must be answered with."""
         if request_id in self.live:
             return "duplicate"
         if not request.input_token_ids or max(request.input_token_ids) >= VOCAB:
+            return "field"
+        if not self._may_have_several(request):
             return "field"
         session = request.session
         if session is not None:
@@ -117,7 +169,8 @@ class Model:
         if len(new_ids) > self.max_prompt_tokens:
             return "session 6" if session else "step"
         max_output = min(request.max_tokens, limit - len(history) - len(new_ids))
-        return "pool" if self.exceeds_pool(len(history) + len(new_ids) + max(0, max_output - 1)) else "ok"
+        width = request.sampling_config.beam_width
+        return "pool" if self.exceeds_pool(len(history) + len(new_ids), max_output, width) else "ok"
 
     def accept(self, request_id: int, request: Request, now_ns: int) -> Turn:
         """Book a request that `judge` found ok. Mirrors what the engine must do to the session at once."""
@@ -131,9 +184,19 @@ class Model:
                 seed, counter = before
         max_output = min(request.max_tokens, self._limit(request) - len(history) - len(new_ids))
         deadline_ns = now_ns + int((request.timeout_s or config.limits.default_timeout_s) * 1e9)
-        turn = Turn(request, history, new_ids, max_output, seed, counter, namespace, deadline_ns, before)
-        turn.tokens, turn.reason = reference_output(turn, self._setup.window)
-        self.live[request_id] = turn
+        family: list[Turn] = []
+        has_beams = request.sampling_config.beam_width > 1
+        for index in range(1 if has_beams else num_rows(request)):
+            own = stream_seed(seed, index)
+            turn = Turn(request, history, new_ids, max_output, own, counter, namespace, deadline_ns, before)
+            if has_beams:
+                turn.beams = reference_beams(turn, self._setup.window)
+                turn.reason = FinishReason[turn.beams[0].reason] if turn.beams else FinishReason.LENGTH
+            else:
+                turn.tokens, turn.reason = reference_output(turn, self._setup.window)
+            turn.index, turn.family = index, family
+            family.append(turn)
+        turn = self.live[request_id] = family[0]
         if session is not None:
             key = key_of(request)
             self.polled.add(key)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+
+import msgspec
 
 from backend.api import EngineConfig
 from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig
@@ -19,10 +21,29 @@ class Setup:
     num_blocks: int
     window: int | None
     looks_ahead: bool = False
+    has_beams: bool = False
     twins: bool = False  # sessions that begin alike and rewind a little under a window, so that tables share blocks
 
 
-def random_setup(rng: Random) -> Setup:
+def random_setup(rng: Random, more: Random) -> Setup:
+    """`more` decides whether there are beams, which need more room; without them a setup is the same as if there were none."""
+    setup = _plain_setup(rng)
+    return setup if setup.twins or more.random() < 0.75 else _widened(setup, more)
+
+
+def _widened(setup: Setup, more: Random) -> Setup:
+    scheduler, kv_cache = setup.config.scheduler, setup.config.kv_cache
+    num_rows, times = max(scheduler.max_batch_size, more.choice((4, 6, 9, 9))), more.choice((1, 2, 2, 3))
+    num_tokens = max(scheduler.max_num_tokens, num_rows)
+    config = msgspec.structs.replace(
+        setup.config,
+        scheduler=msgspec.structs.replace(scheduler, max_batch_size=num_rows, max_num_tokens=num_tokens),
+        kv_cache=msgspec.structs.replace(kv_cache, max_tokens=times * setup.num_blocks * kv_cache.block_size),
+    )
+    return replace(setup, config=config, num_blocks=times * setup.num_blocks, has_beams=True)
+
+
+def _plain_setup(rng: Random) -> Setup:
     twins = rng.random() < 0.1
     block_size = 4 if twins else rng.choice((1, 2, 2, 2, 4, 4))
     num_blocks = rng.randint(8, 20) if twins else rng.randint(4, 12)

@@ -15,13 +15,13 @@ from random import Random
 
 import msgspec
 
-from backend.api import FinishReason, PerfMetrics, Request, Response, SessionConfig
+from backend.api import FinishReason, PerfMetrics, Request, Response, Result, SessionConfig
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
 from tests.simulation.invariants import check_flights, check_invariants
-from tests.simulation.model import Model, Turn, key_of
+from tests.simulation.model import Model, Turn, key_of, num_rows
 from tests.simulation.setups import random_setup
 from tests.simulation.workers import CheckedWorkers
 
@@ -34,18 +34,24 @@ class Simulation:
         """`drops_plans`: plan each step once more than is needed, and throw that plan away."""
         self._drops_plans = drops_plans
         self.rng = Random(seed)
-        self.setup = random_setup(self.rng)
+        more = Random(f"several {seed}")
+        self.setup = random_setup(self.rng, more)
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, self.setup, self.model)
+        self._generator = Generator(self.rng, more, self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
         self._num_finished = 0
+
+    @property
+    def has_several(self) -> bool:
+        """Whether some of its requests ask for several sequences."""
+        return self._generator.several > 0
 
     @property
     def trace_hash(self) -> str:
@@ -72,8 +78,8 @@ class Simulation:
         match event:
             case Enqueue(request_id, request):
                 self._enqueue(request_id, request)
-            case Cancel(request_id, keep):
-                self._cancel(request_id, keep)
+            case Cancel(request_id, keep, sequence_index):
+                self._cancel(request_id, keep, sequence_index)
             case Stop():
                 self._stop(event)
             case Poll():
@@ -109,8 +115,9 @@ class Simulation:
         assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
-        live = self.model.live.values()
-        for _ in range(20 + 2 * len(live) * sum(len(turn.prompt) + turn.max_output for turn in live)):
+        live = [turn for first in self.model.live.values() for turn in first.family]
+        rows = sum(num_rows(turn.request) for turn in live)
+        for _ in range(20 + 2 * rows * sum(len(turn.prompt) + turn.max_output for turn in live)):
             if not self.core.has_work:
                 break
             self.apply(Step())
@@ -120,7 +127,8 @@ class Simulation:
     def _enqueue(self, request_id: int, request: Request) -> None:
         expected = self.model.judge(request_id, request)
         waiting = len(self.core.scheduler.waiting)
-        if expected not in ("duplicate", "field") and waiting >= self.setup.config.limits.max_queue_size:
+        count = num_rows(request)
+        if expected not in ("duplicate", "field") and waiting + count > self.setup.config.limits.max_queue_size:
             expected = "queue"
         self.core.enqueue(request_id, request)
         responses = self._take(self.core.take_responses())
@@ -136,13 +144,14 @@ class Simulation:
         """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
         return ("pool", "ok") if expected == "pool" and self.setup.window else (expected,)
 
-    def _cancel(self, request_id: int, keep: int | None) -> None:
+    def _cancel(self, request_id: int, keep: int | None, sequence_index: int | None) -> None:
         turn = self.model.live.get(request_id)
-        self.core.cancel(request_id, keep)
+        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
+        self.core.cancel(request_id, keep, sequence_index)
         responses = self._take(self.core.take_responses())
-        assert len(responses) == (turn is not None), responses
-        if turn is not None:
-            self._finish(responses[0], FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
+        assert [response.result.sequence_index for response in responses] == hit, responses
+        for response in responses:
+            self._finish(response, FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
 
     def _stop(self, event: Stop) -> None:
         session = self.model.sessions.get(event.session)
@@ -167,19 +176,21 @@ class Simulation:
         late = {key for key, turn in self.model.live.items() if turn.deadline_ns <= now_ns}
         if self._drops_plans:
             self.core.scheduler.schedule()
+        num_late = sum(len(self.model.live[key].open) for key in late)
         responses = self._take(self.core.step())
         failed, self.workers.has_failed = self.workers.has_failed, False
-        for response in responses[: len(late)]:
+        for response in responses[:num_late]:
             assert response.request_id in late, f"requests {late} are past their deadline, yet first came {response}"
             self._finish(response, FinishReason.TIMED_OUT, None)
         self.model.expire_sessions(now_ns)
         for turn in self.model.live.values():
-            turn.was_stepped = True
-        for response in responses[len(late) :]:
+            for sequence in turn.family:
+                sequence.was_stepped = True
+        for response in responses[num_late:]:
             if response.has_error():
                 self._check_step_error(response, failed)
                 self._settle(response, None, False)
-            elif response.is_final:
+            elif response.result.is_sequence_final:
                 self._finish(response, None, None)
             else:
                 self._see(response)
@@ -191,23 +202,31 @@ class Simulation:
         assert failed and error == "worker", response
 
     def _finish(self, response: Response, reason: FinishReason | None, keep: int | None, erase: bool = False) -> None:
-        """A final response that is no error. `reason`: the only one allowed; None: the request's own end."""
-        turn = self._see(response)
+        """The final response of a sequence. `reason`: the only one allowed; None: the sequence's own end."""
+        turn = self._see(response, is_natural=reason is None)
         actual = response.result.finish_reasons[0]
         if reason is None:
-            assert actual is turn.reason and turn.seen == turn.tokens, f"{turn.reason.name} {turn.tokens} != {response}"
+            assert actual is turn.reason, f"{turn.reason.name} != {response}"
+            assert turn.beams or turn.max_output == 0 or turn.seen == turn.tokens, f"{turn.tokens} != {response}"
+        elif turn.beams:
+            assert response.is_final, response
         else:
             assert actual is reason, response
         turn.reason_seen = actual
-        self._settle(response, keep, erase)
+        assert response.result.is_sequence_final and response.is_final == (not turn.open), response
+        if response.is_final:
+            self._settle(response, keep, erase)
 
-    def _see(self, response: Response) -> Turn:
+    def _see(self, response: Response, is_natural: bool = False) -> Turn:
         """Add what a response carries to what its request has said, and compare with what it ought to say."""
-        turn = self.model.live[response.request_id]
+        turn = self.model.live[response.request_id].family[response.result.sequence_index]
+        assert any(turn is other for other in turn.open), f"a sequence that has ended goes on: {response}"
         request, result = turn.request, response.result
+        if request.sampling_config.beam_width > 1:
+            return self._see_beams(turn, result, is_natural)
         tokens = result.output_token_ids[0]
         if not request.streaming:
-            assert result.is_final, f"a part of a request that does not stream: {response}"
+            assert result.is_sequence_final, f"a part of a request that does not stream: {response}"
             if not request.output_config.exclude_input_from_output:
                 length = len(request.input_token_ids)
                 assert tokens[:length] == request.input_token_ids, response
@@ -221,11 +240,27 @@ class Simulation:
             self._check_metrics(turn, result.perf_metrics)
         return turn
 
+    def _see_beams(self, turn: Turn, result: Result, is_natural: bool) -> Turn:
+        """Each response tells all beams; the one that ends by itself has those of a plain search."""
+        request = turn.request
+        assert result.is_final or request.streaming, result
+        whole = request.streaming or request.output_config.exclude_input_from_output
+        prompt = [] if whole else request.input_token_ids
+        told = [(tokens, reason.name) for tokens, reason in zip(result.output_token_ids, result.finish_reasons)]
+        if is_natural:
+            expected = [(prompt + beam.tokens, beam.reason) for beam in turn.beams] or [(prompt, "LENGTH")]
+            assert told == expected, f"{turn.beams} != {result}"
+        if request.output_config.return_log_probs:
+            sums = [sum(log_probs) for log_probs in result.log_probs]
+            assert all(abs(a - b) < 1e-9 for a, b in zip(sums, result.cum_log_probs, strict=True)), result
+        turn.seen = result.output_token_ids[0]
+        return turn
+
     def _check_metrics(self, turn: Turn, metrics: PerfMetrics) -> None:
         """A client without a namespace is told nothing of what others have computed."""
         assert metrics.num_cached_tokens < len(turn.prompt), metrics
         is_stranger = not turn.request.cache_salt and self.setup.config.kv_cache.sharing != "all"
-        if is_stranger and not turn.history:
+        if is_stranger and not turn.history and not turn.index:
             assert not metrics.num_cached_tokens, f"a request was told of KV that is not its own: {metrics}"
         if turn.seen:
             num_had = metrics.num_cached_tokens + metrics.num_context_tokens

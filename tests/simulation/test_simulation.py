@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from backend.core.step import StepInput
+from backend.scheduler.scheduler import StepPlan
 from tests.simulation.shrink import report
 from tests.simulation.simulator import Simulation
 
@@ -24,7 +27,7 @@ def quiet_engine(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="everbatch.engine")
 
 
-@pytest.mark.feature("003-05", "003-16", "004-15", "001-27", "000-24")
+@pytest.mark.feature("003-05", "003-16", "004-15", "001-27", "000-24", "000-28", "000-32", "000-34", "003-50")
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
 def test_every_schedule_answers_as_if_each_request_ran_alone_with_an_infinite_pool(first: int) -> None:
     for seed in range(first, min(first + CHUNK, NUM_SCHEDULES)):
@@ -60,6 +63,36 @@ def test_replaying_the_events_of_a_schedule_gives_the_same_answers() -> None:
         for event in simulation.events:
             replayed.apply(event)
         assert simulation.trace_hash == replayed.trace_hash
+
+
+def test_the_schedules_reach_what_requests_for_several_sequences_can_meet() -> None:
+    """Beams that go their whole way, are paused, and wait for another width; sequences that find their prompt computed."""
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        simulation = Simulation(seed)
+        if not (simulation.setup.has_beams or simulation.has_several):
+            continue
+        simulation.core.scheduler.commit = _counted(simulation.core.scheduler.commit, seen)
+        simulation.run()
+    least = (
+        "rows of beams",
+        "paused rows of beams",
+        "changes of the width",
+        "rows of several",
+        "paused rows of several",
+    )
+    assert {name: seen[name] for name in least if seen[name] < 20} == {}
+
+
+def _counted(commit: Callable[..., StepInput], seen: Counter[str]) -> Callable[..., StepInput]:
+    def counted(plan: StepPlan, *rest: int) -> StepInput:
+        kind = "beams" if plan.beam_width > 1 else "several"
+        seen[f"rows of {kind}"] += sum(seq.group is not None for seq, _ in plan.rows)
+        seen[f"paused rows of {kind}"] += sum(seq.group is not None and not seq.is_dormant for seq in plan.paused)
+        seen["changes of the width"] += plan.changes_width
+        return commit(plan, *rest)
+
+    return counted
 
 
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:

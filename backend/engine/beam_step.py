@@ -1,0 +1,47 @@
+"""A step of beams that has landed: its rows are booked, then the searches that have all their candidates are taken further."""
+
+from __future__ import annotations
+
+from backend.api.response import FinishReason
+from backend.api.stats import EngineCounters
+from backend.core.sequence import BeamSequence
+from backend.core.step import StepOutput
+from backend.engine import beams, update
+from backend.engine.beams import BeamSearch, search_of
+from backend.engine.flight import Flight
+from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.scheduler import Scheduler
+
+
+def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
+    """Book what a step did: counters, KV, candidates. Returns the searches that had rows in it, in their order."""
+    samples = iter(output.sampled)
+    searches: dict[int, BeamSearch] = {}
+    for (seq, num_tokens), row in zip(flight.plan.rows, flight.step.rows, strict=True):
+        candidates = next(samples) if row.samples else None
+        if seq.seq_id in flight.dropped:
+            continue
+        context, recomputed = update.advance(seq, num_tokens)
+        counters.context_tokens_total += context
+        counters.recomputed_tokens_total += recomputed
+        if seq.num_computed_tokens >= seq.kv_due_at:
+            kv.advance(seq, max_shared_tokens=seq.num_prompt_tokens)
+        if candidates is not None:
+            assert isinstance(seq, BeamSequence)  # as all rows of such a step
+            seq.num_inflight_samples -= 1
+            seq.candidates = candidates
+            counters.generated_tokens_total += 1
+        searches[seq.request_id] = search_of(seq)
+    return list(searches.values())
+
+
+def take_further(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int) -> FinishReason | None:
+    """Take a search one token further if it can be. Returns whether and how it has ended; None when there is nothing new."""
+    first = search.members[0]
+    if not first.max_output_tokens:
+        return None if first.num_uncomputed_tokens + first.num_inflight_tokens else FinishReason.LENGTH
+    if not search.is_ready:
+        return None
+    if beams.advance(search, kv, scheduler, now_ns):
+        return search.ended[0].reason
+    return FinishReason.NOT_FINISHED

@@ -1,0 +1,238 @@
+"""Makes the engine's Request of a GenerationRequest, and says how its output becomes text.
+
+What the engine does not have is refused here by the name that the caller has used. A sampling field of the same name in
+`SamplingConfig` is handed on as it is, so nothing is to be done here when the engine learns one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from backend.api import OutputConfig, Request, SamplingConfig
+from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.core.step import ModelInfo
+from backend.llm.errors import NotHere, ParameterError, refuse
+from backend.llm.requests import GenerationRequest
+from backend.llm.sampling_params import SamplingParams
+from backend.llm.updates import TextParams
+from backend.text.tokenizer import Tokenizer
+from backend.text.words import words_token_ids
+
+PLAIN = ("seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+CHOICE = ("temperature", "top_k", "top_p", "min_p")  # what a greedy request does not send
+# The engine has these or has not. The values are those that ask for nothing.
+OPTIONAL: dict[str, Any] = {
+    "top_p_min": 1e-6,
+    "top_p_reset_ids": None,
+    "top_p_decay": 1.0,
+    "beam_search_diversity_rate": 0.0,
+    "length_penalty": 0.0,
+    "early_stopping": 1,
+    "no_repeat_ngram_size": 1 << 30,
+    "beam_width_array": None,
+}
+DEFAULT_PRIORITY = 0.5
+NOT_HERE = {
+    "logits_processor": "logits processors are not served here",
+    "apply_batched_logits_processor": "logits processors are not served here",
+    "prompt_logprobs": "the logits of the prompt are not kept",
+    "return_context_logits": "the logits of the prompt are not kept",
+    "return_generation_logits": "logits are not kept",
+    "return_encoder_output": "the models have no encoder",
+    "additional_model_outputs": "the models have no further outputs",
+    "lookahead_config": "nothing is decoded speculatively",
+    "guided_decoding": "guided decoding is not set up",
+}
+REQUEST_NOT_HERE = {
+    "lora_request": "adapters are not served here",
+    "prompt_adapter_request": "prompt adapters are not served here",
+    "disaggregated_params": "prompt and output are computed in one place here",
+    "postproc_params": "the output is made into text and nothing else",
+    "scheduling_params": "there is one scheduler for all requests",
+}
+
+
+def check_supported(request: GenerationRequest) -> None:
+    """Raise NotHere for the first field that asks for something that is not here."""
+    params = request.sampling_params
+    for name, why in NOT_HERE.items():
+        refuse(name, getattr(params, name), why)
+    if not params.spaces_between_special_tokens:
+        raise NotHere("spaces_between_special_tokens is False, the tokenizer decides that here; leave it out")
+    for name, why in REQUEST_NOT_HERE.items():
+        refuse(name, getattr(request, name), why)
+
+
+def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model: ModelInfo, caps: int) -> Request:
+    """The engine's Request. `caps`: how many alternatives of a position a request may ask for.
+
+    Raises NotHere and ParameterError.
+    """
+    check_supported(request)
+    params = request.sampling_params
+    prompt = request.all_token_ids
+    if params.logprobs is not None and params.logprobs > caps:
+        raise ParameterError(f"logprobs is {params.logprobs}, the limit is {caps} (limits.max_top_log_probs)")
+    max_tokens = params.max_tokens
+    return Request(
+        input_token_ids=prompt,
+        max_tokens=max(1, model.max_seq_len - len(prompt)) if max_tokens is None else max_tokens,
+        streaming=request.streaming or _has_to_be_watched(params, tokenizer),
+        return_all_generated_tokens=params.use_beam_search,
+        sampling_config=sampling_config(params),
+        output_config=output_config(params),
+        end_ids=end_ids(params, tokenizer, model),
+        stop_words=[ids for _, ids in stop_words(params, tokenizer)],
+        bad_words=bad_words(params, tokenizer),
+        client_id=request.id,
+        cache_salt=request.cache_salt or "",
+        extra_inputs=dict(request.multimodal_params or {}),
+        priority=_priority(request),
+        retention=retention(request.kv_cache_retention_config),
+    )
+
+
+def sampling_config(params: SamplingParams) -> SamplingConfig:
+    """Beams only with `use_beam_search`; otherwise `best_of` sequences are sampled."""
+    fields: dict[str, Any] = {name: getattr(params, name) for name in PLAIN}
+    if not params.is_greedy:
+        fields |= {name: getattr(params, name) for name in CHOICE}
+    if params.use_beam_search:
+        fields |= {"beam_width": params.num_sequences, "num_return_sequences": params.n}
+    elif params.num_sequences > 1:
+        fields["num_return_sequences"] = params.num_sequences
+    fields |= _optional_fields(params)
+    return SamplingConfig(**fields, logit_bias=_logit_bias(params.embedding_bias))
+
+
+def output_config(params: SamplingParams) -> OutputConfig:
+    """The best of several sequences are chosen by their log-probabilities, which are then needed in any case."""
+    chooses = params.num_sequences > params.n and not params.use_beam_search
+    return OutputConfig(
+        return_log_probs=params.logprobs is not None or chooses,
+        top_log_probs=params.logprobs or 0,
+        exclude_input_from_output=True,  # The prompt, where it is wanted, is put in front again later.
+        return_perf_metrics=params.return_perf_metrics,
+    )
+
+
+def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:
+    """The end id of the request, else those of the tokenizer and of the checkpoint. -1 means none, as in TensorRT-LLM."""
+    if params.ignore_eos:
+        return ()
+    if params.end_id is not None:
+        return () if params.end_id == -1 else (params.end_id,)
+    return tuple(dict.fromkeys([*(tokenizer.eos_ids if tokenizer is not None else ()), *model.eos_ids]))
+
+
+def stop_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[str | int, list[int]]]:
+    """What the engine stops at by its token ids: stop tokens, and strings where text cannot show them or stops too late."""
+    words: list[tuple[str | int, list[int]]] = [(token_id, [token_id]) for token_id in params.stop_token_ids or ()]
+    for stop in params.stops():
+        encoder = _needed(tokenizer, "stop")
+        special = encoder.token_to_id(stop)
+        if special is not None and special in encoder.special_ids:
+            words.append((stop, [special]))
+        elif not params.detokenize or params.num_sequences > 1:
+            words += [(stop, ids) for ids in words_token_ids(encoder, [stop])]
+    return words
+
+
+def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    bads = params.bads()
+    spelled = words_token_ids(_needed(tokenizer, "bad"), bads) if bads else []
+    return spelled + [[token_id] for token_id in params.bad_token_ids or ()]
+
+
+def text_params(request: GenerationRequest, tokenizer: Tokenizer | None, stream_interval: int) -> TextParams:
+    """How the output of the request becomes text."""
+    params = request.sampling_params
+    return TextParams(
+        prompt_ids=request.all_token_ids,
+        stops=_stops_in_text(params, tokenizer),
+        stop_words=stop_words(params, tokenizer),
+        include_stop=params.include_stop_str_in_output,
+        detokenize=params.detokenize and tokenizer is not None,
+        skip_special_tokens=params.skip_special_tokens,
+        streaming=request.streaming,
+        stream_interval=stream_interval,
+        log_probs=params.logprobs,
+        num_sequences=params.num_sequences,
+        beams=params.use_beam_search,
+        shows_prompt=not (params.exclude_input_from_output or request.streaming),
+    )
+
+
+def _stops_in_text(params: SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
+    return params.stops() if params.detokenize and tokenizer is not None else []
+
+
+def _has_to_be_watched(params: SamplingParams, tokenizer: Tokenizer | None) -> bool:
+    """Whether the engine has to tell each token, because a stop string is seen in the text only. Beams are cut at the end."""
+    return bool(_stops_in_text(params, tokenizer)) and not params.use_beam_search
+
+
+def _needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
+    if tokenizer is None:
+        raise ParameterError(f"{name} is text, and there is no tokenizer; give {name}_token_ids, or a tokenizer")
+    return tokenizer
+
+
+def _optional_fields(params: SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, neutral in OPTIONAL.items():
+        value = getattr(params, name)
+        if value is None:
+            continue
+        if name in SamplingConfig.__struct_fields__:
+            fields[name] = value
+        elif value != neutral:
+            raise NotHere(f"{name} is {value}, and this version does not have it; leave it out")
+    return fields
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    """The entries that change something, by their token ids."""
+    if bias is None:
+        return None
+    values = bias.tolist() if hasattr(bias, "tolist") else bias
+    if not isinstance(values, Iterable) or not all(isinstance(value, int | float) for value in values):
+        raise ParameterError("embedding_bias is no list of numbers, one for each token of the vocabulary is needed")
+    entries = {n: float(value) for n, value in enumerate(values) if value != 0}
+    if not all(math.isfinite(value) for value in entries.values()):
+        raise ParameterError("embedding_bias holds a value that is not finite; use -100 to 100")
+    return entries or None
+
+
+def _priority(request: GenerationRequest) -> float:
+    if request.priority is None:
+        return DEFAULT_PRIORITY
+    if not 0 <= request.priority <= 1:
+        raise ParameterError(f"priority is {request.priority}, allowed is 0 to 1")
+    return request.priority
+
+
+def retention(config: Any) -> RetentionConfig | None:
+    """How long the KV of a request outlives that of others: our own RetentionConfig, or one with TensorRT-LLM's fields."""
+    if config is None or isinstance(config, RetentionConfig):
+        return config
+    try:
+        ranges = tuple(
+            TokenRangeRetention(each.token_start, each.token_end, each.priority, _seconds(each.duration_ms))
+            for each in config.token_range_retention_configs
+        )
+        return RetentionConfig(ranges, config.decode_retention_priority, _seconds(config.decode_duration_ms))
+    except AttributeError:
+        raise TypeError(
+            f"kv_cache_retention_config is a {type(config).__name__}; a KvCacheRetentionConfig or our RetentionConfig is needed"
+        ) from None
+
+
+def _seconds(duration: timedelta | float | None) -> float | None:
+    """Of a time span, or of a number of milliseconds."""
+    if duration is None:
+        return None
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration / 1000

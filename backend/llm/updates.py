@@ -1,0 +1,59 @@
+"""What the thread or process that detokenises is told of a request, and what it says of it. Frozen; msgpack carries them."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from backend.api import ErrorCode, FinishReason, PerfMetrics
+
+
+class TextParams(Struct, frozen=True, omit_defaults=True):
+    """How the output of one request becomes text."""
+
+    prompt_ids: list[int] = []
+    stops: list[str] = []  # found in the text
+    stop_words: list[tuple[str | int, list[int]]] = []  # found by the engine: what each is called, and its tokens
+    include_stop: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    streaming: bool = False
+    stream_interval: int = 1  # tokens of a sequence between two updates of it
+    log_probs: int | None = None  # how many alternatives are told; None: not even that of the token itself
+    num_sequences: int = 1
+    beams: bool = False  # each result has all tokens of all beams so far
+    shows_prompt: bool = False  # the prompt stands in front of the output
+
+
+class TokenLogProbs(Struct, frozen=True, array_like=True):
+    """Of one output token: its own, and the most likely ones in their order."""
+
+    token_id: int
+    log_prob: float
+    top: list[tuple[int, float]]
+
+
+class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
+    """What has changed of one sequence: its first `ids_kept` tokens and `text_kept` characters stay, the rest is replaced."""
+
+    index: int
+    ids_kept: int
+    ids: list[int]
+    text_kept: int
+    text: str
+    log_probs: list[TokenLogProbs] = []  # of all tokens from `log_probs_kept` on, in their order
+    log_probs_kept: int = 0
+    cumulative_log_prob: float | None = None
+    finish: FinishReason = FinishReason.NOT_FINISHED
+    stop_reason: str | int | None = None
+    perf: PerfMetrics | None = None
+
+
+class Output(Struct, frozen=True, omit_defaults=True):
+    """News of one request, or the error that has ended it. `wants_cancel`: all its texts have ended before the engine did."""
+
+    client_id: int
+    res: list[SequenceUpdate]
+    is_final: bool
+    error: str = ""
+    error_code: ErrorCode = ErrorCode.INTERNAL
+    wants_cancel: bool = False

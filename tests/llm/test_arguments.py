@@ -1,0 +1,121 @@
+"""The keyword arguments of LLM: what they change, what is refused, and what is unknown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from backend.api import ConfigError, EngineConfig
+from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig
+from backend.llm import NotHere
+from backend.llm.arguments import LlmArguments
+
+
+def config(**given: object) -> EngineConfig:
+    return LlmArguments(given).config
+
+
+def test_without_arguments_the_configuration_is_the_engines_own() -> None:
+    assert config() == EngineConfig()
+    mine = EngineConfig(scheduler=SchedulerConfig(max_batch_size=3))
+    assert config(engine_config=mine) == mine
+
+
+def test_arguments_change_their_keys() -> None:
+    changed = config(
+        dtype="float32", max_seq_len=99, max_batch_size=5, max_num_tokens=77, enable_chunked_prefill=False,
+        disable_overlap_scheduler=True,
+    )  # fmt: skip
+    assert (changed.model.dtype, changed.model.max_seq_len) == ("float32", 99)
+    scheduler = changed.scheduler
+    assert (scheduler.max_batch_size, scheduler.max_num_tokens, scheduler.look_ahead) == (5, 77, False)
+    assert scheduler.enable_chunked_context is False
+
+
+def test_the_cache_is_configured_by_a_dictionary_an_object_or_our_own_section() -> None:
+    fields = dict(enable_block_reuse=False, max_tokens=640, free_gpu_memory_fraction=0.5, max_attention_window=[64, 64])
+    by_name = config(kv_cache_config=fields).kv_cache
+    assert (by_name.enable_block_reuse, by_name.max_tokens, by_name.free_memory_fraction) == (False, 640, 0.5)
+    assert by_name.max_attention_window == 64
+    theirs = SimpleNamespace(**fields, sink_token_length=None, host_cache_size=None, onboard_blocks=True, use_uvm=False)
+    assert config(kv_cache_config=theirs).kv_cache == by_name
+    assert config(kv_cache_config=KvCacheConfig(num_slots=100)).kv_cache.num_slots == 100
+
+
+def test_the_scheduler_is_configured_by_names_or_by_members() -> None:
+    by_name = config(scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"})
+    member = SimpleNamespace(name="MAX_UTILIZATION")
+    by_member = config(scheduler_config=SimpleNamespace(capacity_scheduler_policy=member, context_chunking_policy=None))
+    assert by_name == by_member and by_name.scheduler.policy == "max_utilization"
+    equal = config(scheduler_config={"context_chunking_policy": "EQUAL_PROGRESS"})
+    assert equal.scheduler.chunking_policy == "equal_progress"
+
+
+def test_records_of_iterations_are_kept_where_they_are_wanted() -> None:
+    assert config(enable_iter_perf_stats=True).records == RecordsConfig(max_iterations=1000)
+    asked = config(iter_stats_max_iterations=7, request_stats_max_iterations=5, enable_iter_perf_stats=True)
+    assert asked.records == RecordsConfig(max_iterations=7, max_request_iterations=5)
+    assert config(kv_cache_config={"event_buffer_max_size": 16}).records.max_kv_events == 16
+
+
+REFUSED = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "context_parallel_size": 2,
+    "tokenizer_mode": "slow",
+    "trust_remote_code": True,
+    "revision": "main",
+    "tokenizer_revision": "main",
+    "enable_lora": True,
+    "lora_config": object(),
+    "peft_cache_config": object(),
+    "batched_logits_processor": object(),
+    "guided_decoding_backend": "xgrammar",
+    "speculative_config": object(),
+    "gather_generation_logits": True,
+    "batch_wait_timeout_ms": 5,
+    "orchestrator_type": "ray",
+    "kv_cache_config": {"host_cache_size": 1 << 20},
+    "scheduler_config": {"capacity_scheduler_policy": "NO_SUCH"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_here_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(NotHere, match=f"^{name}"):
+        LlmArguments({name: REFUSED[name]})
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nothing = dict(
+        tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, enable_lora=False, lora_config=None,
+        trust_remote_code=False, revision=None, guided_decoding_backend=None, batch_wait_timeout_ms=0, dtype="auto",
+        max_batch_size=None, max_seq_len=None, max_input_len=None, max_beam_width=None, num_postprocess_workers=0,
+        gather_generation_logits=False, orchestrator_type=None, kv_cache_config=None, stream_interval=1,
+    )  # fmt: skip
+    assert config(**nothing) == EngineConfig()
+
+
+def test_an_unknown_argument_is_a_type_error_with_the_one_that_was_meant() -> None:
+    message = r"LLM\(\) got an unexpected keyword argument 'max_batchsize'; did you mean max_batch_size\?"
+    with pytest.raises(TypeError, match=message):
+        LlmArguments({"max_batchsize": 3})
+    with pytest.raises(TypeError, match="'zzz'; known are "):
+        LlmArguments({"zzz": 3})
+    with pytest.raises(TypeError, match="kv_cache_config has no field 'max_token'"):
+        LlmArguments({"kv_cache_config": {"max_token": 3}})
+
+
+def test_values_out_of_range_are_told_by_their_key() -> None:
+    with pytest.raises(ConfigError, match="scheduler.max_batch_size is 0"):
+        LlmArguments({"max_batch_size": 0})
+    with pytest.raises(ValueError, match="^model.dtype would be 'float8'; docs/configuration.md says what it can be$"):
+        LlmArguments({"dtype": "float8"})
+    with pytest.raises(ValueError, match="stream_interval is 0, at least 1 is needed"):
+        LlmArguments({"stream_interval": 0})
+
+
+def test_the_engine_gets_a_process_of_its_own_where_that_is_asked_for() -> None:
+    assert LlmArguments({"orchestrator_type": "rpc"}).has_own_process
+    assert not LlmArguments({}).has_own_process

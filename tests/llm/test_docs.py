@@ -1,0 +1,30 @@
+"""The examples of docs/llm.md, each in a program of its own, as a reader would run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend.llm.arguments import KEYS, OWN
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "llm.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_runs(number: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXAMPLES[number]], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+def test_the_page_has_examples_and_names_every_argument() -> None:
+    assert len(EXAMPLES) == 3
+    assert [name for name in (KEYS | OWN) if f"`{name}" not in PAGE] == []

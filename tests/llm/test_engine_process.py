@@ -1,0 +1,88 @@
+"""GenerationExecutor.create with an engine in this process or in its own, and what its death is for callers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backend.llm import (
+    LLM,
+    GenerationExecutor,
+    GenerationExecutorProxy,
+    GenerationExecutorWorker,
+    NotHere,
+    RequestError,
+    SamplingParams,
+)
+from tests.llm.helpers import PATIENCE_S
+
+FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def proxy(model_dir: Path) -> Iterator[LLM]:
+    with LLM(model_dir, orchestrator_type="rpc") as proxy:
+        yield proxy
+
+
+@pytest.mark.feature("002-33")
+def test_the_engine_runs_where_the_world_size_says(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_dir.parent)
+    with GenerationExecutor.create(f"./{model_dir.name}") as here:
+        assert type(here) is GenerationExecutorWorker and here.engine_executor._process is None
+        tokens = here.generate([5, 6, 7], FEW).token_ids
+    with GenerationExecutor.create(f"./{model_dir.name}", world_size=2) as there:
+        assert type(there) is GenerationExecutorProxy
+        pid = there.engine_executor._process.pid
+        directory = Path(there.engine_executor._process._socket_path).parent
+        assert pid != os.getpid() and directory.is_dir()
+        assert there.generate([5, 6, 7], FEW).token_ids == tokens
+    assert not directory.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.feature("002-33")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model_world_size": 2},
+        {"world_size": 3},
+        {"batched_logits_processor": object()},
+        {"mpi_session": object()},
+        {"reuse_mpi_comm": True},
+        {"return_logits": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_create_does_not_have_is_refused_by_its_name(given: dict) -> None:
+    with pytest.raises(NotHere, match=f"^{next(iter(given))} is "):
+        GenerationExecutor.create("nowhere", **given)
+
+
+def test_one_name_of_the_engine_is_enough() -> None:
+    with pytest.raises(ValueError, match="engine and engine_dir are both given"):
+        GenerationExecutor.create("here", engine_dir="there")
+
+
+def test_an_llm_over_an_engine_process_says_the_same(proxy: LLM, llm: LLM) -> None:
+    texts = ["The quick", "brown fox"]
+    assert [output.outputs for output in proxy.generate(texts, FEW)] == [
+        output.outputs for output in llm.generate(texts, FEW)
+    ]
+
+
+@pytest.mark.feature("002-34")
+def test_the_death_of_the_engine_fails_who_waits(model_dir: Path) -> None:
+    with LLM(model_dir, orchestrator_type="rpc") as mortal:
+        result = mortal.generate_async("The quick", SamplingParams(max_tokens=400, ignore_eos=True), streaming=True)
+        next(result)
+        os.kill(mortal.executor.engine_executor._process.pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="the engine process ended while the request ran") as raised:
+            result.result(PATIENCE_S)
+        assert raised.value.code == "UNAVAILABLE"
+        assert mortal.executor._results == {}
