@@ -31,6 +31,9 @@ _SAMPLING = (
     "top_p_decay",
     "top_p_min",
     "top_p_reset_ids",
+    "length_penalty",
+    "early_stopping",
+    "beam_search_diversity_rate",
 )
 _OUTPUT = (
     "return_log_probs",
@@ -62,9 +65,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
 }
 # What only beams heed; with one beam any value is right.
 _REFUSED_OF_BEAMS: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (None,),
-    "early_stopping": (None,),
-    "beam_search_diversity_rate": (None,),
     "beam_width_array": (None,),
 }
 _REFUSED_OF_OUTPUT: dict[str, tuple[Any, ...]] = {
