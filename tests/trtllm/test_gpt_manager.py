@@ -289,6 +289,17 @@ def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: 
     assert "lora_config is not served" in client.errors[2][0]
 
 
+@pytest.mark.feature("001-49", "001-53", "001-54")
+def test_tensors_of_beams_have_a_row_for_each(model_path: Path) -> None:
+    client = Client(request(1, [1, 2], 3, beam_width=[2], return_log_probs=[True]))
+    client.run(model_path, max_beam_width=2)
+    (tensors,) = client.sent[1]
+    output = tensors[names.OUTPUT_IDS]
+    assert list(output.shape) == [1, 2, 5] and output[0, :, :2].tolist() == [[1, 2], [1, 2]]
+    assert list(tensors[names.OUTPUT_LOG_PROBS].shape) == [1, 2, 3]
+    assert list(tensors[names.CUM_LOG_PROBS].shape) == [1, 2]
+
+
 @pytest.mark.feature("001-03")
 def test_a_request_keeps_each_named_tensor_and_pickles() -> None:
     made = bindings.InferenceRequest(42, print)
