@@ -74,6 +74,7 @@ def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
 # key of EngineConfig -> its value, made of the ExecutorConfig; None leaves the base's
 _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "scheduler.max_batch_size": lambda config: config.max_batch_size,
+    "scheduler.max_beam_width": lambda config: config.max_beam_width,
     "scheduler.max_num_tokens": _unless_unset("max_num_tokens", MAX_NUM_TOKENS),
     "scheduler.policy": lambda config: _POLICIES[config.scheduler_config.capacity_scheduler_policy],
     "scheduler.batching": lambda config: "static" if config.batching_type is BatchingType.STATIC else None,

@@ -141,6 +141,11 @@ class GptManager:
         output.return_context_logits &= params.gather_context_logits
         output.return_generation_logits &= params.gather_generation_logits
         request = to_core(asked, self._engine.model.vocab_size, params.max_beam_width)
+        if request.sampling_config.num_return_sequences not in (None, 1) and request.sampling_config.beam_width == 1:
+            raise InvalidRequest(
+                f"num_return_sequences is {request.sampling_config.num_return_sequences}, GptManager's responses tell of "
+                f"one sequence; send several requests, or use the Executor"
+            )
         if given.logits_post_processor is not None:
             self._processors.add(given.request_id, given.logits_post_processor)
         self._asked[given.request_id] = _Asked(
@@ -214,7 +219,10 @@ def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
         names.GENERATION_LOGITS: _or_dummy(result.generation_logits, 4),
     }
     if result.log_probs is not None:
-        tensors[names.OUTPUT_LOG_PROBS] = torch.tensor([result.log_probs])
+        longest = max(map(len, result.log_probs))
+        tensors[names.OUTPUT_LOG_PROBS] = torch.tensor(
+            [[row + [0.0] * (longest - len(row)) for row in result.log_probs]]
+        )
     if result.cum_log_probs is not None:
         tensors[names.CUM_LOG_PROBS] = torch.tensor([result.cum_log_probs])
     return [NamedTensor(name, tensor) for name, tensor in tensors.items()]

@@ -31,6 +31,9 @@ _SAMPLING = (
     "top_p_decay",
     "top_p_min",
     "top_p_reset_ids",
+    "length_penalty",
+    "early_stopping",
+    "beam_search_diversity_rate",
 )
 _OUTPUT = (
     "return_log_probs",
@@ -60,6 +63,10 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "eagle_config": (None,),
     "language_adapter_uid": (None,),
 }
+# What only beams heed; with one beam any value is right.
+_REFUSED_OF_BEAMS: dict[str, tuple[Any, ...]] = {
+    "beam_width_array": (None,),
+}
 _REFUSED_OF_OUTPUT: dict[str, tuple[Any, ...]] = {
     "return_encoder_output": (False,),
 }
@@ -69,6 +76,8 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
     """The core's request. Raises InvalidRequest (or Unsupported) for what cannot be served."""
     _check(request, _REFUSED_OF_REQUEST, "Request")
     _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
+    if request.sampling_config.beam_width > 1:
+        _check(request.sampling_config, _REFUSED_OF_BEAMS, "SamplingConfig")
     if request.guided_decoding_params is not None:
         raise Unsupported("GuidedDecoder is not setup; leave guided_decoding_params out")
     if request.sampling_config.beam_width > max_beam_width:

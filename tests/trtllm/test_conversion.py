@@ -27,6 +27,7 @@ CHUNKING = trtllm.ContextChunkingPolicy
         ({}, "scheduler.max_batch_size", 64),
         ({"max_batch_size": 8}, "scheduler.max_batch_size", 8),
         ({}, "scheduler.max_num_tokens", 8192),
+        ({"max_beam_width": 3}, "scheduler.max_beam_width", 3),
         ({"max_num_tokens": 128}, "scheduler.max_num_tokens", 128),
         ({}, "scheduler.policy", "guaranteed_no_evict"),
         ({"scheduler_config": trtllm.SchedulerConfig(POLICY.MAX_UTILIZATION)}, "scheduler.policy", "max_utilization"),
@@ -285,8 +286,16 @@ def test_what_the_core_is_asked_for(options: dict[str, Any], name: str, expected
 
 
 def test_neutral_values_of_sampling_ask_for_nothing() -> None:
-    neutral = trtllm.SamplingConfig(top_p_decay=0.0, top_p_min=0.0, top_p_reset_ids=-1, length_penalty=2.0)
+    neutral = trtllm.SamplingConfig(top_p_decay=0.0, top_p_min=0.0, top_p_reset_ids=-1)
     assert converted(sampling_config=neutral).sampling_config == SamplingConfig()
+
+
+def test_what_beams_heed_is_handed_on_and_an_array_of_widths_refused_with_beams() -> None:
+    search = {"length_penalty": 2.0, "early_stopping": 0, "beam_search_diversity_rate": 0.5}
+    assert converted(sampling_config=trtllm.SamplingConfig(2, **search)).sampling_config == SamplingConfig(2, **search)
+    converted(sampling_config=trtllm.SamplingConfig(1, beam_width_array=[2]))
+    with pytest.raises(Exception, match="SamplingConfig.beam_width_array is not served"):
+        converted(sampling_config=trtllm.SamplingConfig(2, beam_width_array=[2]))
 
 
 @pytest.mark.feature("000-33")

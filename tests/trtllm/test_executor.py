@@ -262,6 +262,24 @@ def test_a_retention_reaches_the_engine(executor: trtllm.Executor) -> None:
     assert "priority is 1.5" in refused(executor, PROMPT, 2, priority=1.5)
 
 
+@pytest.mark.feature("000-25", "000-28", "000-29", "000-30", "000-31")
+def test_several_sequences_and_beams(model_path: Path) -> None:
+    output = trtllm.OutputConfig(True, exclude_input_from_output=True)
+    with make_executor(model_path, make_config(max_beam_width=4)) as executor:
+        sampling = trtllm.SamplingConfig(top_k=50, temperature=5.0, seed=3, num_return_sequences=3)
+        several = trtllm.Request(PROMPT, 6, sampling_config=sampling, output_config=output)
+        results = [response.result for response in finish(executor, executor.enqueue_request(several))]
+        assert sorted(result.sequence_index for result in results) == [0, 1, 2]
+        assert [result.is_final for result in results].count(True) == 1 and results[-1].is_final
+        assert all(result.is_sequence_final and len(result.output_token_ids) == 1 for result in results)
+        beams = trtllm.SamplingConfig(4, num_return_sequences=2, length_penalty=1.0)
+        best = run(executor, PROMPT, 6, sampling_config=beams, output_config=output)
+        assert best.sequence_index == 0 and [len(beam) for beam in best.output_token_ids] == [6, 6]
+        assert best.cum_log_probs[0] >= best.cum_log_probs[1] and len(best.finish_reasons) == 2
+        greedy = run(executor, PROMPT, 6, output_config=output)
+        assert best.cum_log_probs[0] >= greedy.cum_log_probs[0] - 1e-4
+
+
 def test_a_window_that_the_cache_cannot_hold_fails_at_once_where_that_is_asked_for(model_path: Path) -> None:
     cache = trtllm.KvCacheConfig(max_tokens=64, max_attention_window=[256])
     with pytest.raises(RuntimeError, match="the attention window is 256 tokens, the KV cache holds 64"):

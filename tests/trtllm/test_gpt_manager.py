@@ -282,9 +282,22 @@ def test_a_missing_directory_and_parameters_that_are_not_served_raise(model_path
 
 @pytest.mark.feature("001-24")
 def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: Path) -> None:
-    client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]))
+    several = request(3, [1], 2, num_return_sequences=[2])
+    client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]), several)
     client.run(model_path)
-    assert "beam_width is 2" in client.errors[1][0] and "lora_config is not served" in client.errors[2][0]
+    assert "beam_width is 2" in client.errors[1][0] and "several requests" in client.errors[3][0]
+    assert "lora_config is not served" in client.errors[2][0]
+
+
+@pytest.mark.feature("001-49", "001-53", "001-54")
+def test_tensors_of_beams_have_a_row_for_each(model_path: Path) -> None:
+    client = Client(request(1, [1, 2], 3, beam_width=[2], return_log_probs=[True]))
+    client.run(model_path, max_beam_width=2)
+    (tensors,) = client.sent[1]
+    output = tensors[names.OUTPUT_IDS]
+    assert list(output.shape) == [1, 2, 5] and output[0, :, :2].tolist() == [[1, 2], [1, 2]]
+    assert list(tensors[names.OUTPUT_LOG_PROBS].shape) == [1, 2, 3]
+    assert list(tensors[names.CUM_LOG_PROBS].shape) == [1, 2]
 
 
 @pytest.mark.feature("001-03")
