@@ -14,6 +14,7 @@ from tests.e2e.wire import CANCELLED, eventually, num_cancelled, reaches, settle
 from tests.gateway.conftest import Served, serving
 from tests.gateway.test_limits import connect, post
 
+pytestmark = pytest.mark.feature("W-11")
 CHAT: Any = [{"role": "user", "content": "Write the function read_lines."}]
 GREEDY: Any = {"model": "everbatch", "temperature": 0}
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"

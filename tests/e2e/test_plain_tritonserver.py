@@ -18,6 +18,7 @@ from deploy.ports import Ports
 from deploy.processes import RUN_ID_VARIABLE, kill_run, processes_of_run, remove_shared_memory, shared_memory_files
 from tests.e2e.wire import eventually, post
 
+pytestmark = pytest.mark.feature("W-12")
 PAGE = (ROOT / "docs" / "triton.md").read_text()
 
 
