@@ -6,6 +6,8 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import SamplingConfig
 
+MAX_ENDS = 64  # each of them makes every row tell `beam_width` candidates more
+
 # field -> the values that leave the model's own distribution, which beams are ranked by, as it is
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "temperature": (None, 1.0),
@@ -46,6 +48,11 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
                 f"{name} is {getattr(config, name)}, and beams are not sampled but ranked by the model's own "
                 f"probabilities; leave it out, or set beam_width to 1"
             )
+    ends = len(set(request.end_ids)) + len(request.stop_words)
+    if ends > MAX_ENDS:
+        raise InvalidRequest(
+            f"the request has {ends} end ids and stop words, the limit with beams is {MAX_ENDS}; leave some out"
+        )
     if config.logit_bias:
         raise Unsupported("logit_bias cannot be had with beams in this version; leave it out, or set beam_width to 1")
     if request.output_config.top_log_probs:
