@@ -28,6 +28,8 @@ def check_beams(request: Request, max_beam_width: int) -> None:
             f"beam_width is {config.beam_width}, allowed is 1 to {max_beam_width} (scheduler.max_beam_width, at most "
             f"scheduler.max_batch_size)"
         )
+    if config.beam_width_array is not None:
+        raise Unsupported("beam_width_array cannot be had in this version; leave it out, and give one beam_width")
     for name, most in (("length_penalty", 50), ("beam_search_diversity_rate", 100)):
         value = getattr(config, name)
         if value is not None and not abs(value) <= most:  # true for NaN too

@@ -39,6 +39,7 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     length_penalty: float | None = None  # of beams; unset = 0
     early_stopping: int | None = None  # of beams: 1 (as when unset), 0, or another number
     beam_search_diversity_rate: float | None = None  # of beams; unset = 0
+    beam_width_array: list[int] | None = None  # a width for each step; refused in this version
 
     @property
     def is_greedy(self) -> bool:

@@ -180,6 +180,7 @@ def test_a_request_for_wider_beams_than_are_allowed_is_refused_by_name() -> None
             {"end_ids": tuple(range(60)), "stop_words": [[1]] * 5},
             "65 end ids and stop words, the limit with beams is 64",
         ),
+        ({"beam_width_array": [2, 3]}, "beam_width_array cannot be had"),
         ({"length_penalty": float("nan")}, "length_penalty is nan, allowed is -50 to 50"),
         ({"beam_search_diversity_rate": 101.0}, "beam_search_diversity_rate is 101.0"),
     ],
