@@ -6,6 +6,8 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 from backend.api.sampling import SamplingConfig
 
+MAX_ENDS = 64  # each of them makes every row tell `beam_width` candidates more
+
 # field -> the values that leave the model's own distribution, which beams are ranked by, as it is
 _NEUTRAL: dict[str, tuple[float | None, ...]] = {
     "temperature": (None, 1.0),
@@ -27,6 +29,8 @@ def check_beams(request: Request, max_beam_width: int) -> None:
             f"beam_width is {config.beam_width}, allowed is 1 to {max_beam_width} (scheduler.max_beam_width, at most "
             f"scheduler.max_batch_size)"
         )
+    if config.beam_width_array is not None:
+        raise Unsupported("beam_width_array cannot be had in this version; leave it out, and give one beam_width")
     for name, most in (("length_penalty", 50), ("beam_search_diversity_rate", 100)):
         value = getattr(config, name)
         if value is not None and not abs(value) <= most:  # true for NaN too
@@ -47,6 +51,11 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
                 f"{name} is {getattr(config, name)}, and beams are not sampled but ranked by the model's own "
                 f"probabilities; leave it out, or set beam_width to 1"
             )
+    ends = len(set(request.end_ids)) + len(request.stop_words)
+    if ends > MAX_ENDS:
+        raise InvalidRequest(
+            f"the request has {ends} end ids and stop words, the limit with beams is {MAX_ENDS}; leave some out"
+        )
     if config.logit_bias:
         raise Unsupported("logit_bias cannot be had with beams in this version; leave it out, or set beam_width to 1")
     output = request.output_config

@@ -43,6 +43,7 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     top_p_decay: float | None = None  # (0, 1]; after each output token top_p is multiplied by it ...
     top_p_min: float | None = None  # (0, 1]; ... and falls no lower than this; unset = 1e-6
     top_p_reset_ids: int | None = None  # a token id; behind it top_p is what it was at first
+    beam_width_array: list[int] | None = None  # a width for each step; refused in this version
 
     @property
     def is_greedy(self) -> bool:

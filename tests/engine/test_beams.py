@@ -176,6 +176,11 @@ def test_a_request_for_wider_beams_than_are_allowed_is_refused_by_name() -> None
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
         ({"logit_bias": {1: 2.0}}, "logit_bias cannot be had with beams"),
         ({"output_config": OutputConfig(top_log_probs=2)}, "top_log_probs cannot be had with beams"),
+        (
+            {"end_ids": tuple(range(60)), "stop_words": [[1]] * 5},
+            "65 end ids and stop words, the limit with beams is 64",
+        ),
+        ({"beam_width_array": [2, 3]}, "beam_width_array cannot be had"),
         ({"length_penalty": float("nan")}, "length_penalty is nan, allowed is -50 to 50"),
         ({"beam_search_diversity_rate": 101.0}, "beam_search_diversity_rate is 101.0"),
     ],
