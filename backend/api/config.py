@@ -37,7 +37,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     gather_context_logits: bool = False  # requests may ask for the logits of their prompts
     gather_generation_logits: bool = False  # requests may ask for the logits of their output
     additional_outputs: tuple[str, ...] = ()  # tensors that requests may ask for: `hidden_states`, `logits`
-    logits_post_processors: dict[str, str] = {}  # name -> `module:function` that requests may name
+    logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
     quantization: Quantization = "none"  # `int8` weights, `w8a8` int8 activations too; none = the checkpoint's own
 

@@ -57,16 +57,15 @@ class PostProcessors:
     def with_configured(self, section: ModelConfigSection) -> PostProcessors:
         """Those here and those that the configuration names by import path. Raises ConfigError for a path that leads nowhere."""
         both = PostProcessors()
-        both._named = {
-            **self._named,
-            **{
-                name: _checked(name, _imported(f"model.logits_post_processors.{name}", path))
-                for name, path in section.logits_post_processors.items()
-            },
-        }
+        both._named = dict(self._named)
+        for entry in section.logits_post_processors:
+            name, _, path = entry.partition("=")
+            both._named[name] = _checked(name, _imported("model.logits_post_processors", path, entry))
         path = section.batched_logits_post_processor
         both._batched = (
-            self._batched if path is None else _checked(None, _imported("model.batched_logits_post_processor", path))
+            self._batched
+            if path is None
+            else _checked(None, _imported("model.batched_logits_post_processor", path, path))
         )
         return both
 
@@ -139,13 +138,14 @@ def _checked(name: str | None, function: Callable[..., Any]) -> tuple[Callable[.
     return function, _NUM_ARGUMENTS
 
 
-def _imported(key: str, path: str) -> Callable[..., Any]:
+def _imported(key: str, path: str, entry: str) -> Callable[..., Any]:
+    """What an import path leads to. `entry`: the value of the configuration that it is from."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
-        raise ConfigError(f"{key} is {path!r}; write it as module:function")
+        raise ConfigError(f"{key} has {entry!r}; write it as [name=]module:function")
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{key} is {path!r}, which cannot be imported ({type(error).__name__}); check PYTHONPATH"
+            f"{key} has {entry!r}, which cannot be imported ({type(error).__name__}); check PYTHONPATH"
         ) from None

@@ -181,15 +181,15 @@ def test_names_and_callables_are_checked_at_once(bad: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", ["nothing", "no.such.module:f", "tests.model.processors:no_such", ":f", "m:"])
 def test_an_import_path_is_checked_at_the_start(checkpoint: Checkpoint, path: str) -> None:
-    config = engine_config(checkpoint("llama2"), TORCH, model={"logits_post_processors": {"mine": path}})
-    with pytest.raises(ConfigError, match=r"model.logits_post_processors.mine is "):
+    config = engine_config(checkpoint("llama2"), TORCH, model={"logits_post_processors": (f"mine={path}",)})
+    with pytest.raises(ConfigError, match=r"model.logits_post_processors has 'mine="):
         Engine(config)
 
 
 @pytest.mark.feature("000-36", "000-39")
 def test_an_engine_process_imports_them_and_logits_cross_its_socket(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = {
-        "logits_post_processors": {"mine": "tests.model.processors:force_42"},
+        "logits_post_processors": ("mine=tests.model.processors:force_42",),
         "batched_logits_post_processor": "tests.model.processors:force_42_of_all",
     }
     config: EngineConfig = engine_config(checkpoint("llama2"), TORCH, reuse=False, model=model)
