@@ -61,12 +61,10 @@ class PostProcessors:
         for entry in section.logits_post_processors:
             name, _, path = entry.partition("=")
             both._named[name] = _checked(name, _imported("model.logits_post_processors", path, entry))
-        path = section.batched_logits_post_processor
-        both._batched = (
-            self._batched
-            if path is None
-            else _checked(None, _imported("model.batched_logits_post_processor", path, path))
-        )
+        both._batched = self._batched
+        batched = section.batched_logits_post_processor
+        if batched is not None:
+            both._batched = _checked(None, _imported("model.batched_logits_post_processor", batched, batched))
         return both
 
     @torch.inference_mode()
