@@ -287,7 +287,9 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
     model = msgspec.structs.replace(
         config.model,
         path=given.model_path,
-        logits_post_processors={name: import_path(name, each) for name, each in by_name.items() if each is not own},
+        logits_post_processors=tuple(
+            f"{name}={import_path(name, each)}" for name, each in by_name.items() if each is not own
+        ),
         batched_logits_post_processor=None if batched is None else import_path("batched", batched),
     )
     directory = tempfile.mkdtemp(prefix="everbatch-")

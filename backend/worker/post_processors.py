@@ -59,7 +59,7 @@ class PostProcessors:
         both = PostProcessors()
         both._named = dict(self._named)
         for entry in section.logits_post_processors:
-            name, _, path = entry.partition("=")
+            name, _, path = entry.rpartition("=")
             both._named[name] = _checked(name, _imported("model.logits_post_processors", path, entry))
         both._batched = self._batched
         batched = section.batched_logits_post_processor
