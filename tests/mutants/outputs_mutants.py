@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from backend.api import output_limits
+from backend.api.request import Request
 from backend.core.gathered import Gathered
 from backend.engine import gathered
 from backend.models.llama import Llama
 from backend.sampling.slots import SlotParameters
-from backend.worker import post_processors
+from backend.worker import post_processors, prompt_inputs
 from backend.worker.extras import Extras, ExtraWork, SlotWants
 from backend.worker.model_runner import ModelRunner
 from backend.worker.post_processors import PostProcessors
+from backend.worker.prompt_inputs import PromptInputs
 from kernels import sampling
 from tests.mutants.changes import change
 
@@ -21,6 +23,7 @@ STREAM = [LOGITS + "test_a_stream_gives_context_rows_first_and_then_a_row_for_ea
 CAPS = [LOGITS + "test_tensors_beyond_the_caps_are_refused_with_the_figures"]
 FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
 RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
+PROMPTS = "tests/model/test_prompt_inputs.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
 MUTANTS = {
@@ -68,6 +71,18 @@ MUTANTS = {
         [
             "tests/model/test_additional_outputs.py::test_hidden_states_equal_a_plain_forward_with_context_rows_only_if_asked_for"
         ],
+    ),
+    "tables_share_kv": (
+        change(Request, "namespace", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
+        [PROMPTS + "test_tables_that_differ_never_share_kv_and_equal_ones_do"],
+    ),
+    "a_slot_keeps_its_last_owners_positions": (
+        change(PromptInputs, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
+        [PROMPTS + "test_the_slot_of_a_prompt_with_inputs_goes_to_one_without"],
+    ),
+    "output_repeats_the_last_position": (
+        change(prompt_inputs, "_positions", ("given[-1] + 1 + places", "given[-1] + places")),
+        [PROMPTS + "test_position_ids_take_the_place_of_the_tokens_own"],
     ),
     "top_p_never_decays": (
         change(SlotParameters, "decay_top_p", (".decay is not None", ".decay is False")),
