@@ -187,7 +187,7 @@ class Generator:
         return SessionConfig(
             session_id,
             start=start,
-            end=rng.random() < 0.1,
+            end=rng.random() < 0.2,
             step=self._rewind((salt, session_id)) if rng.random() < self._rewinds else None,
             session_len=rng.randint(3, 30) if rng.random() < 0.2 else None,
             full_history=rng.random() < self._rewinds / 2,

@@ -20,7 +20,7 @@ from backend.core.step import NewRow, SlotId, StepOutput
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.flight import Flight
-from backend.engine.sessions import SessionTable
+from backend.engine.sessions import SessionTable, stays
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.geometry import Geometry
@@ -106,7 +106,7 @@ def not_released_when_cancelled_while_paused(set_attribute: SetAttribute) -> Non
     def leave(self: EngineCore, seq: Sequence) -> None:
         release = self.kv.release
         if seq.status is Status.PAUSED:
-            self.kv.release = lambda seq, keep: None
+            self.kv.release = lambda seq, keep, has_heirs=False: None
         original(self, seq)
         self.kv.release = release
 
@@ -119,7 +119,7 @@ def not_released_when_timed_out(set_attribute: SetAttribute) -> None:
     def leave(self: EngineCore, seq: Sequence) -> None:
         release = self.kv.release
         if seq.finish_reason is FinishReason.TIMED_OUT:
-            self.kv.release = lambda seq, keep: self.kv._release_slot(seq)
+            self.kv.release = lambda seq, keep, has_heirs=False: self.kv._release_slot(seq)
         original(self, seq)
         self.kv.release = release
 
@@ -169,7 +169,7 @@ def final_response_twice(set_attribute: SetAttribute) -> None:
 
     def finish(self: EngineCore, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:
         original(self, seq, reason, keep_output_tokens)
-        self._outbox.append(self._outbox[-1])
+        self._outbox.put(self._outbox._ready[-1])
 
     set_attribute(EngineCore, "_finish", finish)
 
@@ -177,9 +177,11 @@ def final_response_twice(set_attribute: SetAttribute) -> None:
 def cancel_answers_nothing(set_attribute: SetAttribute) -> None:
     original = EngineCore.cancel
 
-    def cancel(self: EngineCore, request_id: int, keep_output_tokens: int | None = None) -> None:
-        original(self, request_id, keep_output_tokens)
-        self._outbox.clear()
+    def cancel(
+        self: EngineCore, request_id: int, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None:
+        original(self, request_id, keep_output_tokens, sequence_index)
+        self._outbox.take()
 
     set_attribute(EngineCore, "cancel", cancel)
 
@@ -204,7 +206,7 @@ def window_drops_a_block_too_early(set_attribute: SetAttribute) -> None:
 
 def keep_flag_lost(set_attribute: SetAttribute) -> None:
     release = KVCacheManager.release
-    set_attribute(KVCacheManager, "release", lambda self, seq, keep: release(self, seq, keep=False))
+    set_attribute(KVCacheManager, "release", lambda self, seq, keep, has_heirs=False: release(self, seq, False))
 
 
 def truncation_keeps_the_kv_counter(set_attribute: SetAttribute) -> None:
@@ -223,10 +225,14 @@ def undone_turn_keeps_its_random_state(set_attribute: SetAttribute) -> None:
 
 
 def failed_turn_is_remembered(set_attribute: SetAttribute) -> None:
-    original = EngineCore._settle
-    set_attribute(
-        EngineCore, "_settle", lambda self, seq, keep=None, undo=False: original(self, seq, 0 if undo else keep)
-    )
+    original = SessionTable.settle
+
+    def settle(
+        self: SessionTable, seq: Sequence, kv: KVCacheManager, now_ns: int, keep: int | None = None, undo: bool = False
+    ) -> None:
+        original(self, seq, kv, now_ns, 0 if undo else keep)
+
+    set_attribute(SessionTable, "settle", settle)
 
 
 def prefix_outside_the_window_is_locked(set_attribute: SetAttribute) -> None:
@@ -324,12 +330,7 @@ def busy_session_takes_a_second_turn(set_attribute: SetAttribute) -> None:
 
 
 def retired_session_comes_back(set_attribute: SetAttribute) -> None:
-    original = EngineCore._stays
-    set_attribute(
-        EngineCore,
-        "_stays",
-        lambda self, seq: seq.session_key is not None and (original(self, seq) or seq.num_pauses > 0),
-    )
+    set_attribute(core, "stays", lambda seq: seq.session_key is not None and (stays(seq) or seq.num_pauses > 0))
 
 
 def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
