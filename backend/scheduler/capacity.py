@@ -6,8 +6,10 @@
     MaxUtilization      a sequence is admitted when its known tokens fit; when the pool runs dry, the youngest running
                         sequence is paused, and computed again when there is room
 
-Priority is the order of acceptance, so the oldest sequence always makes progress and no set of sequences can starve each
-other by taking turns at recomputation. After TensorRT-LLM's capacity schedulers of the same names.
+Among those that have been admitted, who was admitted first is served first, whatever its request's priority: so the oldest one
+always makes progress, and no set of sequences can starve each other by taking turns at recomputation.
+
+After TensorRT-LLM's capacity schedulers of the same names.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from backend.api import EngineUnavailable
 from backend.api.config import RecordsConfig
 from tests.engine.driver import Driver, answer
 
@@ -89,6 +90,16 @@ def test_an_id_whose_answer_is_held_back_is_still_in_use() -> None:
     assert "is in use" in driver.error(1)
     driver.run()
     assert driver.reason(1) == "LENGTH"
+
+
+def test_answers_that_are_held_back_are_given_when_the_engine_fails() -> None:
+    driver = static()
+    driver.ask([1], 1, request_id=1, streaming=False)
+    driver.ask([2], 9, request_id=2, streaming=False)
+    driver.step(3)
+    driver.core.fail_all(EngineUnavailable("gone"))
+    answers = {response.request_id: response for response in driver.core.take_responses()}
+    assert answers[1].result.is_final and answers[2].error_msg == "gone"
 
 
 def test_the_policy_alone_keeps_others_out_and_answers_each_when_it_ends() -> None:

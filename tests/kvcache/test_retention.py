@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from backend.api import Request, SamplingConfig
-from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
+from backend.api.stats import BlockUpdated
 from backend.core.sequence import Event, Sequence
 from tests.kvcache.harness import Cache
 
@@ -99,6 +100,16 @@ def test_what_is_ahead_of_a_kept_block_is_kept_as_long() -> None:
     for number in range(2, 6):
         used(cache, sequence(number, number * 100, 7))
     assert lost(cache, seq) == 0
+
+
+@pytest.mark.feature("000-61")
+def test_a_new_priority_and_its_end_are_told_as_events() -> None:
+    cache = Cache(num_blocks=6, max_events=100)
+    used(cache, sequence(1, 100, 5, RetentionConfig((TokenRangeRetention(0, None, 90, 5.0),))))
+    cache.kv.tick(5 * SECOND)
+    _, stored, *updates = (event.data for event in cache.kv.take_events())
+    (block,) = stored.blocks
+    assert updates == [BlockUpdated(block.block_hash, 90), BlockUpdated(block.block_hash, DEFAULT_RETENTION_PRIORITY)]
 
 
 def test_a_range_covers_the_blocks_that_begin_in_it_and_output_has_its_own_priority() -> None:

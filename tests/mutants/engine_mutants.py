@@ -7,6 +7,7 @@ from backend.engine.outbox import Outbox
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.eviction import EvictionOrder, Retained
 from backend.kvcache.manager import KVCacheManager
+from backend.kvcache.prefix_trie import PrefixTrie
 from backend.scheduler.capacity import StaticBatch
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
@@ -36,5 +37,6 @@ MUTANTS = {
     "nothing_lapses": (change(BlockManager, "lapse", ("block.lapse != lapse", "True")), RETENTION),
     "void_lapses_count": (change(BlockManager, "lapse", ("block.lapse != lapse", "False")), RETENTION),
     "a_head_is_kept_for_itself": (change(Retained, "before", ("own.priority < self.priority", "False")), RETENTION),
+    "events_tell_no_priority": (change(PrefixTrie, "tell_updated", ("node is not None and", "False and")), RETENTION),
     "nothing_is_retained": (change(KVCacheManager, "_retain", ("if retention is None and", "if")), RETENTION),
 }
