@@ -72,6 +72,9 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
     look_ahead: bool | None = None  # plan a step while the one before it runs; unset = on CUDA
+    enable_batch_size_tuning: bool = False  # no more sequences at once than the pool holds of the latest ones' length
+    enable_max_num_tokens_tuning: bool = False  # smaller steps while answers are longer than prompts
+    tuning_requests: int = 128  # the latest ones that both are made of
 
 
 DEFAULT_BEAM_WIDTH = 8
@@ -252,6 +255,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.watermark": (0.0, 0.5),
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, math.inf),
+    "scheduler.tuning_requests": (1, 65536),
     "scheduler.max_beam_width": (1, 65536),
     "scheduler.max_chunk_tokens": (1, math.inf),
     "scheduler.max_context_tokens": (1, math.inf),
@@ -315,6 +319,11 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"scheduler.max_beam_width is {scheduler.max_beam_width}, more than scheduler.max_batch_size "
             f"{scheduler.max_batch_size}: every beam is a row of the batch; lower the former or raise the latter"
+        )
+    if scheduler.enable_max_num_tokens_tuning and not scheduler.enable_chunked_context:
+        raise ConfigError(
+            "scheduler.enable_max_num_tokens_tuning is true and scheduler.enable_chunked_context is false: a prompt that is "
+            "not cut may need all of max_num_tokens in one step; change one of them"
         )
     if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
         raise ConfigError(

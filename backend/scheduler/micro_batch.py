@@ -44,12 +44,14 @@ class MicroBatchScheduler:
         """
         return None if self._chunked else self.max_num_tokens
 
-    def context_budget(self, num_generation: int, num_waiting: int) -> int:
+    def context_budget(self, num_generation: int, num_waiting: int, max_num_tokens: int) -> int:
         """Context tokens of a step beside `num_generation` rows, when `num_waiting` prompts could use them. 0 only without room.
+
+        `max_num_tokens`: tokens of the step over all rows, as tuned; not more than those of the configuration.
 
         Unchunked prompts are not held to the limits on context: a prompt longer than those would never run.
         """
-        budget = self.max_num_tokens - num_generation
+        budget = max_num_tokens - num_generation
         if not self._chunked:
             return budget
         if num_generation:

@@ -32,6 +32,7 @@ from backend.scheduler.capacity import (
 )
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
+from backend.scheduler.tuning import BatchTuner
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
+        self._tuner = BatchTuner(config)
         self._micro_batch = MicroBatchScheduler(config, on_cpu)
         self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
         self._separate = config.batching != "fused"
@@ -111,6 +113,7 @@ class Scheduler:
         self._stale.pop(seq.seq_id, None)
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
+            self._tuner.note_end(seq.num_prompt_tokens, seq.num_output_tokens)
         else:
             self.waiting.remove(seq)
 
@@ -189,16 +192,20 @@ class Scheduler:
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
         num_waiting = len(context) + min(len(self.waiting), plan.kv.free_slots)
-        return self._micro_batch.context_budget(len(generation), num_waiting)
+        return self._micro_batch.context_budget(len(generation), num_waiting, self._tuner.max_num_tokens)
 
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
+        most = self._tuner.max_sequences(self._kv.usable_blocks, self._kv.blocks_needed(self._tuner.average_tokens))
         for seq in self.waiting:
             if seq.group is not None and seq.group.holds_back(seq):
                 break
             beams = seq.rows
             if seq is not beams[0]:
                 continue  # the first of them was asked for all
+            others = len(self.running) + len(plan.admitted)
+            if others and others + len(beams) > most:
+                break
             if seq.beam_width != plan.beam_width:
                 if self.running or plan.admitted:
                     break

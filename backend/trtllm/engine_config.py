@@ -17,7 +17,6 @@ _ANY_NUMBER = 1 << 40
 
 # attribute of ExecutorConfig -> the values that are served, and what to do instead
 _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "scheduler_config.dynamic_batch_config": ((None,), "set max_batch_size and max_num_tokens instead"),
     "kv_cache_config.sink_token_length": ((None, 0), "leave sink tokens out"),
     "kv_cache_config.host_cache_size": ((None, 0), "evicted KV is computed again, not kept on the host; leave it out"),
     "kv_cache_config.cross_kv_cache_fraction": ((None,), "only decoder models are served; leave it out"),
@@ -63,6 +62,13 @@ def _window(config: ExecutorConfig) -> int | None:
     return windows[0]
 
 
+def _dynamic(name: str) -> Callable[[ExecutorConfig], Any]:
+    def value(config: ExecutorConfig) -> Any:
+        return getattr(config.scheduler_config.dynamic_batch_config, name, None)
+
+    return value
+
+
 def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
     def value(config: ExecutorConfig) -> Any:
         given = _at(config, name)
@@ -79,6 +85,9 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "scheduler.policy": lambda config: _POLICIES[config.scheduler_config.capacity_scheduler_policy],
     "scheduler.batching": lambda config: "static" if config.batching_type is BatchingType.STATIC else None,
     "scheduler.chunking_policy": lambda config: _CHUNKING[config.scheduler_config.context_chunking_policy],
+    "scheduler.enable_batch_size_tuning": _dynamic("enable_batch_size_tuning"),
+    "scheduler.enable_max_num_tokens_tuning": _dynamic("enable_max_num_tokens_tuning"),
+    "scheduler.tuning_requests": _dynamic("dynamic_batch_moving_average_window"),
     "scheduler.enable_chunked_context": lambda config: config.enable_chunked_context,
     "kv_cache.enable_block_reuse": lambda config: config.kv_cache_config.enable_block_reuse,
     "kv_cache.enable_partial_reuse": lambda config: config.kv_cache_config.enable_partial_reuse,

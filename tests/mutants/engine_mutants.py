@@ -11,11 +11,13 @@ from backend.kvcache.prefix_trie import PrefixTrie
 from backend.scheduler.capacity import StaticBatch
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
+from backend.scheduler.tuning import BatchTuner
 from tests.mutants.changes import change
 
 STATIC = ["tests/engine/test_static_batching.py"]
 PRIORITY = ["tests/scheduler/test_priority.py"]
 RETENTION = ["tests/kvcache/test_retention.py"]
+TUNING = ["tests/scheduler/test_tuning.py"]
 
 MUTANTS = {
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
@@ -39,4 +41,18 @@ MUTANTS = {
     "a_head_is_kept_for_itself": (change(Retained, "before", ("own.priority < self.priority", "False")), RETENTION),
     "events_tell_no_priority": (change(PrefixTrie, "tell_updated", ("node is not None and", "False and")), RETENTION),
     "nothing_is_retained": (change(KVCacheManager, "_retain", ("if retention is None and", "if")), RETENTION),
+    "more_run_than_tuned": (change(Scheduler, "_admit", ("len(beams) > most", "len(beams) > most + 1")), TUNING),
+    "the_average_is_of_all": (change(BatchTuner, "note_end", ("self._num_prompt -= prompt", "pass")), TUNING),
+    "averages_are_rounded_down": (
+        change(
+            BatchTuner,
+            "average_tokens",
+            ("-(-(self._num_prompt + self._num_output)", "((self._num_prompt + self._num_output)"),
+        ),
+        TUNING,
+    ),
+    "tuned_steps_starve_rows": (
+        change(BatchTuner, "max_num_tokens", ("max(self._config.max_batch_size, most // share)", "most // share")),
+        TUNING,
+    ),
 }

@@ -61,7 +61,7 @@ def test_the_context_budget_leaves_room_for_generation_and_is_never_nothing_with
     config: SchedulerConfig, num_generation: int, num_waiting: int, on_cpu: bool
 ) -> None:
     num_generation = min(num_generation, config.max_num_tokens)
-    budget = MicroBatchScheduler(config, on_cpu).context_budget(num_generation, num_waiting)
+    budget = MicroBatchScheduler(config, on_cpu).context_budget(num_generation, num_waiting, config.max_num_tokens)
     assert 0 <= budget <= config.max_num_tokens - num_generation
     assert (budget == 0) == (num_generation == config.max_num_tokens)
 
@@ -72,21 +72,27 @@ def test_the_context_budget_leaves_room_for_generation_and_is_never_nothing_with
 def test_on_a_cpu_context_beside_generation_grows_with_the_prompts_that_wait(
     num_generation: int, num_waiting: int, budget: int
 ) -> None:
-    assert MicroBatchScheduler(SchedulerConfig(), on_cpu=True).context_budget(num_generation, num_waiting) == budget
+    micro_batch = MicroBatchScheduler(SchedulerConfig(), on_cpu=True)
+    assert micro_batch.context_budget(num_generation, num_waiting, 1024) == budget
 
 
 @pytest.mark.parametrize("num_generation, budget", [(0, 1024), (8, 1016)])
 def test_elsewhere_context_takes_what_generation_leaves_of_the_step(num_generation: int, budget: int) -> None:
-    assert MicroBatchScheduler(SchedulerConfig(), on_cpu=False).context_budget(num_generation, 1) == budget
+    assert MicroBatchScheduler(SchedulerConfig(), on_cpu=False).context_budget(num_generation, 1, 1024) == budget
 
 
 def test_what_is_configured_holds_on_every_device() -> None:
     config = SchedulerConfig(max_context_tokens=96, mixed_context_tokens=32)
     for on_cpu in (True, False):
         micro_batch = MicroBatchScheduler(config, on_cpu)
-        assert [micro_batch.context_budget(*rows) for rows in ((0, 1), (1, 1), (1, 2), (1, 9))] == [96, 32, 64, 96]
+        assert [micro_batch.context_budget(*rows, 1024) for rows in ((0, 1), (1, 1), (1, 2), (1, 9))] == [
+            96,
+            32,
+            64,
+            96,
+        ]
 
 
 def test_prompts_that_must_not_be_cut_are_not_held_to_the_limits_on_context() -> None:
     config = SchedulerConfig(enable_chunked_context=False, max_context_tokens=8, mixed_context_tokens=4)
-    assert MicroBatchScheduler(config, on_cpu=True).context_budget(24, 1) == 1000
+    assert MicroBatchScheduler(config, on_cpu=True).context_budget(24, 1, 1024) == 1000

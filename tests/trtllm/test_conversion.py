@@ -21,6 +21,10 @@ POLICY = trtllm.CapacitySchedulerPolicy
 CHUNKING = trtllm.ContextChunkingPolicy
 
 
+def tuned(*options: Any) -> trtllm.SchedulerConfig:
+    return trtllm.SchedulerConfig(dynamic_batch_config=trtllm.DynamicBatchConfig(*options))
+
+
 @pytest.mark.parametrize(
     ("options", "key", "expected"),
     [
@@ -32,6 +36,10 @@ CHUNKING = trtllm.ContextChunkingPolicy
         ({}, "scheduler.policy", "guaranteed_no_evict"),
         ({"scheduler_config": trtllm.SchedulerConfig(POLICY.MAX_UTILIZATION)}, "scheduler.policy", "max_utilization"),
         ({"scheduler_config": trtllm.SchedulerConfig(POLICY.STATIC_BATCH)}, "scheduler.policy", "static_batch"),
+        ({"scheduler_config": tuned(True, False, 7)}, "scheduler.enable_batch_size_tuning", True),
+        ({"scheduler_config": tuned(False, True, 7)}, "scheduler.enable_max_num_tokens_tuning", True),
+        ({"scheduler_config": tuned(False, True, 7)}, "scheduler.enable_batch_size_tuning", False),
+        ({"scheduler_config": tuned(True, True, 7)}, "scheduler.tuning_requests", 7),
         ({}, "scheduler.chunking_policy", "first_come_first_served"),
         (
             {"scheduler_config": trtllm.SchedulerConfig(context_chunking_policy=CHUNKING.EQUAL_PROGRESS)},
