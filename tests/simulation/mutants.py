@@ -299,11 +299,13 @@ def one_token_over_the_budget(set_attribute: SetAttribute) -> None:
 
 def context_holds_up_generation(set_attribute: SetAttribute) -> None:
     budget = MicroBatchScheduler.context_budget
-    set_attribute(MicroBatchScheduler, "context_budget", lambda self, rows, waiting: budget(self, 0, waiting) - rows)
+    set_attribute(
+        MicroBatchScheduler, "context_budget", lambda self, rows, waiting, most: budget(self, 0, waiting, most) - rows
+    )
 
 
 def context_starves_beside_generation(set_attribute: SetAttribute) -> None:
-    set_attribute(MicroBatchScheduler, "context_budget", lambda self, rows, waiting: 0 if rows else self.max_num_tokens)
+    set_attribute(MicroBatchScheduler, "context_budget", lambda self, rows, waiting, most: 0 if rows else most)
 
 
 def a_block_too_many_is_taken_for_writable(set_attribute: SetAttribute) -> None:

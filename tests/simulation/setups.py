@@ -31,6 +31,19 @@ def random_setup(rng: Random, more: Random) -> Setup:
     return setup if setup.twins or more.random() < 0.75 else _widened(setup, more)
 
 
+def tuned(setup: Setup, rng: Random) -> Setup:
+    """Some of the setups, with limits of the batch that follow the lengths of the latest requests."""
+    if rng.random() < 0.85:
+        return setup
+    scheduler = msgspec.structs.replace(
+        setup.config.scheduler,
+        enable_batch_size_tuning=rng.random() < 0.6,
+        enable_max_num_tokens_tuning=setup.config.scheduler.enable_chunked_context,
+        tuning_requests=rng.randint(1, 4),
+    )
+    return replace(setup, config=msgspec.structs.replace(setup.config, scheduler=scheduler))
+
+
 def _widened(setup: Setup, more: Random) -> Setup:
     scheduler, kv_cache = setup.config.scheduler, setup.config.kv_cache
     num_rows, times = max(scheduler.max_batch_size, more.choice((4, 6, 9, 9))), more.choice((1, 2, 2, 3))
@@ -73,18 +86,14 @@ def _plain_setup(rng: Random) -> Setup:
 def _random_scheduler(rng: Random) -> SchedulerConfig:
     max_batch_size = rng.choice((1, 2, 3, 4, 5, 5))
     max_num_tokens = rng.randint(max_batch_size, 12)
-    chunked = rng.random() < 0.7
     return SchedulerConfig(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         policy=rng.choice(("guaranteed_no_evict", "max_utilization", "max_utilization")),
         batching=rng.choice(("fused", "fused", "separate")),
-        enable_chunked_context=chunked,
+        enable_chunked_context=rng.random() < 0.7,
         max_chunk_tokens=rng.choice((None, None, rng.randint(1, max_num_tokens))),
         chunking_policy=rng.choice(("first_come_first_served", "equal_progress")),
         max_context_tokens=rng.choice((None, rng.randint(1, max_num_tokens))),
         mixed_context_tokens=rng.choice((None, 1, rng.randint(1, max_num_tokens))),
-        enable_batch_size_tuning=rng.random() < 0.2,
-        enable_max_num_tokens_tuning=chunked and rng.random() < 0.3,
-        tuning_requests=rng.randint(1, 4),
     )

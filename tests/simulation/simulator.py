@@ -22,7 +22,7 @@ from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn, key_of, num_rows
-from tests.simulation.setups import random_setup
+from tests.simulation.setups import random_setup, tuned
 from tests.simulation.workers import CheckedWorkers
 
 NATURAL = (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
@@ -35,7 +35,7 @@ class Simulation:
         self._drops_plans = drops_plans
         self.rng = Random(seed)
         more = Random(f"several {seed}")
-        self.setup = random_setup(self.rng, more)
+        self.setup = tuned(random_setup(self.rng, more), Random(f"tuned {seed}"))
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
