@@ -134,6 +134,10 @@ def test_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Leave out what is slow: servers, planted bugs, GPU kernels, sanitizers.")
     ] = False,
+    features: Annotated[
+        bool,
+        typer.Option("--features", help="Run nothing: print which promised features have tests, and what is open."),
+    ] = False,
 ) -> None:
     """Run the test-suite on a CPU, tritonserver included. Further arguments go to pytest."""
     variables = dict(os.environ)
@@ -143,6 +147,10 @@ def test_command(
         variables.setdefault("EVERBATCH_SCHEDULES", QUICK_SCHEDULES)
     if not (ROOT / "tests").is_dir():
         raise fail(UserError("the tests are not installed with the packages; run ./everbatch test in a checkout"))
+    if features:
+        raise typer.Exit(
+            subprocess.run([sys.executable, "-m", "tests.feature_coverage"], cwd=ROOT, check=False).returncode
+        )
     command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 

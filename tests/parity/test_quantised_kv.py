@@ -47,7 +47,7 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-@pytest.mark.feature("004-14", "004-22")
+@pytest.mark.feature("004-14", "004-22", "003-72")
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_logits(
     hf: PreTrainedModel, kv: str

@@ -191,6 +191,7 @@ def test_of_an_engine_that_was_given_up_clients_hear_what_the_executor_says(
     assert request.sender.error() == "[UNAVAILABLE] the engine was given up" and not server.is_ready()
 
 
+@pytest.mark.feature("000-62")
 def test_what_the_engine_must_refuse_is_refused_without_asking_it(
     make_server: Callable[..., ModelServer], executor: ScriptedExecutor
 ) -> None:

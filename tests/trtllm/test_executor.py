@@ -155,6 +155,7 @@ def test_cancelling_gives_one_final_response(executor: trtllm.Executor) -> None:
     executor.cancel_request(request_id)
 
 
+@pytest.mark.feature("000-62")
 def test_the_time_that_a_request_may_take(executor: trtllm.Executor) -> None:
     result = run(executor, PROMPT, 450, allotted_time_ms=timedelta(milliseconds=20))
     assert result.finish_reasons == [trtllm.FinishReason.TIMED_OUT]
