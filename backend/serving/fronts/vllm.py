@@ -92,11 +92,11 @@ def check(batch: Batch, context: ServingContext) -> None:
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     limits = context.config.limits
-    asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits)
-    text: str = required(batch, "text_input", 0)
-    ids = _encode(text, context, tools)
-    told = Told.read(batch, asked)
     streaming = bool(batch.scalar("stream", 0))
+    asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
+    text: str = required(batch, "text_input", 0)
+    ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
+    told = Told.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
@@ -121,8 +121,9 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     return [Work(request, output)]
 
 
-def _encode(text: str, context: ServingContext, tools: TextTools) -> list[int]:
-    ids = tools.tokenizer.encode(text)
+def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
+    """The last `most` tokens of the text (None: all)."""
+    ids = tools.tokenizer.encode(text)[-(most or 0) :]
     if not ids:
         raise InvalidRequest("text_input is empty; give at least one character")
     if len(ids) >= context.model.max_seq_len:
