@@ -51,8 +51,8 @@ def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
     return only
 
 
-def told(output: RowOutput, final: bool = False) -> dict[str, list[Any]]:
-    return {name: array.tolist() for name, array in output.render(final) or []}
+def told(output: RowOutput) -> dict[str, list[Any]]:
+    return {name: array.tolist() for name, array in next(iter(output.render()), [])}
 
 
 def result(ids: list[int], reason: FinishReason = FinishReason.NOT_FINISHED, **fields: Any) -> Result:
@@ -89,7 +89,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("ab", add_special_tokens=False)
     plain = work(tools).output
     plain.feed(result(ids, FinishReason.LENGTH))
-    assert told(plain, final=True) == {"text_output": [b"ab"]}
+    assert told(plain) == {"text_output": [b"ab"]}
     flags = {f"return_{name}": True for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
     output = work(tools, streaming=True, **flags).output
     output.feed(result(ids, log_probs=[[-0.5] * len(ids)]))
@@ -101,7 +101,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
         "cumulative_logprob": [-0.5 * len(ids)],
     }
     output.feed(result([3], FinishReason.END_ID, log_probs=[[-1.0]]))
-    last = told(output, final=True)
+    last = told(output)
     assert last["finish_reason"] == [b"stop"] and last["stop_reason"] == [b"None"]
     assert last["cumulative_logprob"] == [-0.5 * len(ids) - 1.0]
 
@@ -113,7 +113,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
 def test_every_end_has_a_name(tools: TextTools, reason: FinishReason, name: bytes) -> None:
     output = work(tools, return_finish_reason=True).output
     output.feed(result([], reason))
-    assert told(output, final=True)["finish_reason"] == [name]
+    assert told(output)["finish_reason"] == [name]
 
 
 def test_a_stop_string_of_the_list_ends_the_text_and_is_named(tools: TextTools) -> None:
@@ -121,7 +121,7 @@ def test_a_stop_string_of_the_list_ends_the_text_and_is_named(tools: TextTools) 
     assert row.request.streaming, "the text is matched here"
     assert row.output.feed(result(tools.tokenizer.encode("x;y", add_special_tokens=False))) is not None
     row.output.feed(result([], FinishReason.CANCELLED))
-    assert told(row.output, final=True) == {"text_output": [b"x"], "finish_reason": [b"stop"], "stop_reason": [b";"]}
+    assert told(row.output) == {"text_output": [b"x"], "finish_reason": [b"stop"], "stop_reason": [b";"]}
 
 
 @pytest.mark.parametrize(("exclude", "text"), [(None, b"y"), (True, b"y"), (False, b"x = 1y")])
@@ -129,7 +129,7 @@ def test_the_prompt_is_repeated_only_when_asked(tools: TextTools, exclude: bool 
     given = {} if exclude is None else {"exclude_input_from_output": exclude}
     output = work(tools, **given).output
     output.feed(result(tools.tokenizer.encode("y", add_special_tokens=False), FinishReason.LENGTH))
-    assert told(output, final=True)["text_output"] == [text]
+    assert told(output)["text_output"] == [text]
 
 
 def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
@@ -138,7 +138,7 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
         arrival_ns=1, first_scheduled_ns=2, first_token_ns=3, last_token_ns=4, num_new_blocks=3, num_reused_blocks=1
     )
     output.feed(result([5], FinishReason.LENGTH, perf_metrics=perf))
-    arrays = dict(output.render(final=True))
+    arrays = dict(*output.render())
     declared = {spec.name: spec.dtype for spec in LLMAPI.tensors.outputs if "perf" in spec.when}
     types = {"INT32": "int32", "INT64": "int64", "FP32": "float32"}
     assert {name: arrays[name].dtype.name for name in declared} == {

@@ -240,8 +240,8 @@ def test_text_that_is_held_back_makes_no_empty_response() -> None:
     tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
     output = text_output(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
     output.feed(Result([[0]]))
-    assert dict(output.render(final=False))["text_output"].item() == b"a"
+    assert dict(*output.render())["text_output"].item() == b"a"
     output.feed(Result([[1]]))
-    assert output.render(final=False) is None
+    assert not output.render()
     output.feed(Result([[0]]))
-    assert dict(output.render(final=False))["text_output"].item() == b" b a"
+    assert dict(*output.render())["text_output"].item() == b" b a"

@@ -9,6 +9,7 @@ One tensor each way is also the cheapest way through Triton. A stop request (`st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,8 @@ from backend.api import InvalidRequest, OutputConfig, Request
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
 from backend.serving.fronts.named_sampling import NamedSampling, read_json
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, Render, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.tensors import ONE, Input, ModelTensors, Output
@@ -113,15 +115,14 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
     )
     texts = None if asked.logprobs is None else TokenTexts(tools.tokenizer, prompt.ids)
-    output = TextOutput(
-        renderer(len(prompt.ids), texts),
+    reporter = TextReporter(
         TextStream(tools.tokenizer, prompt.ids, asked.stops, include_stop=asked.include_stop_in_output),
         streaming=asked.stream,
         prefix=prompt.text if asked.echo else "",
         every_token=context.config.triton.one_response_per_token,
         hidden_ends=() if asked.include_stop_in_output else tuple(asked.stop_token_ids or ()),
     )
-    return [Work(request, output)]
+    return [Work(request, SeparateOutput([reporter], renderer(len(prompt.ids), texts)))]
 
 
 def _at_least_one(max_tokens: int) -> int:
@@ -153,7 +154,8 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
 def renderer(num_prompt_tokens: int, texts: TokenTexts | None) -> Render:
     """`texts`: to show log-probabilities with."""
 
-    def render(news: News) -> Arrays:
+    def render(told: Sequence[News]) -> Arrays:
+        news = told[0]
         end: dict[str, Any] = {}
         if news.finish is not None:
             cached = 0 if news.perf is None else news.perf.num_cached_tokens

@@ -7,13 +7,16 @@ what it has got so far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, Render, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
@@ -110,14 +113,13 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
     )
     exclude = batch.scalar(PREFIX + "exclude_input_from_output", 0)
-    output = TextOutput(
-        renderer(batch),
+    reporter = TextReporter(
         TextStream(tools.tokenizer, ids, stops),
         streaming=streaming,
         prefix=text if exclude is False and not streaming else "",
         every_token=context.config.triton.one_response_per_token,
     )
-    return [Work(request, output)]
+    return [Work(request, SeparateOutput([reporter], renderer(batch)))]
 
 
 def _prompt_ids(text: str, context: ServingContext, tokenizer: Tokenizer) -> list[int]:
@@ -150,7 +152,8 @@ def renderer(batch: Batch) -> Render:
     """The outputs that the request's flags ask for."""
     finish_reason, stop_reason = (bool(batch.scalar(f"return_{name}", 0)) for name in ("finish_reason", "stop_reason"))
 
-    def render(news: News) -> Arrays:
+    def render(told: Sequence[News]) -> Arrays:
+        news = told[0]
         arrays: Arrays = [("text_output", text_array([news.text]))]
         if finish_reason:
             arrays.append(("finish_reason", text_array([str(news.finish.openai_name if news.finish else None)])))

@@ -4,6 +4,7 @@ clients expect one dimension there, [1].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
-from backend.serving.outputs import Arrays, News, TextOutput, TokenOutput, text_array
+from backend.serving.news import News, TextReporter, TokenReporter
+from backend.serving.outputs import Arrays, SeparateOutput, text_array
 from backend.text.stream import TextStream
 
 
@@ -25,10 +27,11 @@ class RowSettings(NamedTuple):
     return_num_output_tokens: bool = False
 
 
-def token_output(settings: RowSettings, prompt_ids: list[int]) -> TokenOutput:
+def token_output(settings: RowSettings, prompt_ids: list[int]) -> SeparateOutput:
     """A row of tensorrt_llm. `prompt_ids` are put in front of each response: only a row that does not stream has any."""
 
-    def render(news: News) -> Arrays:
+    def render(told: Sequence[News]) -> Arrays:
+        news = told[0]
         ids = prompt_ids + news.ids
         return [
             ("output_ids", np.array(ids, np.int32).reshape(1, 1, -1)),
@@ -36,23 +39,25 @@ def token_output(settings: RowSettings, prompt_ids: list[int]) -> TokenOutput:
             *_common_arrays(settings, news),
         ]
 
-    return TokenOutput(render, settings.streaming)
+    return SeparateOutput([TokenReporter(settings.streaming)], render)
 
 
 def text_output(
     settings: RowSettings, stream: TextStream, prefix: str = "", accumulate: bool = False, every_token: bool = False
-) -> TextOutput:
-    """A row of ensemble or tensorrt_llm_bls; the arguments are those of TextOutput."""
+) -> SeparateOutput:
+    """A row of ensemble or tensorrt_llm_bls; the arguments are those of TextReporter."""
 
-    def render(news: News) -> Arrays:
+    def render(told: Sequence[News]) -> Arrays:
+        news = told[0]
         arrays: Arrays = [("text_output", text_array([news.text]))]
         if news.finish is not None and news.finish.openai_name is not None:
             arrays.append(("finish_reason", text_array([news.finish.openai_name])))
         return arrays + _common_arrays(settings, news)
 
-    return TextOutput(
-        render, stream, streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
+    reporter = TextReporter(
+        stream, streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
     )
+    return SeparateOutput([reporter], render)
 
 
 def _common_arrays(settings: RowSettings, news: News) -> Arrays:

@@ -6,6 +6,7 @@ and what they tell is about the tokens of that response, except for `cumulative_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import NO_LORA, TENSOR, VllmSampling, read_sampling
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, Render, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
@@ -110,15 +112,15 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
     )
     texts = TokenTexts(tools.tokenizer, ids) if told.log_probs else None
-    output = TextOutput(
-        renderer(told, len(ids), texts, num_top=asked.logprobs or 0, streaming=streaming),
+    reporter = TextReporter(
         TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
         streaming=streaming,
         prefix="" if streaming or batch.scalar("exclude_input_in_output", 0) else text,
         every_token=True,
         hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
     )
-    return [Work(request, output)]
+    render = renderer(told, len(ids), texts, num_top=asked.logprobs or 0, streaming=streaming)
+    return [Work(request, SeparateOutput([reporter], render))]
 
 
 def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
@@ -148,7 +150,8 @@ def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> Out
 def renderer(told: Told, num_prompt_tokens: int, texts: TokenTexts | None, *, num_top: int, streaming: bool) -> Render:
     """`texts`: to show log-probabilities with, each with the `num_top` most likely tokens; None: they are not told."""
 
-    def render(news: News) -> Arrays:
+    def render(told_of: Sequence[News]) -> Arrays:
+        news = told_of[0]
         if streaming and news.finish is FinishReason.CANCELLED:
             raise Cancelled(CANCELLED)
         arrays: Arrays = [("text_output", text_array([news.text]))]
