@@ -259,7 +259,7 @@ def test_the_prompt_is_excluded_as_asked_and_never_told_to_a_stream(server: Trit
 
 def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: TritonServer) -> None:
     assert error_of(server, sampling={"lora_name": "doll"}) == "LoRA feature is not enabled."
-    assert error_of(server, sampling={"n": "2"}).startswith("Error generating stream: n is 2, which asks for several")
+    assert error_of(server, sampling={"n": "2", "best_of": "1"}).startswith("Error generating stream: best_of is 1")
     assert "'tempersture'" in error_of(server, sampling={"tempersture": 0}, as_tensor=False)
     assert "image asks for an image" in error_of(server, image="aGk=")
     one = request("vllm_model", GREEDY)

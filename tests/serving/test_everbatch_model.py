@@ -96,9 +96,9 @@ def test_what_is_wrong_is_named(tools: TextTools, fields: dict[str, Any], messag
 
 def test_an_unknown_field_is_refused_by_name(tools: TextTools) -> None:
     with pytest.raises(
-        Unsupported, match="^request: 'guided_json' is no known parameter; 'n' is no known parameter; leave"
+        Unsupported, match="^request: 'guided_json' is no known parameter; 'x' is no known parameter; leave"
     ):
-        work(tools, prompt="a", n=2, guided_json="{}")
+        work(tools, prompt="a", x=2, guided_json="{}")
 
 
 def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:

@@ -110,6 +110,14 @@ def test_an_output_ends_where_the_model_or_the_pool_ends(tools: TextTools) -> No
     assert work(tools, sampling={"max_tokens": 1500}, max_kv_tokens=32).request.max_tokens == 32 - num_prompt
 
 
+def test_of_a_prompt_the_last_tokens_are_taken_and_the_whole_text_is_told(tools: TextTools) -> None:
+    long = "x " * 200
+    request, output = work(tools, text=long, sampling={"truncate_prompt_tokens": "5", "max_tokens": 3})
+    assert request.input_token_ids == tools.tokenizer.encode(long)[-5:] and request.max_tokens == 3
+    output.feed(result(ids_of(tools, "y"), FinishReason.LENGTH))
+    assert told(output) == {"text_output": long + "y"}
+
+
 def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
     neutral = {"n": "1", "best_of": 1, "use_beam_search": "False", "length_penalty": 1, "early_stopping": False}
     more = {"detokenize": True, "guided_decoding": None, "structured_outputs": "", "prompt_logprobs": None, "seed": -1}
@@ -120,14 +128,8 @@ def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"n": "2"}, "n is 2, which asks for several sequences"),
-        ({"best_of": 3}, "best_of is 3"),
-        ({"use_beam_search": True}, "use_beam_search is True, which asks for beam search"),
-        ({"length_penalty": 0.5}, "length_penalty is 0.5"),
-        ({"early_stopping": True}, "early_stopping is True"),
         ({"prompt_logprobs": 1}, "log-probabilities of the prompt"),
         ({"detokenize": False}, "detokenize is False"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is 5"),
         ({"allowed_token_ids": [1]}, "a list of allowed tokens"),
         ({"guided_decoding": {"json": "{}"}}, "guided_decoding is .* guided decoding"),
         ({"structured_outputs": '{"regex": "a"}'}, "structured_outputs is .* guided decoding"),
@@ -160,6 +162,7 @@ def test_what_is_not_built_is_refused_by_name(
         ({"sampling": "[1]"}, "sampling_parameters: expected `object`, got `array`"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens is 0, at least 1"),
         ({"sampling": {"max_tokens": 4, "min_tokens": 5}}, "min_tokens is 5, the limit is max_tokens, which is 4"),
+        ({"sampling": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0, at least 1"),
         ({"sampling": {"logprobs": 21}}, "logprobs is 21, allowed is 0 to 20"),
         ({"sampling": {"logprobs": -1}}, "logprobs is -1, allowed is 0 to 20"),
         ({"sampling": {"stop": ["s" * 5000]}}, "stop has 5000 bytes"),

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
-from backend.api.config import LimitsConfig
 from backend.serving.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
 
 MAX_NAMED = 4  # unknown names that one error lists
+MAX_CHOICES = 128  # sequences for one prompt, as in OpenAI's API: the answer may hold the prompt so many times
 _EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
 
@@ -63,28 +63,29 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
         """Raises InvalidRequest for a token id in logit_bias that is no number."""
-        temperature = default_temperature if self.temperature is None else self.temperature
-        seed = secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed
-        sampled = self.num_generated if self.num_generated > 1 else None
-        beams: dict[str, Any] = {}
         if self.use_beam_search:
-            beams = {
-                "beam_width": self.num_generated,
-                "length_penalty": self.length_penalty,
-                "early_stopping": _EARLY_STOPPING[self.early_stopping],
-            }
-            sampled, seed = self.n, self.seed
-            # Beams follow the model's own distribution, which vLLM calls temperature 0; one beam is greedy decoding.
-            is_plain = temperature in (None, 0.0, 1.0)
-            temperature = 0.0 if self.num_generated == 1 else None if is_plain else temperature
-        return SamplingConfig(
-            num_return_sequences=sampled,
-            **beams,
+            return self._config(
+                num_return_sequences=self.n,
+                beam_width=self.num_generated,
+                length_penalty=self.length_penalty,
+                early_stopping=_EARLY_STOPPING[self.early_stopping],
+                temperature=0.0
+                if self.num_generated == 1
+                else None,  # one beam is greedy decoding, others draw nothing
+            )
+        temperature = default_temperature if self.temperature is None else self.temperature
+        return self._config(
+            num_return_sequences=self.num_generated if self.num_generated > 1 else None,
             temperature=temperature,
+            seed=secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed,
+        )
+
+    def _config(self, **given: Any) -> SamplingConfig:
+        return SamplingConfig(
+            **given,
             top_p=self.top_p,
             top_k=None if self.top_k == -1 else self.top_k,
             min_p=self.min_p,
-            seed=seed,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -98,11 +99,11 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return tuple(dict.fromkeys([*own, *(self.stop_token_ids or [])]))
 
 
-def check_choices(asked: NamedSampling, streaming: bool, limits: LimitsConfig) -> None:
+def check_choices(asked: NamedSampling, streaming: bool) -> None:
     """Raise InvalidRequest or Unsupported for numbers of sequences that cannot be had, and for what only beams heed."""
     for name, value in (("n", asked.n), ("best_of", asked.best_of)):
-        if value is not None and not 1 <= value <= limits.max_queue_size:
-            raise InvalidRequest(f"{name} is {value}, allowed is 1 to {limits.max_queue_size} (limits.max_queue_size)")
+        if value is not None and not 1 <= value <= MAX_CHOICES:
+            raise InvalidRequest(f"{name} is {value}, allowed is 1 to {MAX_CHOICES}; send several requests")
     if asked.num_generated < asked.n:
         raise InvalidRequest(f"best_of is {asked.best_of}, the least is n, which is {asked.n}; raise it")
     if streaming and asked.is_ranked:
@@ -120,6 +121,10 @@ def check_choices(asked: NamedSampling, streaming: bool, limits: LimitsConfig) -
 
 
 def _check_beams(asked: NamedSampling) -> None:
+    if asked.temperature not in (None, 0.0, 1.0):
+        raise Unsupported(
+            f"temperature is {asked.temperature}, and beams are ranked by the model's own probabilities; set it to 0"
+        )
     if asked.logprobs:
         raise Unsupported(
             f"logprobs is {asked.logprobs}; beams have no log-probabilities of other tokens than their own, set it to 0"

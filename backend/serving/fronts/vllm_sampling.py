@@ -56,7 +56,7 @@ def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConf
     asked: VllmSampling = from_json(source, given, VllmSampling, strict=False)
     _refuse_what_is_missing(asked)
     _check(asked, limits)
-    check_choices(asked, streaming, limits)
+    check_choices(asked, streaming)
     return msgspec.structs.replace(asked, seed=None) if asked.seed == RANDOM_SEED else asked
 
 
