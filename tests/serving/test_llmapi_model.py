@@ -41,6 +41,9 @@ def arrays(**values: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
+ENDED = {"is_final": False, "is_sequence_final": True}
+
+
 def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
     tensors = [Tensor(*item) for item in arrays(**{"text_input": "x = 1", **values}).items()]
     batch = Batch.read(LLMAPI.tensors, tensors, 64)
@@ -56,7 +59,8 @@ def told(output: RowOutput) -> dict[str, list[Any]]:
 
 
 def result(ids: list[int], reason: FinishReason = FinishReason.NOT_FINISHED, **fields: Any) -> Result:
-    return Result([ids], is_final=reason is not FinishReason.NOT_FINISHED, finish_reasons=(reason,), **fields)
+    fields = {"is_final": reason is not FinishReason.NOT_FINISHED, **fields}
+    return Result([ids], finish_reasons=(reason,), **fields)
 
 
 @pytest.mark.feature("W-10")
@@ -158,7 +162,14 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
         ({"text_input": "x y " * 60}, InvalidRequest, "tokens, the limit is 63"),
         ({"max_tokens": 0}, InvalidRequest, "sampling_param_max_tokens is 0"),
         ({"stops": ["s"] * 129}, InvalidRequest, "sampling_param_stop holds 129 entries"),
-        ({"best_of": 2}, Unsupported, "sampling_param_best_of asks for more than one output sequence"),
+        ({"best_of": 2}, InvalidRequest, "sampling_param_best_of is 2, and decoding is greedy"),
+        ({"best_of": 2, "top_k": 5, "streaming": True}, InvalidRequest, "known only when all have ended"),
+        (
+            {"best_of": 2, "beam_width": 2},
+            InvalidRequest,
+            "sampling_param_best_of is 2 beside sampling_param_beam_width 2",
+        ),
+        ({"best_of": 2**31 - 1, "top_k": 5}, InvalidRequest, "allowed is 1 to 2048"),
         ({"image_url": "x"}, Unsupported, "image_url asks for image input"),
         ({"lora_id": 1}, Unsupported, "lora_id asks for LoRA"),
         ({"lora_path": "/x"}, Unsupported, "lora_path asks for LoRA"),
@@ -170,6 +181,47 @@ def test_what_is_wrong_is_named(tools: TextTools, values: dict[str, Any], error:
     others = {name: value for name, value in values.items() if name != "decoupled"}
     with pytest.raises(error, match=message):
         work(tools, decoupled, **others)
+
+
+@pytest.mark.feature("W-10")
+def test_the_most_likely_of_several_sequences_is_the_answer(tools: TextTools) -> None:
+    """-0.5 - 1.0 for the first, -0.25 for the second, which a stop string cuts short; -9 for the third."""
+    row = work(tools, best_of=3, top_k=5, stops=[";"], return_finish_reason=True)
+    config = row.request.sampling_config
+    assert (config.num_return_sequences, config.beam_width) == (3, 1)
+    assert row.request.output_config.return_log_probs and row.request.streaming
+    x, stop = (tools.tokenizer.encode(text, add_special_tokens=False) for text in ("x", ";"))
+    row.output.feed(result(x, log_probs=[[-0.5]], sequence_index=0))
+    row.output.feed(result(x, log_probs=[[-9.0]], sequence_index=2))
+    assert row.output.feed(result([*stop, *x], log_probs=[[-0.25, -7.0]], sequence_index=1)) == 1
+    for sequence in (2, 1):
+        row.output.feed(result([], FinishReason.STOP_WORDS, log_probs=[[]], sequence_index=sequence, **ENDED))
+    assert not told(row.output)
+    row.output.feed(result(x, FinishReason.LENGTH, log_probs=[[-1.0]], sequence_index=0))
+    assert told(row.output) == {"text_output": [b""], "finish_reason": [b"stop"]}
+
+
+@pytest.mark.feature("W-10")
+def test_all_beams_are_told_the_best_first(tools: TextTools) -> None:
+    flags = {f"return_{name}": True for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
+    row = work(tools, beam_width=2, stops=[";"], **flags)
+    assert row.request.sampling_config.beam_width == 2 and not row.request.streaming
+    assert tools.tokenizer.encode(";", add_special_tokens=False) in row.request.stop_words
+    first, second = (tools.tokenizer.encode(text, add_special_tokens=False) for text in ("x;", "y"))
+    ends = (FinishReason.STOP_WORDS, FinishReason.LENGTH)
+    log_probs = [[-0.5] * len(first), [-1.0] * len(second)]
+    row.output.feed(Result([first, second], is_final=True, finish_reasons=ends, log_probs=log_probs))
+    assert told(row.output) == {
+        "text_output": [b"x", b"y"],
+        "finish_reason": [b"stop", b"length"],
+        "stop_reason": [b";", b"None"],
+        "cumulative_logprob": [-0.5 * len(first), -1.0 * len(second)],
+    }
+
+
+@pytest.mark.feature("W-10", "000-36")
+def test_a_logits_post_processor_is_named(tools: TextTools) -> None:
+    assert work(tools, logits_post_processor_name="polite").request.logits_post_processor == "polite"
 
 
 # ---- in a server -----------------------------------------------------------------------------------------------------

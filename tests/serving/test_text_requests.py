@@ -260,11 +260,7 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
 @pytest.mark.parametrize(
     ("name", "neutral", "asking", "feature"),
     [
-        ("length_penalty", floats(1.0), floats(0.5), "beam search"),
-        ("length_penalty", floats(0.0), floats(-1.0), "beam search"),
-        ("early_stopping", bools(False), bools(True), "beam search"),
-        ("beam_search_diversity_rate", floats(0.0), floats(0.5), "beam search"),
-        ("prompt_vocab_size", ints(0), ints(8), "prompt tuning"),
+        ("lora_task_id", uint64(0), uint64(8), "LoRA"),
         ("decoder_text_input", strings(""), strings("x"), "encoder input"),
     ],
 )
