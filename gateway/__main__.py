@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         ("request-timeout-s", float, "for a reply to be complete"),
         ("max-requests", int, "POST requests at once; more get 429"),
         ("max-choices", int, "replies at once; more get 429"),
-        ("max-choices-per-request", int, "prompts times n of one request"),
+        ("max-choices-per-request", int, "prompts times n, or best_of, of one request"),
         ("shutdown-grace-s", float, "replies may run on so long after SIGTERM"),
         ("store-count", int, "responses kept for previous_response_id, for each namespace"),
         ("store-bytes", int, "of their texts"),

@@ -57,18 +57,18 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         message, visit = gateway.read(ChatRequest, request), visit_of(request.scope)
-        jobs = gateway.jobs(translate.chat(message), visit, message.n or 1)
-        name = f"chatcmpl-{visit.request_id}"
+        jobs = gateway.jobs([translate.chat(message)], visit)
+        name, count = f"chatcmpl-{visit.request_id}", message.n or 1
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = ChatChunks(Head(name, "chat.completion.chunk", message.model), len(jobs), wants_usage(message))
+                chunks = ChatChunks(Head(name, "chat.completion.chunk", message.model), count, wants_usage(message))
                 await gateway.send_chunks(out, jobs, visit, chunks)
             else:
                 replies = await whole(gateway.link, jobs, visit)
                 await out.json(chat_body(Head(name, "chat.completion", message.model), replies))
 
-        return gateway.answer(work, len(jobs))
+        return gateway.answer(work, jobs)
 
     @api.post(
         "/v1/completions", openapi_extra=body_of(CompletionRequest), responses=answer_of(Completion, streamed=True)
@@ -76,17 +76,17 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def completions(request: Request) -> Response:
         message, visit = gateway.read(CompletionRequest, request), visit_of(request.scope)
         count = message.n or 1
-        jobs = gateway.jobs(translate.completions(message), visit, count)
+        jobs = gateway.jobs(translate.completions(message), visit)
         head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model)
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = CompletionChunks(head, len(jobs), count, wants_usage(message))
+                chunks = CompletionChunks(head, len(jobs) * count, count, wants_usage(message))
                 await gateway.send_chunks(out, jobs, visit, chunks)
             else:
                 await out.json(completion_body(head, await whole(gateway.link, jobs, visit), count))
 
-        return gateway.answer(work, len(jobs))
+        return gateway.answer(work, jobs)
 
 
 def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
@@ -101,7 +101,7 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
         async def work(out: Outlet) -> None:
             await gateway.respond(out, message, job, earlier, visit, writer)
 
-        return gateway.answer(work, 1, writer.failure)
+        return gateway.answer(work, [job], writer.failure)
 
     @api.get("/v1/responses/{response_id}", responses=answer_of(ResponseBody))
     async def get_response(request: Request, response_id: str) -> Response:

@@ -66,19 +66,21 @@ class Gateway:
             text = f"there is no model {name[:80]!r}; /v1/models lists those that are served"
             raise GatewayError(404, text, "model", "model_not_found")
 
-    def jobs(self, requests: list[dict[str, Any]], visit: Visit, choices_per_prompt: int = 1) -> list[Job]:
-        """The replies to generate: for each prompt in turn its choices. Raises GatewayError when there are too many."""
+    def jobs(self, requests: list[dict[str, Any]], visit: Visit) -> list[Job]:
+        """The replies to generate, by prompts. Raises GatewayError when there are too many."""
         limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
-        if len(requests) > limit:
-            text = f"prompts times n is {len(requests)}, the limit is {limit}; ask for fewer"
+        generated = replies_generated(requests)
+        if generated > limit:
+            text = f"prompts times n, or best_of, is {generated}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
         return [
-            Job(request, f"{visit.request_id}-{i}", visit.namespace, i % choices_per_prompt == 0)
+            Job(request, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1))
             for i, request in enumerate(requests)
         ]
 
-    def answer(self, work: Work, choices: int, on_error: ErrorEvent = error_event) -> Answer:
-        return Answer(work, self.running, choices, self.settings.request_timeout_s + MARGIN_S, on_error)
+    def answer(self, work: Work, jobs: list[Job], on_error: ErrorEvent = error_event) -> Answer:
+        places = replies_generated([job.request for job in jobs])
+        return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     def card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
@@ -136,3 +138,8 @@ class Gateway:
     ) -> None:
         turns: tuple[Turn, ...] = (*translate.input_turns(message), {"role": "assistant", "content": text})
         self.store.put(namespace, Stored(body["id"], turns, earlier, msgspec.json.encode(body)))
+
+
+def replies_generated(requests: list[dict[str, Any]]) -> int:
+    """How many sequences the model generates, those that best_of leaves out included."""
+    return sum(max(request.get("n", 1), request.get("best_of", 1)) for request in requests)

@@ -36,10 +36,22 @@ _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 _SAME_NAME = (
     *("messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words"),
-    *("logit_bias", "logprobs", "echo"),
+    *(
+        "logit_bias",
+        "logprobs",
+        "echo",
+        "stream",
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+    ),
 )
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
+    "num_return_sequences": "n",
+    "beam_width": "n",
     "include_stop_in_output": "include_stop_str_in_output",
 }
 

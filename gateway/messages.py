@@ -67,6 +67,9 @@ class Completing(Sampling):
     """What chat completions and completions share."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
+    use_beam_search: bool | None = None  # vLLM's, as the two below
+    length_penalty: Annotated[float, Field(ge=-50, le=50)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None

@@ -24,7 +24,7 @@ class Settings:
     request_timeout_s: float = 600.0  # for the whole reply
     max_requests: int = 256  # POST requests at once
     max_choices: int = 512  # replies (choices) that are generated at once, of all requests together
-    max_choices_per_request: int = 128  # prompts times n of one request
+    max_choices_per_request: int = 128  # prompts times n, or best_of, of one request
     shutdown_grace_s: float = 5.0  # replies may run on so long after SIGTERM
     store_count: int = 1000  # responses kept for previous_response_id, for each namespace
     store_bytes: int = 64 * MIB  # of their texts, for each namespace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from gateway.errors import GatewayError
@@ -14,10 +13,11 @@ _SAME_NAME = (
     *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "bad_words"),
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
+_OF_BEAMS = ("use_beam_search", "length_penalty", "early_stopping")
 
 
-def chat(message: ChatRequest) -> list[dict[str, Any]]:
-    """One request for each choice."""
+def chat(message: ChatRequest) -> dict[str, Any]:
+    """One request, for all choices."""
     if message.top_logprobs is not None and not message.logprobs:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     limits = {limit for limit in (message.max_tokens, message.max_completion_tokens) if limit is not None}
@@ -28,12 +28,13 @@ def chat(message: ChatRequest) -> list[dict[str, Any]]:
     request: dict[str, Any] = {
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
+        **_choices(message),
     }
     if limits:
         request["max_tokens"] = limits.pop()
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return seeded(request, message.seed, message.n or 1)
+    return request
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
@@ -48,21 +49,25 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
 
 
 def completions(message: CompletionRequest) -> list[dict[str, Any]]:
-    """One request for each choice: n for the first prompt, n for the second, and so on."""
-    count = message.n or 1
-    if message.best_of not in (None, 1, count):
-        text = f"best_of is {message.best_of}; only 1 or n ({count}) is served"
-        raise GatewayError(400, text, "best_of", "unsupported_parameter")
+    """One request for each prompt, for all its choices."""
     if message.echo and message.logprobs is not None:
         text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
         raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), "max_tokens": message.max_tokens or DEFAULT_COMPLETION_TOKENS}
+    common = {**sampling(message), **_choices(message), "max_tokens": message.max_tokens or DEFAULT_COMPLETION_TOKENS}
+    if message.best_of is not None and message.best_of > 1:
+        common["best_of"] = message.best_of
     if message.logprobs is not None:
         common["logprobs"] = message.logprobs
     if message.echo:
         common["echo"] = True
-    return [job for prompt in _prompts(message) for job in seeded({**prompt, **common}, message.seed, count)]
+    return [{**prompt, **common} for prompt in _prompts(message)]
+
+
+def _choices(message: Completing) -> dict[str, Any]:
+    """How many choices there are, and how they are found."""
+    beams = {name: value for name in _OF_BEAMS if (value := getattr(message, name)) is not None}
+    return {"n": message.n, **beams} if message.n not in (None, 1) else beams
 
 
 def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
@@ -86,7 +91,7 @@ def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[st
         request["max_tokens"] = message.max_output_tokens
     if message.include or message.top_logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return seeded(request, message.seed, 1)[0]
+    return request
 
 
 def input_turns(message: ResponseRequest) -> list[dict[str, Any]]:
@@ -119,6 +124,8 @@ def sampling(message: Sampling) -> dict[str, Any]:
         request["top_k"] = 1
     elif message.top_k is not None and message.top_k > 0:  # 0 and -1 mean: all tokens
         request["top_k"] = message.top_k
+    if message.seed is not None:  # without one the model takes a random one
+        request["seed"] = message.seed % (1 << 64)
     if message.stop:
         request["stop"] = [message.stop] if isinstance(message.stop, str) else message.stop
     if message.include_stop_str_in_output:
@@ -126,13 +133,6 @@ def sampling(message: Sampling) -> dict[str, Any]:
     if message.stream:
         request["stream"] = True
     return request
-
-
-def seeded(request: dict[str, Any], seed: int | None, count: int) -> list[dict[str, Any]]:
-    """`count` requests with seeds of their own: seed, seed + 1, ...; at random where none was given."""
-    if seed is None:
-        return [{**request, "seed": secrets.randbits(63)} for _ in range(count)]
-    return [{**request, "seed": (seed + i) % (1 << 64)} for i in range(count)]
 
 
 def _check_stream_options(message: Completing | ResponseRequest) -> None:

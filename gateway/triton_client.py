@@ -1,4 +1,4 @@
-"""Requests to the Triton model: one gRPC stream for each reply, on one channel that connects again by itself.
+"""Requests to the Triton model: one gRPC stream for the replies to each prompt, on one channel that connects again by itself.
 
 tritonclient's own asyncio client copies every response into numpy; here its generated stub is used directly, so that a
 token costs one parsed message and one parsed JSON object.
@@ -32,12 +32,12 @@ _READY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """One reply to generate: the JSON object for the model, and the id under which Triton knows it."""
+    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, and how many there are."""
 
     request: dict[str, Any]
     request_id: str
     namespace: str
-    counts_prompt: bool = True  # false: another choice of the same prompt counts its tokens
+    choices: int = 1
 
 
 class TopToken(msgspec.Struct, gc=False):
@@ -59,11 +59,13 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    discarded_tokens: int = 0  # of replies that best_of has left out; told with the first of the others
 
 
 class Piece(msgspec.Struct):
-    """One response of the model. The last one has a finish_reason, `stop` or `length`, and the usage."""
+    """What a response of the model tells of one reply. The last one has a finish_reason, `stop` or `length`, and the usage."""
 
+    index: int = 0  # of the reply among those to its prompt
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogProb] | None = None
@@ -84,16 +86,18 @@ class TritonLink:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Yield the responses to one request. Leaving early cancels it at once. Raises GatewayError.
+        """Yield what comes of the replies, until each has ended. Leaving early cancels them at once. Raises GatewayError.
 
         Nothing is read ahead: whoever reads slowly holds the stream back.
         """
         call = self._stub.ModelStreamInfer(_once(self._message(job)), timeout=self._timeout_s + MARGIN_S)
         try:
+            open_choices = job.choices
             while (answer := await call.read()) is not grpc.aio.EOF:
-                piece = _piece(answer)
-                yield piece
-                if piece.finish_reason is not None:
+                for piece in _pieces(answer):
+                    yield piece
+                    open_choices -= piece.finish_reason is not None
+                if not open_choices:
                     return
             raise unavailable("the server ended this reply early; try again")
         except grpc.RpcError as error:
@@ -131,18 +135,24 @@ async def _once(message: Any) -> AsyncIterator[Any]:
     yield message
 
 
-def _piece(answer: Any) -> Piece:
+def _pieces(answer: Any) -> list[Piece]:
+    """The elements of the tensor `response`: each is preceded by its length in four bytes."""
     if answer.error_message:
         raise from_triton(answer.error_message)
     contents = answer.infer_response.raw_output_contents
     if not contents:
         raise unavailable("the server ended this reply early; try again")
-    piece = _decoder.decode(memoryview(contents[0])[4:])  # the first four bytes are the length
-    if piece.finish_reason == "timeout":
-        raise GatewayError(408, "the reply was not ready in time; ask for fewer tokens", code="timeout")
-    if piece.finish_reason == "cancelled":
-        raise unavailable("the reply was cancelled on the server; try again")
-    return piece
+    data, pieces = memoryview(contents[0]), []
+    while data:
+        end = 4 + int.from_bytes(data[:4], "little")
+        pieces.append(_decoder.decode(data[4:end]))
+        data = data[end:]
+    for piece in pieces:
+        if piece.finish_reason == "timeout":
+            raise GatewayError(408, "the reply was not ready in time; ask for fewer tokens", code="timeout")
+        if piece.finish_reason == "cancelled":
+            raise unavailable("the reply was cancelled on the server; try again")
+    return pieces
 
 
 def _from_rpc(error: grpc.RpcError) -> GatewayError:

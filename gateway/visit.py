@@ -31,10 +31,11 @@ class Visit:
         body, self.body = self.body, b""
         return body
 
-    def count(self, piece: Piece, counts_prompt: bool) -> None:
+    def count(self, piece: Piece) -> None:
         self.completion_tokens += len(piece.token_ids)
-        if piece.usage is not None and counts_prompt:
+        if piece.usage is not None and piece.index == 0:  # the other replies have the same prompt
             self.prompt_tokens += piece.usage.prompt_tokens
+            self.completion_tokens += piece.usage.discarded_tokens
 
 
 def visit_of(scope: Any) -> Visit:

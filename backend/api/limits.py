@@ -102,7 +102,7 @@ def _check_words(name: str, words: list[list[int]], max_words: int, limits: Requ
 
 def _check_sampling(config: SamplingConfig, limits: RequestLimits) -> None:
     if config.num_return_sequences is not None:
-        _check_sequences(config.num_return_sequences, limits.caps.max_queue_size)
+        check_num_sequences(config.num_return_sequences, limits.caps.max_queue_size)
     ranges = {
         "temperature": (0.0, 100.0),
         "top_k": (0, (1 << 31) - 1),
@@ -141,7 +141,8 @@ def _check_returns_one(config: SamplingConfig) -> None:
             raise Unsupported(f"{name} is {value}, a session's turn has 1; send the request without a session")
 
 
-def _check_sequences(count: int, most: int) -> None:
+def check_num_sequences(count: int, most: int) -> None:
+    """Raise InvalidRequest for a `num_return_sequences` out of its limits."""
     if not 1 <= count <= most:
         raise InvalidRequest(
             f"num_return_sequences is {count}, allowed is 1 to {most} (limits.max_queue_size); send several requests"

@@ -35,6 +35,9 @@ _SAME = (
     "presence_penalty",
     "repetition_penalty",
     "length_penalty len_penalty",
+    "early_stopping",
+    "beam_search_diversity_rate diversity_penalty",
+    "truncate_prompt_tokens truncate_input_tokens",
     "num_return_sequences n best_of",
     "beam_width num_beams use_beam_search",
     "stream streaming",
@@ -53,7 +56,10 @@ _SAME = (
     "sampling_parameters",
 )
 _GROUP = {name: group.split() for group in _SAME for name in group.split()}
-_CHANGES_NOTHING: dict[str, Any] = {"n": 1, "best_of": 1, "num_beams": 1, "num_return_sequences": 1, "beam_width": 1}
+_CHANGES_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("n", "best_of", "num_beams", "num_return_sequences", "beam_width"), 1),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), False),
+}
 _JSON_INPUTS = ("sampling_parameters", "request")  # inputs that hold a JSON object with parameters
 _PREFIX = "sampling_param_"  # of the inputs of TensorRT-LLM's newer API
 _NO_MEANING = ("id",)  # generate takes the request id from it, and passes it on

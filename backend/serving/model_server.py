@@ -327,9 +327,9 @@ class ModelServer:
             if not row.ended and row.request_id is not None:
                 self._executor.cancel_request(row.request_id)
 
-    def _stop_at(self, row: Row, num_output_tokens: int) -> None:
+    def _stop_at(self, row: Row, sequence_index: int, num_output_tokens: int) -> None:
         assert row.request_id is not None, "a row that answered has an id"
-        self._executor.cancel_request(row.request_id, keep_output_tokens=num_output_tokens)
+        self._executor.cancel_request(row.request_id, num_output_tokens, sequence_index)
 
     # ---- housekeeper -------------------------------------------------------------------------------------------------
 

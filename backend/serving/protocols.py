@@ -30,7 +30,9 @@ class EngineClient(Protocol):
 
     def submit(self, request: Request, on_response: OnResponse) -> RequestId: ...
 
-    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None: ...
+    def cancel_request(
+        self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None: ...
 
     def stop_session(
         self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = ""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 from backend.api import ErrorCode, EverbatchError, RequestId, Response
 from backend.serving import pb
 from backend.serving.dialect import PLAIN, Dialect
-from backend.serving.outputs import Arrays, RowOutput
+from backend.serving.outputs import RowOutput
 
 log = logging.getLogger("everbatch.serving")
 Lane = queue.SimpleQueue["Stream | None"]  # None ends the lane's sender thread
@@ -101,17 +101,18 @@ class Stream:
 class ResponsePump:
     """Owns the sender threads and the set of live streams.
 
-    `stop_rows(stream)` asks the engine to cancel all rows that still run. `stop_at(row, n)` asks it to cancel one row whose
-    text ended after n output tokens. `on_row_end(stream, row, response)` hears once of the final response of each row, also when
-    the stream has ended before. `on_refused(stream, failure)` hears of a stream that failed before it had rows. Sender threads
-    call them; a thread that refuses a request calls `stop_rows` and `on_refused` too, and one that delivers `on_row_end`.
+    `stop_rows(stream)` asks the engine to cancel all rows that still run. `stop_at(row, sequence_index, n)` asks it to cancel
+    one sequence of a row, whose text ended after n output tokens. `on_row_end(stream, row, response)` hears once of the final
+    response of each row, also when the stream has ended before. `on_refused(stream, failure)` hears of a stream that failed
+    before it had rows. Sender threads call them; a thread that refuses a request calls `stop_rows` and `on_refused` too, and
+    one that delivers `on_row_end`.
     """
 
     def __init__(
         self,
         num_lanes: int,
         stop_rows: Callable[[Stream], None],
-        stop_at: Callable[[Row, int], None],
+        stop_at: Callable[[Row, int, int], None],
         on_row_end: Callable[[Stream, Row, Response], None] = lambda stream, row, response: None,
         *,
         on_refused: Callable[[Stream, Failure], None] = lambda stream, failure: None,
@@ -248,7 +249,7 @@ class ResponsePump:
         replies: list[Any] = []
         for together in [arrived] if self._coalesce else [[one] for one in arrived]:
             touched = self._feed(stream, together)
-            replies += [pb.data_response(arrays) for row in touched if (arrays := _render(row)) is not None]
+            replies += [pb.data_response(arrays) for row in touched for arrays in row.output.render()]
         ending = all(row.ended for row in stream.rows)
         if abandoned and not ending:
             return
@@ -276,7 +277,7 @@ class ResponsePump:
             if response.result.is_final:
                 self._end_row(stream, row, response)
             elif num_kept is not None:
-                self._stop_at(row, num_kept)
+                self._stop_at(row, response.result.sequence_index, num_kept)
         return list(touched.values())
 
     def _end_row(self, stream: Stream, row: Row, response: Response) -> None:
@@ -344,11 +345,6 @@ class ResponsePump:
             log.info("[%s] Successfully cancelled the request", self._dialect.log_name)
         with self._live_lock:
             self._live.pop(id(stream), None)
-
-
-def _render(row: Row) -> Arrays | None:
-    """The row's next arrays, or None. A row that failed gets no final arrays, because the stream's error is its end."""
-    return row.output.render(final=row.ended and row.failure is None)
 
 
 def _failures(rows: list[Row]) -> str:

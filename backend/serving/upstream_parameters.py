@@ -86,16 +86,8 @@ def _device(text: str) -> str:
     return f"cuda:{text}"
 
 
-_TYPES = {"inflight_fused_batching": "fused", "inflight_batching": "separate"}
-_POLICIES = {"guaranteed_no_evict": "guaranteed_no_evict", "max_utilization": "max_utilization"}
-
-
-def _batching(text: str) -> str:
-    if text.lower() == "v1":
-        raise ValueError("static batching is not supported; use inflight_fused_batching")
-    if text.lower() not in _TYPES:
-        raise ValueError("inflight_fused_batching or inflight_batching is expected")
-    return _TYPES[text.lower()]
+_TYPES = {"inflight_fused_batching": "fused", "inflight_batching": "separate", "v1": "static"}
+_POLICIES = {name: name for name in ("guaranteed_no_evict", "max_utilization", "static_batch")}
 
 
 def _honoured(key: str, target: str, convert: Convert, note: str = "") -> Parameter:
@@ -111,8 +103,8 @@ def _refused(feature: str, *keys: str, neutral: tuple[str, ...] = ()) -> tuple[P
 
 
 _ENGINE = (
-    _honoured("gpt_model_type", "scheduler.batching", _batching, "`inflight_fused_batching` or `inflight_batching`"),
-    _honoured("batching_strategy", "scheduler.batching", _batching, "the newer name of `gpt_model_type`"),
+    _honoured("gpt_model_type", "scheduler.batching", _chosen(_TYPES), "`v1`: static batches"),
+    _honoured("batching_strategy", "scheduler.batching", _chosen(_TYPES), "the newer name of `gpt_model_type`"),
     _honoured("gpt_model_path", "model.path", str, "a Hugging Face checkpoint, no TensorRT engine"),
     *_refused("an encoder", "encoder_model_path"),
     _honoured("batch_scheduler_policy", "scheduler.policy", _chosen(_POLICIES)),
@@ -127,8 +119,10 @@ _ENGINE = (
     _honoured("enable_kv_cache_reuse", "kv_cache.enable_block_reuse", is_true),
     *_refused("attention sinks", "sink_token_length", neutral=("0",)),
     _honoured("max_attention_window_size", "kv_cache.max_attention_window", _window, "one number for all layers"),
-    *_refused("beam search", "max_beam_width", neutral=("1",)),
-    *_refused("this way of decoding", "decoding_mode", neutral=("auto", "top_k", "top_p", "top_k_top_p")),
+    _honoured("max_beam_width", "scheduler.max_beam_width", _whole),
+    *_refused(
+        "this way of decoding", "decoding_mode", neutral=("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
+    ),
     _honoured("enable_chunked_context", "scheduler.enable_chunked_context", is_true),
     *_refused("log-probabilities that are not normalised", "normalize_log_probs", neutral=TRUE),
     _honoured("exclude_input_in_output", "triton.exclude_input_in_output", is_true, "for all models of the server"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,13 +40,15 @@ _BATCHING = {
 
 
 class _Asked(NamedTuple):
-    """What the tensors of the next answer depend on. `num_known`: prompt tokens, and those that were sent."""
+    """What the tensors of the next answer depend on. `num_sent`: of a stream, output tokens so far, by sequence index."""
 
     num_prompt_tokens: int
-    num_known: int
     max_tokens: int
     pad_id: int
     streaming: bool
+    has_beams: bool
+    num_sequences: int
+    num_sent: Counter[int]
 
 
 class GptManager:
@@ -54,7 +57,9 @@ class GptManager:
     Each iteration calls `get_inference_requests_cb(max count)` for new requests; `send_response_cb(id, tensors, is final, error)`
     for each that has something to say, and everything of a request has been freed before its final call;
     `poll_stop_signal_cb()` for the ids of requests to be ended; `return_batch_manager_stats_cb(json)` if there was work.
-    An error comes with is final = True. Ids that are in use are refused, and may be used again from the final call on.
+    An error comes with is final = True. With `num_return_sequences` above 1 each call tells of one sequence, which its
+    `sequence_index` names; the last call of all is the final one. Ids that are in use are refused, and may be used again from the
+    final call on.
     `terminate_req_id`: a request of this id is the order to finish what runs and end.
 
     To leave its context, or `shutdown()`, finishes all active requests first.
@@ -141,19 +146,16 @@ class GptManager:
         output.return_context_logits &= params.gather_context_logits
         output.return_generation_logits &= params.gather_generation_logits
         request = to_core(asked, self._engine.model.vocab_size, params.max_beam_width)
-        if request.sampling_config.num_return_sequences not in (None, 1) and request.sampling_config.beam_width == 1:
-            raise InvalidRequest(
-                f"num_return_sequences is {request.sampling_config.num_return_sequences}, GptManager's responses tell of "
-                f"one sequence; send several requests, or use the Executor"
-            )
         if given.logits_post_processor is not None:
             self._processors.add(given.request_id, given.logits_post_processor)
         self._asked[given.request_id] = _Asked(
             len(request.input_token_ids),
-            len(request.input_token_ids),
             request.max_tokens,
             max(0, asked.pad_id or 0),
             request.streaming,
+            request.sampling_config.beam_width > 1,
+            request.sampling_config.num_return_sequences or 1,
+            Counter(),
         )
         return request
 
@@ -162,7 +164,6 @@ class GptManager:
         tensors: list[NamedTensor] = []
         if response is not None:
             tensors = _tensors(response.result, asked)
-            asked = asked._replace(num_known=asked.num_known + len(response.result.output_token_ids[0]))
         if is_final:
             self._processors.forget(request_id)
         else:
@@ -201,23 +202,32 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
 
 
 def _tensors(result: Result, asked: _Asked) -> list[NamedTensor]:
-    """Tensors on the CPU, in the shapes that the page on the batch manager gives them.
+    """Tensors on the CPU, in the shapes that the page on the batch manager gives them. Counts in what a stream sends.
 
-    `output_ids` [1, beams, longest]: all tokens, filled up with the pad id; of a stream only the new ones. `sequence_length`
-    [1, 1]. Logits that were not asked for are dummies of one zero.
+    `output_ids` [1, beams, longest]: all tokens, filled up with the pad id; of a stream only the new ones, of beams in a stream
+    the outputs so far. `sequence_length` [1, 1], of beams that of the best. `sequence_index` [1, 1]: with several sequences.
+    Logits that were not asked for are dummies of one zero.
     """
     import torch
 
     beams = result.output_token_ids
-    num_known = asked.num_known + (len(beams[0]) if asked.streaming else len(beams[0]) - asked.num_prompt_tokens)
-    length = len(beams[0]) if asked.streaming else asked.num_prompt_tokens + asked.max_tokens
+    if asked.streaming:
+        before = 0 if asked.has_beams else asked.num_sent[result.sequence_index]
+        asked.num_sent[result.sequence_index] = before + len(beams[0])
+        num_tokens = asked.num_prompt_tokens + before + len(beams[0])
+        length = max(map(len, beams))
+    else:
+        num_tokens = len(beams[0])
+        length = asked.num_prompt_tokens + asked.max_tokens
     padded = [(tokens + [asked.pad_id] * length)[:length] for tokens in beams]
     tensors = {
         names.OUTPUT_IDS: torch.tensor([padded], dtype=torch.int32),
-        names.SEQUENCE_LENGTH: torch.tensor([[num_known]], dtype=torch.int32),
+        names.SEQUENCE_LENGTH: torch.tensor([[num_tokens]], dtype=torch.int32),
         names.CONTEXT_LOGITS: _or_dummy(result.context_logits, 3),
         names.GENERATION_LOGITS: _or_dummy(result.generation_logits, 4),
     }
+    if asked.num_sequences > 1:
+        tensors[names.SEQUENCE_INDEX] = torch.tensor([[result.sequence_index]], dtype=torch.int32)
     if result.log_probs is not None:
         longest = max(map(len, result.log_probs))
         tensors[names.OUTPUT_LOG_PROBS] = torch.tensor(

@@ -36,6 +36,7 @@ LORA_CONFIG = "lora_config"
 
 OUTPUT_IDS = "output_ids"
 SEQUENCE_LENGTH = "sequence_length"
+SEQUENCE_INDEX = "sequence_index"
 OUTPUT_LOG_PROBS = "output_log_probs"
 CUM_LOG_PROBS = "cum_log_probs"
 CONTEXT_LOGITS = "context_logits"

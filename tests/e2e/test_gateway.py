@@ -68,11 +68,52 @@ def test_ids_and_lists_of_prompts_get_the_replies_of_single_ones(client: openai.
     assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
 
 
-def test_choices_have_the_replies_of_their_seeds(client: openai.OpenAI) -> None:
-    values: Any = {"model": "everbatch", "messages": CHAT, "max_tokens": 24, "temperature": 1.0}
-    both = client.chat.completions.create(**values, n=2, seed=7)
-    alone = [client.chat.completions.create(**values, seed=seed).choices[0].message.content for seed in (7, 8)]
-    assert [choice.message.content for choice in both.choices] == alone and alone[0] != alone[1]
+def test_choices_are_sequences_of_one_request_streamed_or_not(client: openai.OpenAI) -> None:
+    """The first one has the seed's own random stream, so that it is what the seed alone gives."""
+    values: Any = {"model": "everbatch", "messages": CHAT, "max_tokens": 24, "temperature": 1.0, "seed": 7}
+    several = client.chat.completions.create(**values, n=3)
+    texts = [choice.message.content for choice in several.choices]
+    alone = client.chat.completions.create(**values)
+    assert texts[0] == alone.choices[0].message.content and len(set(texts)) == 3
+    assert several.usage is not None and alone.usage is not None
+    assert several.usage.prompt_tokens == alone.usage.prompt_tokens
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**values, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_best_of_returns_the_most_likely_and_counts_them_all(client: openai.OpenAI) -> None:
+    values: Any = {"model": "everbatch", "prompt": "def main(", "max_tokens": 6, "seed": 7, "logprobs": 0}
+    four = client.completions.create(**values, n=4, extra_body={"ignore_eos": True})
+    best = client.completions.create(**values, n=2, best_of=4, extra_body={"ignore_eos": True})
+
+    def likelihood(choice: Any) -> float:
+        return -sum(choice.logprobs.token_logprobs)
+
+    assert [choice.text for choice in best.choices] == [
+        choice.text for choice in sorted(four.choices, key=likelihood)[:2]
+    ]
+    assert four.usage is not None and best.usage is not None
+    assert best.usage.completion_tokens == four.usage.completion_tokens == 24
+    with pytest.raises(openai.BadRequestError) as caught:
+        list(client.completions.create(**values, n=2, best_of=4, stream=True))
+    assert caught.value.param == "best_of"
+
+
+def test_beams_are_ranked_and_one_beam_is_greedy(client: openai.OpenAI) -> None:
+    values: Any = {"model": "everbatch", "prompt": "def main(", "max_tokens": 6, "logprobs": 0}
+    beams: Any = {"use_beam_search": True, "length_penalty": 0, "ignore_eos": True}
+    found = client.completions.create(**values, n=3, best_of=4, extra_body=beams).choices
+    sums = [sum(choice.logprobs.token_logprobs) for choice in found if choice.logprobs]
+    assert len({choice.text for choice in found}) == 3 and sums == sorted(sums, reverse=True)
+    one = client.completions.create(**values, extra_body=beams).choices[0]
+    greedy = client.completions.create(**values, temperature=0, extra_body={"ignore_eos": True}).choices[0]
+    assert one.text == greedy.text and greedy.logprobs is not None
+    assert sums[0] >= sum(greedy.logprobs.token_logprobs)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**values, n=100, extra_body=beams)
+    assert caught.value.param == "n"
 
 
 def test_a_stop_string_ends_the_reply_and_is_not_in_it(client: openai.OpenAI) -> None:

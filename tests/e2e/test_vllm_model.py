@@ -17,7 +17,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aio
 from tritonclient.utils import InferenceServerException
 
-from backend.api import load_config
+from backend.api import OutputConfig, Request, Response, Result, SamplingConfig, load_config
+from backend.executor import Executor
+from backend.text.tokenizer import Tokenizer
 from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
@@ -240,6 +242,78 @@ def _check_log_probs(case: dict[str, Any], response: Any) -> None:
     assert ("" if case["stream"] else PROMPT) + best == value_of(response, "text_output")
 
 
+# ---- several sequences -----------------------------------------------------------------------------------------------
+
+SEVERAL = {"max_tokens": "8", "ignore_eos": "true", "seed": "7"}
+TOLD = {"exclude_input_in_output": True, "return_cumulative_logprob": True, "return_num_output_tokens": True}
+
+
+def values_of(response: Any, name: str) -> list[Any]:
+    """All elements of an output."""
+    return [one.decode() if isinstance(one, bytes) else one for one in response.as_numpy(name).tolist()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(str(ROOT / "models" / "default"))
+
+
+@pytest.fixture
+def executor(server: TritonServer) -> Iterator[Executor]:
+    """A client of the server's engine beside its models."""
+    executor = Executor.attach(str(server.run_dir / "engine.sock"), 10)
+    yield executor
+    executor.shutdown()
+
+
+def of_the_executor(executor: Executor, tokenizer: Tokenizer, **sampling: Any) -> list[Result]:
+    request = Request(
+        tokenizer.encode(PROMPT),
+        8,
+        sampling_config=SamplingConfig(**sampling),
+        output_config=OutputConfig(return_log_probs=True, exclude_input_from_output=True),
+    )
+    request_id = executor.enqueue_request(request)
+    responses: list[Response] = []
+    while not (responses and responses[-1].is_final):
+        responses += executor.await_responses(request_id, 30.0)
+    return sorted((response.result for response in responses), key=lambda result: result.sequence_index)
+
+
+def test_the_beams_are_the_executors(server: TritonServer, executor: Executor, tokenizer: Tokenizer) -> None:
+    asked = SEVERAL | {"use_beam_search": "true", "n": "2", "best_of": "4", "length_penalty": "0.5"}
+    ((response,),) = ask(server, request("vllm_model", asked, **TOLD))
+    (expected,) = of_the_executor(
+        executor, tokenizer, beam_width=4, num_return_sequences=2, length_penalty=0.5, early_stopping=0
+    )
+    assert values_of(response, "text_output") == [tokenizer.decode(ids) for ids in expected.output_token_ids]
+    assert values_of(response, "cumulative_logprob") == pytest.approx(expected.cum_log_probs, rel=1e-5)
+    assert values_of(response, "num_output_tokens") == [8, 8]
+
+
+def test_the_sequences_and_the_best_of_them_are_the_executors(
+    server: TritonServer, executor: Executor, tokenizer: Tokenizer
+) -> None:
+    """All four, streamed and not; and the two with the greatest sums of log-probabilities among them."""
+    expected = of_the_executor(executor, tokenizer, num_return_sequences=4, temperature=1.0, seed=7)
+    texts = [tokenizer.decode(result.output_token_ids[0]) for result in expected]
+    sums = [result.cum_log_probs[0] for result in expected if result.cum_log_probs is not None]
+    assert len(set(texts)) == len(sums) == 4
+    (whole,), stream, (best,) = ask(
+        server,
+        request("vllm_opt", SEVERAL | {"n": "4"}, **TOLD),
+        request("vllm_opt", SEVERAL | {"n": "4"}, stream=True, **TOLD),
+        request("vllm_opt", SEVERAL | {"n": "2", "best_of": "4"}, **TOLD),
+    )
+    assert values_of(whole, "text_output") == texts and values_of(whole, "num_output_tokens") == [8] * 4
+    assert values_of(whole, "cumulative_logprob") == pytest.approx(sums, rel=1e-5)
+    pieces = zip(*(values_of(response, "text_output") for response in stream))
+    assert ["".join(each) for each in pieces] == texts
+    assert sum(sum(values_of(response, "num_output_tokens")) for response in stream) == 32
+    order = sorted(range(4), key=lambda i: -sums[i])[:2]
+    assert values_of(best, "text_output") == [texts[i] for i in order]
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -259,9 +333,11 @@ def test_the_prompt_is_excluded_as_asked_and_never_told_to_a_stream(server: Trit
 
 def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: TritonServer) -> None:
     assert error_of(server, sampling={"lora_name": "doll"}) == "LoRA feature is not enabled."
-    assert error_of(server, sampling={"n": "2"}).startswith("Error generating stream: n is 2, which asks for several")
+    assert error_of(server, sampling={"n": "2", "best_of": "1"}).startswith("Error generating stream: best_of is 1")
     assert "'tempersture'" in error_of(server, sampling={"tempersture": 0}, as_tensor=False)
     assert "image asks for an image" in error_of(server, image="aGk=")
+    beams = GREEDY | {"use_beam_search": "true", "n": "99"}
+    assert error_of(server, sampling=beams).startswith("Error generating stream: beam_width is 99, allowed is 1 to")
     one = request("vllm_model", GREEDY)
     ((error,),) = ask(server, {**one, "inputs": [tensor for tensor in one["inputs"] if tensor.name() != "text_input"]})
     assert "text_input" in str(error)

@@ -3,7 +3,7 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-Anything else is answered with WORDS.
+Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one response has them all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
+    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
 }
 
 
@@ -37,7 +39,11 @@ class Seen:
     namespace: str
     ended: threading.Event = field(default_factory=threading.Event)
     ended_at: float = 0.0
-    said: int = 0
+    words: Counter[int] = field(default_factory=Counter)  # so far, by reply
+
+    @property
+    def said(self) -> int:
+        return self.words.total()
 
     def text(self) -> str:
         if "messages" in self.body:
@@ -140,13 +146,16 @@ def plain(seen: Seen) -> Iterator[Any]:
     reason = "length" if limit < len(WORDS) else "stop"
     if seen.body.get("echo"):
         words[0] = seen.text() + words[0]
+    choices = range(seen.body.get("n", 1))
     if not seen.body.get("stream"):
-        yield piece(seen, words, reason)
+        yield response(seen, [told(seen, words, reason, index) for index in choices])
         return
     groups = [group for group in (words[:1], words[1:3], words[3:]) if group]
     for group in groups[:-1]:
-        yield piece(seen, group, None)
-    yield piece(seen, groups[-1], reason)
+        for index in choices:
+            yield response(seen, [told(seen, group, None, index)])
+    for index in reversed(choices):
+        yield response(seen, [told(seen, groups[-1], reason, index)])
 
 
 def flood(seen: Seen, count: int) -> Iterator[Any]:
@@ -156,24 +165,38 @@ def flood(seen: Seen, count: int) -> Iterator[Any]:
 
 
 def piece(seen: Seen, words: list[str], reason: str | None) -> Any:
-    first = seen.said
-    seen.said += len(words)
-    value: dict[str, Any] = {"text": "".join(words), "token_ids": list(range(first, seen.said))}
+    """A response that tells of one reply."""
+    return response(seen, [told(seen, words, reason)])
+
+
+def told(seen: Seen, words: list[str], reason: str | None, index: int = 0) -> dict[str, Any]:
+    """What is new of a reply. Of the prompt's 7 tokens 3 were there; the first reply has computed the rest for the others."""
+    first = seen.words[index]
+    seen.words[index] += len(words)
+    value: dict[str, Any] = {"text": "".join(words), "token_ids": list(range(first, seen.words[index]))}
+    if seen.body.get("n", 1) > 1:
+        value["index"] = index
     count = seen.body.get("logprobs")
     if count is not None:
         value["logprobs"] = [{**logprob(word, -0.5), "top": others(word, count)} for word in words]
     if reason is not None:
-        usage = {"prompt_tokens": 7, "completion_tokens": seen.said, "cached_tokens": 3}
+        usage = {"prompt_tokens": 7, "completion_tokens": seen.words[index], "cached_tokens": 6 if index else 3}
+        if index == 0 and (unused := seen.body.get("best_of", 1) - seen.body.get("n", 1)) > 0:
+            usage["discarded_tokens"] = 100 * unused
         value |= {"finish_reason": reason, "stop_reason": None, "usage": usage}
+    return value
+
+
+def response(seen: Seen, values: list[dict[str, Any]]) -> Any:
+    """One element for each reply that it tells of."""
     answer = service_pb2.ModelStreamInferResponse()
-    response = answer.infer_response
-    response.model_name, response.id = "everbatch", seen.id
-    response.parameters["triton_final_response"].bool_param = reason is not None
-    output = response.outputs.add()
+    message = answer.infer_response
+    message.model_name, message.id = "everbatch", seen.id
+    output = message.outputs.add()
     output.name, output.datatype = "response", "BYTES"
-    output.shape.append(1)
-    data = json.dumps(value).encode()
-    response.raw_output_contents.append(struct.pack("<I", len(data)) + data)
+    output.shape.append(len(values))
+    elements = [json.dumps(value).encode() for value in values]
+    message.raw_output_contents.append(b"".join(struct.pack("<I", len(data)) + data for data in elements))
     return answer
 
 

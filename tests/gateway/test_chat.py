@@ -55,17 +55,22 @@ def test_the_async_client_streams_side_by_side(served: Served) -> None:
     assert asyncio.run(many()) == [TEXT] * 16
 
 
-def test_n_replies_have_seeds_of_their_own(client: openai.OpenAI, triton: FakeTriton) -> None:
+def test_n_replies_are_one_request_whose_prompt_is_counted_once(client: openai.OpenAI, triton: FakeTriton) -> None:
     reply = client.chat.completions.create(model="everbatch", messages=HELLO, n=3, seed=40)
     assert [(choice.index, choice.message.content) for choice in reply.choices] == [(i, TEXT) for i in range(3)]
-    assert sorted(seen.body["seed"] for seen in triton.requests) == [40, 41, 42]
+    assert [(seen.body["n"], seen.body["seed"]) for seen in triton.requests] == [(3, 40)]
     assert reply.usage is not None and (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (7, 12)
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3, (
+        "what was there before, not what the first one computed"
+    )
 
 
-def test_without_a_seed_every_reply_gets_a_random_one(client: openai.OpenAI, triton: FakeTriton) -> None:
-    client.chat.completions.create(model="everbatch", messages=HELLO, n=4)
-    assert len({seen.body["seed"] for seen in triton.requests}) == 4
-    assert len({seen.id for seen in triton.requests}) == 4
+def test_beams_are_asked_for_as_in_vllm(client: openai.OpenAI, triton: FakeTriton) -> None:
+    beams = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+    reply = client.chat.completions.create(model="everbatch", messages=HELLO, n=2, temperature=0, extra_body=beams)
+    assert len(reply.choices) == 2
+    assert {name: triton.last().body[name] for name in (*beams, "n")} == {**beams, "n": 2}
 
 
 def test_streamed_choices_are_told_apart_by_their_index(client: openai.OpenAI) -> None:
@@ -146,8 +151,8 @@ def test_every_sampling_parameter_reaches_the_model(client: openai.OpenAI, trito
 
 
 def test_what_is_not_said_is_not_sent(client: openai.OpenAI, triton: FakeTriton) -> None:
-    client.chat.completions.create(model="everbatch", messages=HELLO, seed=1, stop=[], extra_body={"top_k": -1})
-    assert triton.last().body == {"messages": HELLO, "seed": 1, "temperature": 1.0, "timeout_s": 600.0}
+    client.chat.completions.create(model="everbatch", messages=HELLO, n=1, stop=[], extra_body={"top_k": -1})
+    assert triton.last().body == {"messages": HELLO, "temperature": 1.0, "timeout_s": 600.0}
 
 
 def test_top_p_of_zero_asks_for_the_most_likely_token(client: openai.OpenAI, triton: FakeTriton) -> None:

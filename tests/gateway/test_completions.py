@@ -39,10 +39,23 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_them(
     assert sorted(given, key=str) == sorted(sent, key=str)
 
 
-def test_two_prompts_with_n_are_counted_once_each(client: openai.OpenAI) -> None:
-    reply = client.completions.create(model="everbatch", prompt=["a", "b"], n=2, max_tokens=9)
+def test_two_prompts_with_n_are_counted_once_each(client: openai.OpenAI, triton: FakeTriton) -> None:
+    reply = client.completions.create(model="everbatch", prompt=["a", "b"], n=2, max_tokens=9, seed=5)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     assert reply.usage is not None and (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
+    assert sorted((seen.body["prompt"], seen.body["n"], seen.body["seed"]) for seen in triton.requests) == [
+        ("a", 2, 5),
+        ("b", 2, 5),
+    ]
+
+
+def test_streamed_choices_of_two_prompts_are_told_apart_by_their_index(client: openai.OpenAI) -> None:
+    """Those of the first prompt come first: its second one has the index 1, the first of the other prompt 2."""
+    texts = dict.fromkeys(range(4), "")
+    asked = {"model": "everbatch", "n": 2, "max_tokens": 9, "echo": True}
+    for part in client.completions.create(**asked, prompt=["a ", "b "], stream=True):  # type: ignore[call-overload]
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == {0: "a " + TEXT, 1: "a " + TEXT, 2: "b " + TEXT, 3: "b " + TEXT}
 
 
 def test_without_max_tokens_sixteen_are_asked_for(client: openai.OpenAI, triton: FakeTriton) -> None:
@@ -78,6 +91,13 @@ def test_the_chosen_token_is_among_the_most_likely_even_when_none_is_asked_for(c
 @pytest.mark.parametrize(("n", "best_of"), [(1, 1), (3, 3), (3, 1)])
 def test_best_of_that_asks_for_nothing_more_is_taken(n: int, best_of: int, client: openai.OpenAI) -> None:
     assert len(client.completions.create(model="everbatch", prompt="a", n=n, best_of=best_of).choices) == n
+
+
+def test_what_best_of_leaves_out_is_counted_but_is_no_choice(client: openai.OpenAI, triton: FakeTriton) -> None:
+    """Two replies of four tokens, and two more that the model discarded after 100 tokens each."""
+    reply = client.completions.create(model="everbatch", prompt="a", n=2, best_of=4)
+    assert (triton.last().body["n"], triton.last().body["best_of"], len(reply.choices)) == (2, 4, 2)
+    assert reply.usage is not None and (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (7, 208)
 
 
 def test_stream_ends_with_usage_and_done(served: Any) -> None:

@@ -75,12 +75,19 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"logit_bias": {"1": 101}}, "logit_bias", "101; it should be less than or equal to 100"),
     ("chat/completions", {"stop": 5}, "stop", "stop is 5; it should be a valid string, or it should be a valid list"),
     ("completions", {"suffix": "x"}, "suffix", "suffix is not served here"),
-    ("completions", {"best_of": 4, "n": 2}, "best_of", "best_of is 4; only 1 or n (2) is served"),
+    ("completions", {"best_of": 129}, "best_of", "less than or equal to 128"),
+    (
+        "completions",
+        {"early_stopping": "ever"},
+        "early_stopping",
+        "it should be a valid boolean, or it should be 'never'",
+    ),
+    ("completions", {"prompt": ["a"] * 33, "best_of": 4, "n": 2}, "n", "best_of, is 132, the limit is 128"),
     ("completions", {"prompt": []}, "prompt", "at least 1 item"),
     ("completions", {"prompt": [[]]}, "prompt[0]", "at least 1 item"),
     ("completions", {"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
     ("completions", {"prompt": ["a", 1]}, "prompt[1]", "it should be a valid string"),
-    ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n is 130, the limit is 128"),
+    ("completions", {"prompt": ["a"] * 65, "n": 2}, "n", "prompts times n, or best_of, is 130, the limit is 128"),
     ("completions", {"echo": True, "logprobs": 1}, "logprobs", "log-probabilities of the prompt"),
     ("completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] is 'a'; it should be a valid integer"),
     ("completions", {"prompt": [[1], []]}, "prompt[1]", "at least 1 item"),
@@ -182,10 +189,10 @@ def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenA
         list(stream)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("prompt", ["junk", ["junk"] * 3])
 @pytest.mark.parametrize("path", ["completions", "responses"])
-def test_a_stream_that_the_gateway_fails_at_ends_with_an_error_event(path: str, n: int, served: Served) -> None:
-    body = {"model": "everbatch", "prompt": "junk", "stream": True, "n": n}
+def test_a_stream_that_the_gateway_fails_at_ends_with_an_error_event(path: str, prompt: Any, served: Served) -> None:
+    body = {"model": "everbatch", "prompt": prompt, "stream": True}
     if path == "responses":
         body = {"model": "everbatch", "input": "junk", "stream": True}
     status, text, headers = served.request("POST", f"/v1/{path}", body)
@@ -201,10 +208,10 @@ def test_a_reply_that_ends_early_is_no_reply(prompt: str, client: openai.OpenAI)
         client.completions.create(model="everbatch", prompt=prompt)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_reply_that_was_not_ready_in_time_is_408(n: int, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("prompt", ["timeout", ["timeout"] * 3])
+def test_a_reply_that_was_not_ready_in_time_is_408(prompt: Any, client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(model="everbatch", prompt="timeout", n=n)
+        client.completions.create(model="everbatch", prompt=prompt, n=2)
     assert caught.value.status_code == 408
 
 

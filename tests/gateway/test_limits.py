@@ -77,7 +77,7 @@ def test_more_replies_at_once_than_the_limit_get_429(serve: Serve, triton: FakeT
 def test_a_request_for_more_replies_than_there_ever_are_places_is_a_400(serve: Serve, triton: FakeTriton) -> None:
     """To try it again would never help."""
     with serve(max_choices=4) as served:
-        status, body, _ = served.request("POST", "/v1/completions", {**COMPLETION, "n": 5})
+        status, body, _ = served.request("POST", "/v1/completions", {**COMPLETION, "n": 2, "best_of": 5})
         assert (status, body["error"]["param"]) == (400, "n") and "is 5, the limit is 4" in body["error"]["message"]
         assert not triton.requests
 
@@ -90,15 +90,15 @@ def eventually_200(served: Served) -> bool:
     return False
 
 
-@pytest.mark.parametrize("choices", [1, 3])
-def test_a_client_that_reads_nothing_holds_its_replies_back(choices: int, served: Served, triton: FakeTriton) -> None:
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_client_that_reads_nothing_holds_its_replies_back(prompts: int, served: Served, triton: FakeTriton) -> None:
     """40 MB each would be written otherwise: what is under way are buffers of sockets, not of the gateway."""
-    body = {"model": "everbatch", "prompt": "flood 40000", "stream": True, "n": choices}
+    body = {"model": "everbatch", "prompt": ["flood 40000"] * prompts, "stream": True}
     with connect(served) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(post(json.dumps(body).encode()))
         assert b" 200 " in connection.recv(100)
-        seen = triton.wait_for(choices)
+        seen = triton.wait_for(prompts)
         said = -1
         while said != (said := sum(one.said for one in seen)):  # until nothing moves any more
             time.sleep(0.3)

@@ -38,10 +38,11 @@ WITH: dict[str, dict[str, Any]] = {
 }
 # A value of each parameter that asks for something, in OpenAI's API or vLLM's.
 VALUES: dict[str, Any] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
+    **dict.fromkeys(("length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
     **dict.fromkeys(("top_k", "min_tokens", "n", "max_tokens", "max_completion_tokens", "max_output_tokens"), 2),
     **dict.fromkeys(("seed", "best_of", "max_tool_calls", "prompt_logprobs", "top_logprobs"), 3),
     **dict.fromkeys(("stream", "echo", "ignore_eos", "include_stop_str_in_output", "store", "background"), True),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), True),
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "instructions", "suffix", "conversation"), "x"),
     **dict.fromkeys(("reasoning_effort", "verbosity"), "low"),
     "repetition_penalty": 1.5,
@@ -109,7 +110,7 @@ def jobs(endpoint: str, added: dict[str, Any]) -> list[dict[str, Any]]:
     message: Any = parse(KINDS[endpoint], json.dumps({**GOOD[endpoint], **added}).encode())
     if endpoint == "responses":
         return [translate.response(message, [])]
-    return translate.chat(message) if endpoint == "chat" else translate.completions(message)
+    return [translate.chat(message)] if endpoint == "chat" else translate.completions(message)
 
 
 def beside(endpoint: str, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from backend.serving.environment import RunDirectory
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
-from backend.serving.outputs import TextOutput
+from backend.serving.news import TextReporter
 from backend.serving.pump import ResponsePump
 from backend.serving.text_pool import TextPool
 from tests.mutants.changes import Plant, change
@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         [DETAILS + "test_a_namespace_may_have_as_many_characters_as_the_limit_says"],
     ),
     "text_that_was_sent_still_counts_as_fresh": (
-        change(TextOutput, "render", ("    self._fresh = False\n", "")),
+        change(TextReporter, "take", ("    self._fresh = False\n", "")),
         [DETAILS + "test_text_that_is_held_back_makes_no_empty_response"],
     ),
     "a_client_that_left_is_reported_with_every_sweep": (

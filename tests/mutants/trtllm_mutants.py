@@ -132,6 +132,19 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(gpt_manager, "_tensors", ("(tokens + [asked.pad_id] * length)[:length]", "tokens")),
         MANAGER,
     ),
+    "sequences_are_counted_together": (
+        change(
+            gpt_manager,
+            "_tensors",
+            ("asked.num_sent[result.sequence_index] = before", "asked.num_sent[0] = before"),
+            ("else asked.num_sent[result.sequence_index]", "else asked.num_sent[0]"),
+        ),
+        MANAGER,
+    ),
+    "beams_of_a_stream_are_added_up": (
+        change(gpt_manager, "_tensors", ("0 if asked.has_beams else ", "")),
+        MANAGER,
+    ),
     "words_end_one_token_early": (
         change(inference_request, "_words", ("tokens[start:end]", "tokens[start : end - 1]")),
         MANAGER,

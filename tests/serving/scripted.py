@@ -59,9 +59,11 @@ class ScriptedExecutor:
         self.submitted.release()
         return request_id
 
-    def cancel_request(self, request_id: RequestId, keep_output_tokens: int | None = None) -> None:
+    def cancel_request(
+        self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
+    ) -> None:
         self.cancelled.append((request_id, keep_output_tokens))
-        self.end(request_id, reason=FinishReason.CANCELLED)
+        self.end(request_id, reason=FinishReason.CANCELLED, sequence_index=sequence_index or 0)
 
     def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
         self.stopped_sessions.append((session_id, end, namespace))

@@ -36,8 +36,8 @@ def work(tools: TextTools, max_kv_tokens: int = 0, **fields: Any) -> Work:
     return only
 
 
-def told(output: RowOutput, final: bool = False) -> Any:
-    arrays = output.render(final)
+def told(output: RowOutput) -> Any:
+    arrays = next(iter(output.render()), None)
     return None if arrays is None else json.loads(dict(arrays)["response"][0])
 
 
@@ -96,9 +96,9 @@ def test_what_is_wrong_is_named(tools: TextTools, fields: dict[str, Any], messag
 
 def test_an_unknown_field_is_refused_by_name(tools: TextTools) -> None:
     with pytest.raises(
-        Unsupported, match="^request: 'guided_json' is no known parameter; 'n' is no known parameter; leave"
+        Unsupported, match="^request: 'guided_json' is no known parameter; 'x' is no known parameter; leave"
     ):
-        work(tools, prompt="a", n=2, guided_json="{}")
+        work(tools, prompt="a", x=2, guided_json="{}")
 
 
 def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:
@@ -108,7 +108,7 @@ def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:
     assert told(output) == {"text": tools.tokenizer.decode([first]), "token_ids": [first]}
     assert told(output) is None
     output.feed(result([second], FinishReason.LENGTH, perf_metrics=PerfMetrics(num_cached_tokens=1)))
-    last = told(output, final=True)
+    last = told(output)
     assert last["token_ids"] == [second] and last["finish_reason"] == "length" and last["stop_reason"] is None
     num_prompt = len(tools.tokenizer.encode("a"))
     assert last["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 2, "cached_tokens": 1}
@@ -118,7 +118,7 @@ def test_a_stop_string_is_named_and_not_part_of_the_text(tools: TextTools) -> No
     output = work(tools, prompt="a", stop=[";"]).output
     assert output.feed(result(tools.tokenizer.encode("x;y", add_special_tokens=False))) is not None
     output.feed(result([], FinishReason.STOP_WORDS))
-    assert (told(output, final=True) or {}) | {"token_ids": 0, "usage": 0} == {
+    assert (told(output) or {}) | {"token_ids": 0, "usage": 0} == {
         "text": "x",
         "token_ids": 0,
         "finish_reason": "stop",
@@ -133,7 +133,7 @@ def test_a_stop_token_is_told_and_shown_only_when_asked(tools: TextTools, includ
     x = tools.tokenizer.encode("x", add_special_tokens=False)
     output = work(tools, prompt="a", stop_token_ids=[semicolon], include_stop_in_output=include).output
     output.feed(result([*x, semicolon], FinishReason.END_ID))
-    last = told(output, final=True)
+    last = told(output)
     assert last["text"] == text and last["stop_reason"] == semicolon and last["token_ids"] == [*x, semicolon]
 
 
@@ -143,7 +143,7 @@ def test_log_probs_come_with_the_text_and_bytes_of_each_token(tools: TextTools) 
     tops = [[TopLogProb(ids[-1], -0.5)] for _ in ids]
     logs = [[-1.0] * len(ids)]
     output.feed(result(ids, FinishReason.LENGTH, log_probs=logs, cum_log_probs=[-1.0], top_log_probs=tops))
-    last = told(output, final=True)
+    last = told(output)
     assert "".join(entry["token"] for entry in last["logprobs"]) == last["text"] == " é!"
     assert bytes(byte for entry in last["logprobs"] for byte in entry["bytes"]).decode() == " é!"
     assert [entry["token_id"] for entry in last["logprobs"]] == ids

@@ -35,6 +35,9 @@ NOT_READ = "came as a request parameter, which this model does not read; "
         (ENSEMBLE, "n", 2, "here the input is called num_return_sequences (INT32)"),
         (ENSEMBLE, "logprobs", 3, "here the input is called return_log_probs (BOOL)"),
         (ENSEMBLE, "min_p", 0.1, "this model has nothing of the kind, leave it out"),
+        (ENSEMBLE, "truncate_prompt_tokens", 5, "this model has nothing of the kind, leave it out"),
+        (TOKEN_MODEL, "diversity_penalty", 0.5, "here the input is called beam_search_diversity_rate (FP32)"),
+        (EVERBATCH, "best_of", 2, "put it into the JSON of the input request"),
         (EVERBATCH, "temperature", 0.5, "put it into the JSON of the input request"),
         (LLMAPI, "stop", "x", "here the input is called sampling_param_stop (STRING)"),
     ],
@@ -48,7 +51,7 @@ def test_a_known_name_of_another_api_is_refused_with_the_right_one(
 
 
 def test_what_asks_for_nothing_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    FreeParameters(ENSEMBLE, strict=True).check({"n": 1, "best_of": 1, "id": "r7"})
+    FreeParameters(ENSEMBLE, strict=True).check({"n": 1, "best_of": 1, "use_beam_search": False, "id": "r7"})
     assert caplog.text == ""
 
 

@@ -41,6 +41,9 @@ def arrays(**values: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
+ENDED = {"is_final": False, "is_sequence_final": True}
+
+
 def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
     tensors = [Tensor(*item) for item in arrays(**{"text_input": "x = 1", **values}).items()]
     batch = Batch.read(LLMAPI.tensors, tensors, 64)
@@ -51,12 +54,13 @@ def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
     return only
 
 
-def told(output: RowOutput, final: bool = False) -> dict[str, list[Any]]:
-    return {name: array.tolist() for name, array in output.render(final) or []}
+def told(output: RowOutput) -> dict[str, list[Any]]:
+    return {name: array.tolist() for name, array in next(iter(output.render()), [])}
 
 
 def result(ids: list[int], reason: FinishReason = FinishReason.NOT_FINISHED, **fields: Any) -> Result:
-    return Result([ids], is_final=reason is not FinishReason.NOT_FINISHED, finish_reasons=(reason,), **fields)
+    fields = {"is_final": reason is not FinishReason.NOT_FINISHED, **fields}
+    return Result([ids], finish_reasons=(reason,), **fields)
 
 
 @pytest.mark.feature("W-10")
@@ -89,7 +93,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("ab", add_special_tokens=False)
     plain = work(tools).output
     plain.feed(result(ids, FinishReason.LENGTH))
-    assert told(plain, final=True) == {"text_output": [b"ab"]}
+    assert told(plain) == {"text_output": [b"ab"]}
     flags = {f"return_{name}": True for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
     output = work(tools, streaming=True, **flags).output
     output.feed(result(ids, log_probs=[[-0.5] * len(ids)]))
@@ -101,7 +105,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
         "cumulative_logprob": [-0.5 * len(ids)],
     }
     output.feed(result([3], FinishReason.END_ID, log_probs=[[-1.0]]))
-    last = told(output, final=True)
+    last = told(output)
     assert last["finish_reason"] == [b"stop"] and last["stop_reason"] == [b"None"]
     assert last["cumulative_logprob"] == [-0.5 * len(ids) - 1.0]
 
@@ -113,7 +117,7 @@ def test_only_what_the_flags_ask_for_is_told(tools: TextTools) -> None:
 def test_every_end_has_a_name(tools: TextTools, reason: FinishReason, name: bytes) -> None:
     output = work(tools, return_finish_reason=True).output
     output.feed(result([], reason))
-    assert told(output, final=True)["finish_reason"] == [name]
+    assert told(output)["finish_reason"] == [name]
 
 
 def test_a_stop_string_of_the_list_ends_the_text_and_is_named(tools: TextTools) -> None:
@@ -121,7 +125,7 @@ def test_a_stop_string_of_the_list_ends_the_text_and_is_named(tools: TextTools) 
     assert row.request.streaming, "the text is matched here"
     assert row.output.feed(result(tools.tokenizer.encode("x;y", add_special_tokens=False))) is not None
     row.output.feed(result([], FinishReason.CANCELLED))
-    assert told(row.output, final=True) == {"text_output": [b"x"], "finish_reason": [b"stop"], "stop_reason": [b";"]}
+    assert told(row.output) == {"text_output": [b"x"], "finish_reason": [b"stop"], "stop_reason": [b";"]}
 
 
 @pytest.mark.parametrize(("exclude", "text"), [(None, b"y"), (True, b"y"), (False, b"x = 1y")])
@@ -129,7 +133,7 @@ def test_the_prompt_is_repeated_only_when_asked(tools: TextTools, exclude: bool 
     given = {} if exclude is None else {"exclude_input_from_output": exclude}
     output = work(tools, **given).output
     output.feed(result(tools.tokenizer.encode("y", add_special_tokens=False), FinishReason.LENGTH))
-    assert told(output, final=True)["text_output"] == [text]
+    assert told(output)["text_output"] == [text]
 
 
 def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
@@ -138,7 +142,7 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
         arrival_ns=1, first_scheduled_ns=2, first_token_ns=3, last_token_ns=4, num_new_blocks=3, num_reused_blocks=1
     )
     output.feed(result([5], FinishReason.LENGTH, perf_metrics=perf))
-    arrays = dict(output.render(final=True))
+    arrays = dict(*output.render())
     declared = {spec.name: spec.dtype for spec in LLMAPI.tensors.outputs if "perf" in spec.when}
     types = {"INT32": "int32", "INT64": "int64", "FP32": "float32"}
     assert {name: arrays[name].dtype.name for name in declared} == {
@@ -158,7 +162,14 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
         ({"text_input": "x y " * 60}, InvalidRequest, "tokens, the limit is 63"),
         ({"max_tokens": 0}, InvalidRequest, "sampling_param_max_tokens is 0"),
         ({"stops": ["s"] * 129}, InvalidRequest, "sampling_param_stop holds 129 entries"),
-        ({"best_of": 2}, Unsupported, "sampling_param_best_of asks for more than one output sequence"),
+        ({"best_of": 2}, InvalidRequest, "sampling_param_best_of is 2, and decoding is greedy"),
+        ({"best_of": 2, "top_k": 5, "streaming": True}, InvalidRequest, "known only when all have ended"),
+        (
+            {"best_of": 2, "beam_width": 2},
+            InvalidRequest,
+            "sampling_param_best_of is 2 beside sampling_param_beam_width 2",
+        ),
+        ({"best_of": 2**31 - 1, "top_k": 5}, InvalidRequest, "allowed is 1 to 2048"),
         ({"image_url": "x"}, Unsupported, "image_url asks for image input"),
         ({"lora_id": 1}, Unsupported, "lora_id asks for LoRA"),
         ({"lora_path": "/x"}, Unsupported, "lora_path asks for LoRA"),
@@ -170,6 +181,47 @@ def test_what_is_wrong_is_named(tools: TextTools, values: dict[str, Any], error:
     others = {name: value for name, value in values.items() if name != "decoupled"}
     with pytest.raises(error, match=message):
         work(tools, decoupled, **others)
+
+
+@pytest.mark.feature("W-10")
+def test_the_most_likely_of_several_sequences_is_the_answer(tools: TextTools) -> None:
+    """-0.5 - 1.0 for the first, -0.25 for the second, which a stop string cuts short; -9 for the third."""
+    row = work(tools, best_of=3, top_k=5, stops=[";"], return_finish_reason=True)
+    config = row.request.sampling_config
+    assert (config.num_return_sequences, config.beam_width) == (3, 1)
+    assert row.request.output_config.return_log_probs and row.request.streaming
+    x, stop = (tools.tokenizer.encode(text, add_special_tokens=False) for text in ("x", ";"))
+    row.output.feed(result(x, log_probs=[[-0.5]], sequence_index=0))
+    row.output.feed(result(x, log_probs=[[-9.0]], sequence_index=2))
+    assert row.output.feed(result([*stop, *x], log_probs=[[-0.25, -7.0]], sequence_index=1)) == 1
+    for sequence in (2, 1):
+        row.output.feed(result([], FinishReason.STOP_WORDS, log_probs=[[]], sequence_index=sequence, **ENDED))
+    assert not told(row.output)
+    row.output.feed(result(x, FinishReason.LENGTH, log_probs=[[-1.0]], sequence_index=0))
+    assert told(row.output) == {"text_output": [b""], "finish_reason": [b"stop"]}
+
+
+@pytest.mark.feature("W-10")
+def test_all_beams_are_told_the_best_first(tools: TextTools) -> None:
+    flags = {f"return_{name}": True for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
+    row = work(tools, beam_width=2, stops=[";"], **flags)
+    assert row.request.sampling_config.beam_width == 2 and not row.request.streaming
+    assert tools.tokenizer.encode(";", add_special_tokens=False) in row.request.stop_words
+    first, second = (tools.tokenizer.encode(text, add_special_tokens=False) for text in ("x;", "y"))
+    ends = (FinishReason.STOP_WORDS, FinishReason.LENGTH)
+    log_probs = [[-0.5] * len(first), [-1.0] * len(second)]
+    row.output.feed(Result([first, second], is_final=True, finish_reasons=ends, log_probs=log_probs))
+    assert told(row.output) == {
+        "text_output": [b"x", b"y"],
+        "finish_reason": [b"stop", b"length"],
+        "stop_reason": [b";", b"None"],
+        "cumulative_logprob": [-0.5 * len(first), -1.0 * len(second)],
+    }
+
+
+@pytest.mark.feature("W-10", "000-36")
+def test_a_logits_post_processor_is_named(tools: TextTools) -> None:
+    assert work(tools, logits_post_processor_name="polite").request.logits_post_processor == "polite"
 
 
 # ---- in a server -----------------------------------------------------------------------------------------------------

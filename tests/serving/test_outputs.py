@@ -19,7 +19,7 @@ def whole(streaming: bool = False, **fields: object) -> dict[str, np.ndarray]:
     """The only response of a row with a prompt of two tokens and an output of three."""
     output = token_output(RowSettings(streaming), [] if streaming else [7, 8])
     output.feed(result([1, 2, 3], final=True, **fields))
-    return dict(output.render(final=True))
+    return dict(*output.render())
 
 
 @pytest.mark.feature("001-49")
@@ -55,9 +55,9 @@ def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None
     output = token_output(RowSettings(streaming=True), [])
     output.feed(result([1], top_log_probs=[top(1, 9)]))
     output.feed(result([2], top_log_probs=[top(8, 2)]))
-    first = dict(output.render(final=False))
+    first = dict(*output.render())
     output.feed(result([3], final=True, top_log_probs=[top(3, 7)]))
-    last = dict(output.render(final=True))
+    last = dict(*output.render())
     ids, log_probs = first["top_log_probs_ids"], first["top_log_probs"]
     assert (ids.dtype, ids.tolist()) == (np.int32, [[[1, 9], [8, 2]]])
     assert (log_probs.dtype, log_probs.tolist()) == (np.float32, [[[-0.25, -0.5]] * 2])
@@ -67,5 +67,5 @@ def test_the_most_likely_tokens_come_with_the_tokens_of_their_response() -> None
 def test_an_end_without_tokens_has_no_positions() -> None:
     output = token_output(RowSettings(streaming=True), [])
     output.feed(result([], final=True, top_log_probs=[]))
-    arrays = dict(output.render(final=True))
+    arrays = dict(*output.render())
     assert arrays["top_log_probs_ids"].shape == arrays["top_log_probs"].shape == (1, 0, 0)

@@ -35,7 +35,7 @@ def answered(front: TextFront, tools: TextTools, vocab_size: int = 0, **inputs: 
     front.check(batch, context)
     (work,) = front.parse(batch, context, Parameters(), tools)
     assert work.request is None, "the engine has nothing to do"
-    return dict(work.output.render(final=True))
+    return dict(*work.output.render())
 
 
 def ask(tools: TextTools, *queries: str, **inputs: Any) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ class Harness:
         self.stopped: list[Stream] = []
         self.ended: list[Row] = []
         self.responses: list[Response] = []  # with which they ended
-        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, kept: None, self._note)
+        self.pump = ResponsePump(num_lanes, self.stopped.append, lambda row, sequence_index, kept: None, self._note)
 
     def _note(self, stream: Stream, row: Row, response: Response) -> None:
         self.ended.append(row)

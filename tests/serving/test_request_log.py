@@ -14,7 +14,8 @@ from backend.api.config import TritonConfig
 from backend.serving import ended
 from backend.serving.ended import EndedRow, EndedRows
 from backend.serving.model_server import ModelServer
-from backend.serving.outputs import Answer, TextOutput
+from backend.serving.news import TextReporter
+from backend.serving.outputs import Answer, SeparateOutput
 from backend.serving.pump import Failure, Row, Stream
 from backend.serving.request_log import RequestLog, hash_of
 from backend.text.stream import TextStream
@@ -184,7 +185,7 @@ def test_publishing_stops_when_its_time_is_over_and_goes_on_later() -> None:
 
 
 def test_a_reason_is_the_one_that_the_client_was_told() -> None:
-    output = TextOutput(lambda news: [], TextStream(TOKENIZER, stops=[".b"]), streaming=True)
+    output = SeparateOutput([TextReporter(TextStream(TOKENIZER, stops=[".b"]), streaming=True)], lambda told: [])
     row, rows = Row(output, num_input_tokens=1), EndedRows()
     last = Result(
         [TOKENIZER.encode("self.b = 1\n    return other")], is_final=True, finish_reasons=(FinishReason.LENGTH,)

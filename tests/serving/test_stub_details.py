@@ -238,10 +238,10 @@ def test_growth_that_could_not_be_sent_is_sent_with_the_next() -> None:
 def test_text_that_is_held_back_makes_no_empty_response() -> None:
     """`b` may be the beginning of the stop string, so there is nothing to say yet."""
     tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
-    output = text_output(RowSettings(streaming=True), TextStream(tokenizer, stops=[" b x"]))
+    output = text_output(RowSettings(streaming=True), lambda: TextStream(tokenizer, stops=[" b x"]))
     output.feed(Result([[0]]))
-    assert dict(output.render(final=False))["text_output"].item() == b"a"
+    assert dict(*output.render())["text_output"].item() == b"a"
     output.feed(Result([[1]]))
-    assert output.render(final=False) is None
+    assert not output.render()
     output.feed(Result([[0]]))
-    assert dict(output.render(final=False))["text_output"].item() == b" b a"
+    assert dict(*output.render())["text_output"].item() == b" b a"

@@ -177,10 +177,8 @@ def test_streamed_text_concatenates_to_the_whole_text(works: Callable[..., list[
     output = works(text_input=strings("a"), stream=bools(True), return_num_output_tokens=bools(True))[0].output
     pieces, counts = [], []
     for n, token in enumerate(ids):
-        final = n == len(ids) - 1
-        output.feed(result([token], final))
-        arrays = output.render(final)
-        if arrays is not None:
+        output.feed(result([token], final=n == len(ids) - 1))
+        for arrays in output.render():
             pieces.append(text_of(arrays))
             counts.append(int(dict(arrays)["num_output_tokens"][0, 0]))
     assert "".join(pieces) == "naïve — 数 = 3\n" and all("\ufffd" not in piece for piece in pieces)
@@ -196,7 +194,7 @@ def test_the_prompt_is_echoed_unless_excluded_and_a_chat_only_when_asked(
     def answer(**inputs: np.ndarray) -> str:
         output = works(**inputs)[0].output
         output.feed(result(ids, final=True))
-        return text_of(output.render(final=True))
+        return text_of(output.render()[0])
 
     chat = strings(json.dumps([{"role": "user", "content": "hi"}]))
     assert answer(text_input=strings("import")) == "import os"
@@ -216,9 +214,9 @@ def test_a_stop_string_across_tokens_ends_the_row_and_says_how_many_tokens_count
     kept = [output.feed(result([token])) for token in [*head, *stop]]
     first = next(n for n in kept if n is not None)
     assert tools.tokenizer.decode([*head, *stop][:first]).endswith("return y")
-    assert output.render(final=False) is None, "the last text waits for the end that rides on it"
+    assert not output.render(), "the last text waits for the end that rides on it"
     output.feed(result([1, 2], final=True, reason=FinishReason.CANCELLED))  # the engine had gone on
-    arrays = output.render(final=True)
+    (arrays,) = output.render()
     assert text_of(arrays) == "x = 1;return y" and dict(arrays)["finish_reason"][0] == b"stop"
     assert output.num_output_tokens == first
 
@@ -231,7 +229,7 @@ def test_accumulated_responses_each_hold_the_whole_text_so_far(
     texts = []
     for n, token in enumerate(ids):
         output.feed(result([token], final=n == len(ids) - 1))
-        texts.append(text_of(output.render(final=n == len(ids) - 1)))
+        texts.append(text_of(output.render()[0]))
     assert texts[-1] == "a b c d" and all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
 
 
@@ -242,7 +240,7 @@ def test_what_a_stop_string_cuts_off_has_no_top_log_probs_either(
     ids = tools.tokenizer.encode("x;y z", add_special_tokens=False)
     kept = output.feed(result(ids, top_log_probs=[[TopLogProb(token, -1.0)] for token in ids]))
     output.feed(result([], final=True, top_log_probs=[]))
-    arrays = dict(output.render(final=True))
+    arrays = dict(*output.render())
     assert 0 < kept < len(ids)
     assert arrays["top_log_probs_ids"].tolist() == [[[token] for token in ids[:kept]]]
 
@@ -251,9 +249,9 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
     output = works(text_input=strings("a"), stream=bools(True), return_log_probs=bools(True))[0].output
     output.feed(result([10], log_probs=[[-1.0]], cum_log_probs=[-1.0]))
     output.feed(result([11], log_probs=[[-2.0]], cum_log_probs=[-3.0]))
-    first = dict(output.render(final=False))
+    first = dict(*output.render())
     output.feed(result([12], final=True, log_probs=[[-4.0]], cum_log_probs=[-7.0]))
-    last = dict(output.render(final=True))
+    last = dict(*output.render())
     assert first["output_log_probs"].tolist() == [[[-1.0, -2.0]]] and first["cum_log_probs"].tolist() == [[-3.0]]
     assert last["output_log_probs"].tolist() == [[[-4.0]]] and last["cum_log_probs"].tolist() == [[-7.0]]
 
@@ -262,11 +260,7 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
 @pytest.mark.parametrize(
     ("name", "neutral", "asking", "feature"),
     [
-        ("length_penalty", floats(1.0), floats(0.5), "beam search"),
-        ("length_penalty", floats(0.0), floats(-1.0), "beam search"),
-        ("early_stopping", bools(False), bools(True), "beam search"),
-        ("beam_search_diversity_rate", floats(0.0), floats(0.5), "beam search"),
-        ("prompt_vocab_size", ints(0), ints(8), "prompt tuning"),
+        ("lora_task_id", uint64(0), uint64(8), "LoRA"),
         ("decoder_text_input", strings(""), strings("x"), "encoder input"),
     ],
 )

@@ -141,23 +141,13 @@ def test_as_many_rows_as_the_limit_are_served() -> None:
 REFUSED = [spec for spec in TOKEN_MODEL.inputs if spec.target == "refused"]
 # What clients of tensorrtllm_backend send without asking for anything, written down apart from the table.
 NEUTRAL = {
-    "num_return_sequences": [1],
-    "beam_width": [1],
-    "return_context_logits": [False],
-    "return_generation_logits": [False],
-    "len_penalty": [1.0, 0.0],
-    "early_stopping": [False],
-    "beam_search_diversity_rate": [0.0],
-    "prompt_vocab_size": [0],
     "draft_acceptance_threshold": [0.0],
     "lora_task_id": [0],
     "guided_decoding_guide_type": [b""],
     "guided_decoding_guide": [b""],
-    "runtime_top_p_decay": [1.0],
     "encoder_output_lengths": [0],
     "mrope_position_deltas": [0],
     "skip_cross_attn_blocks": [False],
-    "retention_decode_priority": [35],
     "lookahead_window_size": [0],
     "lookahead_ngram_size": [0],
     "lookahead_verification_set_size": [0],
@@ -193,7 +183,8 @@ def test_only_the_known_neutral_values_ask_for_nothing() -> None:
 
 def test_what_has_no_meaning_here_is_accepted_and_changes_nothing() -> None:
     ignored = [spec for spec in TOKEN_MODEL.inputs if spec.target == "ignored"]
-    assert {"decoder_input_ids", "decoder_input_lengths", "pad_id"} <= {spec.name for spec in ignored}
+    names = {"decoder_input_ids", "decoder_input_lengths", "pad_id", "prompt_vocab_size", "prompt_table_extra_ids"}
+    assert names <= {spec.name for spec in ignored}
     for spec in ignored:
         assert parse(**{spec.name: filled(spec, 1)})[0] == parse()[0]
 

@@ -58,8 +58,8 @@ def asked(prompt: list[int] = [1, 2], **fields: Any) -> Request:  # noqa: B006, 
     return request
 
 
-def told(output: RowOutput, final: bool = False) -> dict[str, Any] | None:
-    found = output.render(final)
+def told(output: RowOutput) -> dict[str, Any] | None:
+    found = next(iter(output.render()), None)
     return None if found is None else {name: array.tolist() for name, array in found}
 
 
@@ -142,7 +142,9 @@ def test_stop_interrupts_the_session_and_end_that_is_left_out_erases_it() -> Non
     assert work(STOP=1).request == StopSession(0, end=True, namespace="mine")
     with pytest.raises(SessionError, match="session error 1"):
         work(STOP=1, START=1, CORRID=4)
-    assert told(work(STOP=1, CORRID=4).output, final=True) == {"output_ids": [[[]]], "sequence_length": [[0]]}
+    output = work(STOP=1, CORRID=4).output
+    output.feed(Result([[]], is_final=True, finish_reasons=(FinishReason.CANCELLED,)))
+    assert told(output) == {"output_ids": [[[]]], "sequence_length": [[0]]}
 
 
 @pytest.mark.feature("W-09")
@@ -154,15 +156,15 @@ def test_every_response_holds_history_prompt_and_output() -> None:
     assert told(output) is None
     output.feed(Result([[8]]))
     output.feed(Result([[9]], is_final=True, finish_reasons=(FinishReason.END_ID,)))
-    assert told(output, final=True) == {"output_ids": [[[1, 2, 3, 5, 6, 7, 8, 9]]], "sequence_length": [[8]]}
+    assert told(output) == {"output_ids": [[[1, 2, 3, 5, 6, 7, 8, 9]]], "sequence_length": [[8]]}
     assert output.num_output_tokens == 3
-    assert [array.dtype for _, array in output.render(True) or []] == [np.uint32, np.uint32]
+    assert [array.dtype for _, array in output.render()[0]] == [np.uint32, np.uint32]
 
 
 def test_a_turn_without_output_tells_history_and_prompt() -> None:
     output = work([5, 6], START=0, END=0).output
     output.feed(Result([[]], is_final=True, finish_reasons=(FinishReason.LENGTH,), history_token_ids=[1]))
-    assert told(output, final=True) == {"output_ids": [[[1, 5, 6]]], "sequence_length": [[3]]}
+    assert told(output) == {"output_ids": [[[1, 5, 6]]], "sequence_length": [[3]]}
     assert output.num_output_tokens == 0
 
 

@@ -30,7 +30,7 @@ def answer(front: TextFront, tools: TextTools, **inputs: np.ndarray) -> dict[str
     (work,) = front.parse(batch, context, Parameters(), tools)
     assert work.request is None, "no engine is asked"
     assert work.output.feed(Result([[]], is_final=True, finish_reasons=(FinishReason.LENGTH,))) is None
-    return dict(work.output.render(True) or [])
+    return dict(*work.output.render())
 
 
 def tokenised(tools: TextTools, query: str, **inputs: np.ndarray) -> dict[str, np.ndarray]:

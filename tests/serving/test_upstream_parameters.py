@@ -65,9 +65,12 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
     ("key", "text", "target", "value"),
     [
         ("gpt_model_type", "inflight_batching", "scheduler.batching", "separate"),
+        ("gpt_model_type", "V1", "scheduler.batching", "static"),
         ("batching_strategy", "inflight_batching", "scheduler.batching", "separate"),
         ("gpt_model_path", "/models/llama", "model.path", "/models/llama"),
         ("batch_scheduler_policy", "max_utilization", "scheduler.policy", "max_utilization"),
+        ("batch_scheduler_policy", "static_batch", "scheduler.policy", "static_batch"),
+        ("max_beam_width", "4", "scheduler.max_beam_width", 4),
         ("max_tokens_in_paged_kv_cache", "2560", "kv_cache.max_tokens", 2560),
         ("kv_cache_free_gpu_mem_fraction", "0.4", "kv_cache.free_memory_fraction", 0.4),
         ("enable_kv_cache_reuse", "False", "kv_cache.enable_block_reuse", False),
@@ -117,8 +120,7 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
     ("parameters", "message"),
     [
         ({"gpt_model_type": "inflight"}, "^Invalid gpt_model_type 'inflight' in config.pbtxt: inflight_fused"),
-        ({"gpt_model_type": "V1"}, "^Invalid gpt_model_type 'V1'.*static batching is not supported"),
-        ({"batch_scheduler_policy": "greedy"}, "guaranteed_no_evict or max_utilization is expected"),
+        ({"batch_scheduler_policy": "greedy"}, "guaranteed_no_evict or max_utilization or static_batch is expected"),
         ({"max_tokens_in_paged_kv_cache": "many"}, "'many' in config.pbtxt: a whole number"),
         (
             {"max_tokens_in_paged_kv_cache": "-4"},
@@ -129,7 +131,7 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"enable_chunked_context": "perhaps"}, "true or false is expected"),
         ({"max_attention_window_size": "64,128"}, "one window for all layers"),
         ({"gpu_device_ids": "0,1"}, "several are not supported"),
-        ({"max_beam_width": "4"}, "max_beam_width is '4', which asks for beam search.*leave it out or set it to 1"),
+        ({"max_beam_width": "0"}, r"config.pbtxt \(max_beam_width\): scheduler.max_beam_width is 0"),
         ({"decoding_mode": "medusa"}, "decoding_mode is 'medusa'"),
         ({"encoder_model_path": "/x"}, "asks for an encoder"),
         ({"normalize_log_probs": "false"}, "log-probabilities that are not normalised"),
@@ -144,7 +146,7 @@ def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str]
 
 
 def test_neutral_values_of_what_is_refused_may_be_set() -> None:
-    neutral = {"max_beam_width": "1", "decoding_mode": "top_k_top_p", "normalize_log_probs": "true", "num_nodes": "1"}
+    neutral = {"decoding_mode": "beam_search", "normalize_log_probs": "true", "num_nodes": "1"}
     assert applied(**neutral, sink_token_length="0", gpu_weights_percent="1.0") == EngineConfig()
 
 

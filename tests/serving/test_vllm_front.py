@@ -47,9 +47,9 @@ def work(tools: TextTools, parameters: dict[str, Any] | None = None, max_kv_toke
     return only
 
 
-def told(output: RowOutput, final: bool = False) -> dict[str, Any] | None:
+def told(output: RowOutput) -> dict[str, Any] | None:
     """What a response says, by output; every output has one element."""
-    arrays = output.render(final)
+    arrays = next(iter(output.render()), None)
     if arrays is None:
         return None
     assert all(array.shape == (1,) for _, array in arrays)
@@ -110,6 +110,14 @@ def test_an_output_ends_where_the_model_or_the_pool_ends(tools: TextTools) -> No
     assert work(tools, sampling={"max_tokens": 1500}, max_kv_tokens=32).request.max_tokens == 32 - num_prompt
 
 
+def test_of_a_prompt_the_last_tokens_are_taken_and_the_whole_text_is_told(tools: TextTools) -> None:
+    long = "x " * 200
+    request, output = work(tools, text=long, sampling={"truncate_prompt_tokens": "5", "max_tokens": 3})
+    assert request.input_token_ids == tools.tokenizer.encode(long)[-5:] and request.max_tokens == 3
+    output.feed(result(ids_of(tools, "y"), FinishReason.LENGTH))
+    assert told(output) == {"text_output": long + "y"}
+
+
 def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
     neutral = {"n": "1", "best_of": 1, "use_beam_search": "False", "length_penalty": 1, "early_stopping": False}
     more = {"detokenize": True, "guided_decoding": None, "structured_outputs": "", "prompt_logprobs": None, "seed": -1}
@@ -120,14 +128,8 @@ def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"n": "2"}, "n is 2, which asks for several sequences"),
-        ({"best_of": 3}, "best_of is 3"),
-        ({"use_beam_search": True}, "use_beam_search is True, which asks for beam search"),
-        ({"length_penalty": 0.5}, "length_penalty is 0.5"),
-        ({"early_stopping": True}, "early_stopping is True"),
         ({"prompt_logprobs": 1}, "log-probabilities of the prompt"),
         ({"detokenize": False}, "detokenize is False"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is 5"),
         ({"allowed_token_ids": [1]}, "a list of allowed tokens"),
         ({"guided_decoding": {"json": "{}"}}, "guided_decoding is .* guided decoding"),
         ({"structured_outputs": '{"regex": "a"}'}, "structured_outputs is .* guided decoding"),
@@ -160,6 +162,7 @@ def test_what_is_not_built_is_refused_by_name(
         ({"sampling": "[1]"}, "sampling_parameters: expected `object`, got `array`"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens is 0, at least 1"),
         ({"sampling": {"max_tokens": 4, "min_tokens": 5}}, "min_tokens is 5, the limit is max_tokens, which is 4"),
+        ({"sampling": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0, at least 1"),
         ({"sampling": {"logprobs": 21}}, "logprobs is 21, allowed is 0 to 20"),
         ({"sampling": {"logprobs": -1}}, "logprobs is -1, allowed is 0 to 20"),
         ({"sampling": {"stop": ["s" * 5000]}}, "stop has 5000 bytes"),
@@ -184,7 +187,7 @@ def test_without_streaming_the_prompt_comes_first_unless_it_is_excluded(
 ) -> None:
     output = work(tools, **({} if exclude is None else {"exclude_input_in_output": exclude})).output
     output.feed(result(ids_of(tools, "x y"), FinishReason.LENGTH))
-    assert told(output, final=True) == {"text_output": "def main(x y" if echoes else "x y"}
+    assert told(output) == {"text_output": "def main(x y" if echoes else "x y"}
 
 
 def test_a_stream_that_must_not_exclude_the_prompt_is_refused_in_vllms_words(tools: TextTools) -> None:
@@ -212,7 +215,7 @@ def test_the_flags_hold_for_every_response_and_tell_of_its_own_tokens(tools: Tex
         "num_output_tokens": 1,
     }
     output.feed(result([second, third], FinishReason.LENGTH, log_probs=[[-0.25, -1.0]]))
-    arrays = dict(output.render(final=True))
+    arrays = dict(*output.render())
     assert arrays["finish_reason"].tolist() == [b"length"] and arrays["cumulative_logprob"].tolist() == [-1.75]
     assert arrays["num_output_tokens"].tolist() == [2]
     types = {name: array.dtype for name, array in arrays.items()}
@@ -224,7 +227,7 @@ def test_the_flags_hold_for_every_response_and_tell_of_its_own_tokens(tools: Tex
 def test_a_flag_brings_its_own_output_and_no_other(tools: TextTools, flag: str) -> None:
     output = work(tools, **{flag: True}).output
     output.feed(result([5], FinishReason.LENGTH, log_probs=[[-0.5]]))
-    assert set(told(output, final=True) or {}) == {"text_output", flag.removeprefix("return_")}
+    assert set(told(output) or {}) == {"text_output", flag.removeprefix("return_")}
 
 
 @pytest.mark.parametrize(
@@ -240,17 +243,17 @@ def test_a_flag_brings_its_own_output_and_no_other(tools: TextTools, flag: str) 
 def test_the_end_is_told_by_vllms_names(tools: TextTools, reason: FinishReason, name: str) -> None:
     output = work(tools, return_finish_reason=True).output
     output.feed(result([5], reason))
-    assert (told(output, final=True) or {})["finish_reason"] == name
+    assert (told(output) or {})["finish_reason"] == name
 
 
 def test_a_cancelled_stream_ends_with_an_error_and_a_cancelled_answer_with_what_there_is(tools: TextTools) -> None:
     stream = work(tools, stream=True).output
     stream.feed(result([], FinishReason.CANCELLED))
     with pytest.raises(Cancelled, match=f"^{CANCELLED}$"):
-        stream.render(final=True)
+        stream.render()
     answer = work(tools, exclude_input_in_output=True).output
     answer.feed(result(ids_of(tools, "x"), FinishReason.CANCELLED))
-    assert told(answer, final=True) == {"text_output": "x"}
+    assert told(answer) == {"text_output": "x"}
 
 
 # ---- stops and tokens ------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ def test_each_step_of_a_stream_is_told_though_its_text_is_held_back(tools: TextT
         output.feed(result([q]))
         assert told(output) == {"text_output": "", "num_output_tokens": 1}
     output.feed(result([*ids_of(tools, "z")], FinishReason.LENGTH))
-    assert told(output, final=True) == {"text_output": "qqz", "num_output_tokens": 1}
+    assert told(output) == {"text_output": "qqz", "num_output_tokens": 1}
 
 
 @pytest.mark.parametrize(("include", "text"), [("false", ""), ("true", "qq")])
@@ -281,7 +284,7 @@ def test_the_response_that_ends_by_a_stop_string_has_the_token_that_completed_it
     assert told(output) is None, "the end is not known yet"
     output.feed(result([q]))  # the engine had gone on
     output.feed(result([], FinishReason.CANCELLED))
-    assert told(output, final=True) == {"text_output": text, "finish_reason": "stop", "num_output_tokens": 1}
+    assert told(output) == {"text_output": text, "finish_reason": "stop", "num_output_tokens": 1}
 
 
 def test_a_token_that_only_shows_the_stop_string_is_told_too(tools: TextTools) -> None:
@@ -292,7 +295,7 @@ def test_a_token_that_only_shows_the_stop_string_is_told_too(tools: TextTools) -
     assert told(output) == {"text_output": "", "num_output_tokens": 1}
     assert output.feed(result([other])) == 1, "the session would keep the first token only"
     output.feed(result([], FinishReason.CANCELLED))
-    assert told(output, final=True) == {"text_output": "", "num_output_tokens": 1}
+    assert told(output) == {"text_output": "", "num_output_tokens": 1}
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "x"), (True, "x;")])
@@ -301,7 +304,7 @@ def test_a_stop_token_is_shown_only_when_asked(tools: TextTools, include: bool, 
     sampling = {"stop_token_ids": [semicolon], "include_stop_str_in_output": include}
     output = work(tools, sampling=sampling, exclude_input_in_output=True, return_num_output_tokens=True).output
     output.feed(result([x, semicolon], FinishReason.END_ID))
-    assert told(output, final=True) == {"text_output": text, "num_output_tokens": 2}
+    assert told(output) == {"text_output": text, "num_output_tokens": 2}
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -312,7 +315,7 @@ def test_special_tokens_are_skipped_unless_told_otherwise(tools: TextTools, skip
         tools, sampling={"skip_special_tokens": skip, "ignore_eos": True}, exclude_input_in_output=True
     ).output
     output.feed(result([*ids_of(tools, "x"), special, *ids_of(tools, "y")], FinishReason.LENGTH))
-    assert told(output, final=True) == {"text_output": "xy" if skip else f"x{name}y"}
+    assert told(output) == {"text_output": "xy" if skip else f"x{name}y"}
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------
@@ -329,7 +332,7 @@ def test_the_tokens_of_rank_1_are_the_text_of_each_response(tools: TextTools, nu
         top = [TopLogProb(token_id, -0.5), TopLogProb(7, -1.5)]
         reason = FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED
         output.feed(result([token_id], reason, log_probs=[[-0.5]], top_log_probs=[top]))
-        response = told(output, is_last) or {}
+        response = told(output) or {}
         (position,) = json.loads(response["logprobs"])
         assert len(position) == max(num_top, 1)
         best = {key: value for key, value in position.items() if value["rank"] == 1}
@@ -342,7 +345,7 @@ def test_a_sampled_token_that_is_not_among_the_most_likely_is_told_besides_with_
     top = [TopLogProb(5, -0.5), TopLogProb(6, -1.0), TopLogProb(7, -2.0)]
     far = [TopLogProb(5, -0.5), TopLogProb(6, float("-inf"))]
     output.feed(result([7, 9], FinishReason.LENGTH, log_probs=[[-2.0, float("-inf")]], top_log_probs=[top, far]))
-    first, second = json.loads((told(output, final=True) or {})["logprobs"])
+    first, second = json.loads((told(output) or {})["logprobs"])
     assert {key: (value["rank"], value["logprob"]) for key, value in first.items()} == {"5": (1, -0.5), "7": (3, -2.0)}
     assert {key: (value["rank"], value["logprob"]) for key, value in second.items()} == {
         "5": (1, -0.5),

@@ -36,7 +36,7 @@ def test_errors_are_worded_as_vllms_backend_words_them(server: ModelServer, exec
         return request.sender.error()
 
     assert error_of(stream=True, exclude_input_in_output=False).startswith("Error generating stream: When streaming, ")
-    assert error_of(sampling={"n": 2}).startswith("Error generating stream: n is 2")
+    assert error_of(sampling={"n": 0}).startswith("Error generating stream: n is 0, allowed is 1 to 128")
     assert error_of(sampling={"lora_name": "doll"}) == "LoRA feature is not enabled."
     request = InferenceRequest(tensors())
     server.execute([request])

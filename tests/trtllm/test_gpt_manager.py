@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend.engine.groups import stream_seed
 from backend.trtllm import bindings
 from tests.trtllm.helpers import ENGINE
 
@@ -282,10 +283,10 @@ def test_a_missing_directory_and_parameters_that_are_not_served_raise(model_path
 
 @pytest.mark.feature("001-24")
 def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: Path) -> None:
-    several = request(3, [1], 2, num_return_sequences=[2])
+    several = request(3, [1], 2, num_return_sequences=[0])
     client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]), several)
     client.run(model_path)
-    assert "beam_width is 2" in client.errors[1][0] and "several requests" in client.errors[3][0]
+    assert "beam_width is 2" in client.errors[1][0] and "num_return_sequences is 0" in client.errors[3][0]
     assert "lora_config is not served" in client.errors[2][0]
 
 
@@ -298,6 +299,47 @@ def test_tensors_of_beams_have_a_row_for_each(model_path: Path) -> None:
     assert list(output.shape) == [1, 2, 5] and output[0, :, :2].tolist() == [[1, 2], [1, 2]]
     assert list(tensors[names.OUTPUT_LOG_PROBS].shape) == [1, 2, 3]
     assert list(tensors[names.CUM_LOG_PROBS].shape) == [1, 2]
+
+
+@pytest.mark.feature("001-05", "001-49", "001-50", "000-28")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_answer_of_several_sequences_says_which_one_it_tells_of(model_path: Path, streaming: bool) -> None:
+    """Sequence i is what a request of its own says with the seed that is derived for i. The last answer alone is final."""
+
+    def ask(request_id: int, seed: int, **more: Any) -> bindings.InferenceRequest:
+        made = request(request_id, [1, 2], 5, runtime_top_k=[50], is_streaming=streaming, **more)
+        made.random_seed = torch.tensor([seed], dtype=torch.uint64)
+        return made
+
+    single = Client(*(ask(i, stream_seed(7, i)) for i in range(3)))
+    several = Client(ask(9, 7, num_return_sequences=[3], return_log_probs=[True]))
+    single.run(model_path)
+    several.run(model_path)
+    assert several.finals == [9] and several.errors == {}
+    found: dict[int, list[dict[str, torch.Tensor]]] = {0: [], 1: [], 2: []}
+    for tensors in several.sent[9]:
+        index = tensors[names.SEQUENCE_INDEX]
+        assert index.dtype is torch.int32 and list(index.shape) == [1, 1]
+        found[index.item()].append(tensors)
+    for index, answers in found.items():
+        alone = single.sent[index]
+        assert [each[names.OUTPUT_IDS].tolist() for each in answers] == [t[names.OUTPUT_IDS].tolist() for t in alone]
+        lengths = [each[names.SEQUENCE_LENGTH].tolist() for each in answers]
+        assert lengths == ([[[n]] for n in range(3, 8)] if streaming else [[[7]]])
+        assert answers[-1][names.CUM_LOG_PROBS].shape == (1, 1)
+        assert names.SEQUENCE_INDEX not in alone[0], "a request for one sequence has no index"
+    assert len({str(answers[-1][names.CUM_LOG_PROBS]) for answers in found.values()}) > 1, "they differ"
+
+
+@pytest.mark.feature("001-49", "001-50", "000-32")
+def test_beams_of_a_stream_are_sent_as_they_are_so_far(model_path: Path) -> None:
+    """A beam may become the continuation of another, so that nothing that was sent of it can be added to."""
+    client = Client(request(1, [1, 2], 4, beam_width=[2], is_streaming=True), request(2, [1, 2], 4, beam_width=[2]))
+    client.run(model_path, max_beam_width=2)
+    *_, last = client.sent[1]
+    assert [list(each[names.OUTPUT_IDS].shape) for each in client.sent[1]][-2:] == [[1, 2, 3], [1, 2, 4]]
+    assert [each[names.SEQUENCE_LENGTH].item() for each in client.sent[1]][-2:] == [5, 6]
+    assert torch.equal(last[names.OUTPUT_IDS], client.sent[2][0][names.OUTPUT_IDS][:, :, 2:])
 
 
 @pytest.mark.feature("001-03")

@@ -1,27 +1,33 @@
 """Model `everbatch`, this project's own wire: one JSON object in, JSON objects out. What the OpenAI gateway speaks.
 
     request   STRING [1]   {"messages": [...]} or {"prompt": "..."} or {"prompt_token_ids": [...]}, and the fields of Generate
-    response  STRING [1]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a request has
+    response  STRING [n]   {"text": "...", "token_ids": [...]}, with `logprobs` where asked for; the last one of a sequence has
                            `finish_reason`, `stop_reason` and `usage` besides
+
+With `n` above 1 each object has the `index` of its sequence: a response of a stream tells of one sequence, the only one of a
+request that does not stream of all.
 
 One tensor each way is also the cheapest way through Triton. A stop request (`stop`: true) ends the request of its id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import InvalidRequest, OutputConfig, Request
+from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
-from backend.serving.fronts.named_sampling import NamedSampling, read_json
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.fronts.named_sampling import NamedSampling, check_choices, read_json
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
-from backend.serving.tensors import ONE, Input, ModelTensors, Output
+from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
 from backend.text.stream import TextStream
 from backend.text.token_texts import TokenText, TokenTexts
 from backend.text.words import words_token_ids
@@ -32,7 +38,7 @@ TENSORS = ModelTensors(
         Input("request", "STRING", ONE, "request", optional=False),
         Input("stop", "BOOL", ONE, "request"),
     ),
-    outputs=(Output("response", "STRING", ONE, "always"),),
+    outputs=(Output("response", "STRING", ANY, "always"),),
     max_batch_size=0,
     always="decoupled",
 )
@@ -62,16 +68,20 @@ class Choice(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
+    """`discarded_tokens`: those of the sequences that `best_of` has left out, told with the best one."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    discarded_tokens: int | UnsetType = UNSET
 
 
 class Generated(Struct, frozen=True):
-    """One response; what is unset is left out."""
+    """What is told of one sequence; what is unset is left out."""
 
     text: str
     token_ids: list[int]
+    index: int | UnsetType = UNSET
     logprobs: list[Choice] | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     stop_reason: str | int | None | UnsetType = UNSET
@@ -93,6 +103,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     asked: Generate = read_json("request", required(batch, "request", 0), Generate)
     check_stops("stop", asked.stops, context.config.limits)
     check_stops("bad_words", asked.bad_words or [], context.config.limits)
+    check_choices(asked, asked.stream)
     prompt = _read_prompt(asked, context, tools)
     request = Request(
         input_token_ids=prompt.ids,
@@ -102,7 +113,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         streaming=asked.stream or bool(asked.stops),
         sampling_config=asked.sampling_config(),
         output_config=OutputConfig(
-            return_log_probs=asked.logprobs is not None,
+            return_log_probs=asked.logprobs is not None or asked.is_ranked,
             top_log_probs=asked.logprobs or 0,
             exclude_input_from_output=True,
             return_perf_metrics=True,
@@ -112,16 +123,19 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
     )
-    texts = None if asked.logprobs is None else TokenTexts(tools.tokenizer, prompt.ids)
-    output = TextOutput(
-        renderer(len(prompt.ids), texts),
-        TextStream(tools.tokenizer, prompt.ids, asked.stops, include_stop=asked.include_stop_in_output),
-        streaming=asked.stream,
-        prefix=prompt.text if asked.echo else "",
-        every_token=context.config.triton.one_response_per_token,
-        hidden_ends=() if asked.include_stop_in_output else tuple(asked.stop_token_ids or ()),
-    )
-    return [Work(request, output)]
+
+    def new_reporter() -> TextReporter:
+        return TextReporter(
+            TextStream(tools.tokenizer, prompt.ids, asked.stops, include_stop=asked.include_stop_in_output),
+            streaming=asked.stream,
+            prefix=prompt.text if asked.echo else "",
+            every_token=context.config.triton.one_response_per_token,
+            hidden_ends=() if asked.include_stop_in_output else tuple(asked.stop_token_ids or ()),
+        )
+
+    texts = [] if asked.logprobs is None else [TokenTexts(tools.tokenizer, prompt.ids) for _ in range(asked.n)]
+    render = renderer(asked, len(prompt.ids), texts)
+    return [Work(request, choices_output(asked, new_reporter, render, streaming=asked.stream, joint=not asked.stream))]
 
 
 def _at_least_one(max_tokens: int) -> int:
@@ -150,21 +164,27 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     return _Prompt(text, ids)
 
 
-def renderer(num_prompt_tokens: int, texts: TokenTexts | None) -> Render:
-    """`texts`: to show log-probabilities with."""
+def renderer(asked: Generate, num_prompt_tokens: int, texts: Sequence[TokenTexts]) -> Render:
+    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
 
-    def render(news: News) -> Arrays:
+    def render(told: Sequence[News]) -> Arrays:
+        kept = chosen(asked, told)
+        discarded = sum(news.num_tokens for news in told) - sum(news.num_tokens for news in kept)
+        bodies = [msgspec.json.encode(_generated(news, discarded if news.sequence == 0 else 0)) for news in kept]
+        return [("response", text_array(bodies))]
+
+    def _generated(news: News, discarded: int) -> Generated:
         end: dict[str, Any] = {}
         if news.finish is not None:
             cached = 0 if news.perf is None else news.perf.num_cached_tokens
             end = {
                 "finish_reason": news.finish.openai_name,
                 "stop_reason": news.stop,
-                "usage": Usage(num_prompt_tokens, news.num_tokens, cached),
+                "usage": Usage(num_prompt_tokens, news.num_tokens, cached, discarded or UNSET),
             }
-        choices = UNSET if texts is None else _choices(news, texts)
-        body = msgspec.json.encode(Generated(news.text, news.ids, choices, **end))
-        return [("response", text_array([body]))]
+        index = news.sequence if asked.n > 1 else UNSET
+        choices = _choices(news, texts[news.sequence]) if texts else UNSET
+        return Generated(news.text, news.ids, index, choices, **end)
 
     return render
 

@@ -3,22 +3,30 @@
 `sampling_param_*` are fields of its SamplingParams, whose defaults hold: 32 tokens, and a prompt that is not repeated. Flags
 ask for outputs, which every response then has. A stop request is answered with CANCELLED; the request that it stops ends with
 what it has got so far.
+
+Of `best_of` sequences the most likely one is the answer, once all have ended. Of beams all are told, the best first: every output
+then has one element for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
+from backend.api.limits import check_num_sequences
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, check_mode, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
+from backend.text.words import words_token_ids
 
 DEFAULT_MAX_TOKENS = 32
 CANCELLED = "Request cancelled by client"
@@ -43,9 +51,9 @@ TENSORS = ModelTensors(
         Input("return_stop_reason", "BOOL", ONE, "request"),
         Input("return_cumulative_logprob", "BOOL", ONE, "output.return_log_probs"),
         Input("stop", "BOOL", ONE, "request"),
-        *refused("more than one output sequence", (PREFIX + "best_of", "INT32", ONE), neutral=(1,)),
-        *refused("beam search", (PREFIX + "beam_width", "INT32", ONE), neutral=(1,)),  # best_of's name until v0.18
-        *refused("a logits processor", (PREFIX + "logits_post_processor_name", "STRING", ONE), neutral=("",)),
+        Input(PREFIX + "best_of", "INT32", ONE, "sampling.num_return_sequences"),
+        Input(PREFIX + "beam_width", "INT32", ONE, "sampling.beam_width"),
+        Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
         *refused("LoRA", ("lora_id", "UINT64", ONE), neutral=(0,)),
         *refused(
@@ -99,25 +107,61 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
     ids = _prompt_ids(text, context, tools.tokenizer)
     stops = [stop for stop in batch.texts(PREFIX + "stop", 0) if stop]
     streaming = bool(batch.scalar("streaming", 0))
+    sampling = _sampling(batch)
+    best_of, has_beams = sampling.num_return_sequences or 1, sampling.beam_width > 1
+    _check_best_of(sampling, streaming, context.config.limits.max_queue_size)
+    asked = batch.fields("output", 0)
+    asked["return_log_probs"] = asked.get("return_log_probs", False) or best_of > 1  # the most likely is chosen by them
     request = Request(
         input_token_ids=ids,
         max_tokens=_max_tokens(batch),
-        streaming=streaming or bool(stops),
-        sampling_config=_sampling(batch),
-        output_config=OutputConfig(**batch.fields("output", 0), exclude_input_from_output=True),
+        streaming=streaming or (bool(stops) and not has_beams),
+        sampling_config=sampling,
+        output_config=OutputConfig(**asked, exclude_input_from_output=True),
         end_ids=tuple(dict.fromkeys([*context.model.eos_ids, *tools.tokenizer.eos_ids])),
+        stop_words=words_token_ids(tools.tokenizer, stops) if has_beams else [],
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
+        logits_post_processor=batch.scalar(PREFIX + "logits_post_processor_name", 0) or "",
     )
-    exclude = batch.scalar(PREFIX + "exclude_input_from_output", 0)
-    output = TextOutput(
-        renderer(batch),
-        TextStream(tools.tokenizer, ids, stops),
-        streaming=streaming,
-        prefix=text if exclude is False and not streaming else "",
-        every_token=context.config.triton.one_response_per_token,
-    )
-    return [Work(request, output)]
+    echoes = batch.scalar(PREFIX + "exclude_input_from_output", 0) is False and not streaming
+
+    def new_reporter() -> TextReporter:
+        return TextReporter(
+            TextStream(tools.tokenizer, ids, stops),
+            streaming=streaming,
+            prefix=text if echoes else "",
+            every_token=context.config.triton.one_response_per_token,
+        )
+
+    render = renderer(batch)
+    if has_beams:
+        return [Work(request, BeamsOutput(new_reporter, render, streaming=streaming))]
+    reporters = [new_reporter() for _ in range(best_of)]
+    return [Work(request, JointOutput(reporters, lambda told: render([_most_likely(told)]), streaming=streaming))]
+
+
+def _most_likely(told: Sequence[News]) -> News:
+    return max(told, key=lambda news: news.cum_log_prob or 0.0)
+
+
+def _check_best_of(sampling: SamplingConfig, streaming: bool, most: int) -> None:
+    """Raise InvalidRequest where the most likely of several sequences cannot be told, or is any of them."""
+    best_of, name = sampling.num_return_sequences, PREFIX + "best_of"
+    if best_of in (None, 1):
+        return
+    check_num_sequences(best_of, most)
+    if sampling.beam_width > 1:
+        raise InvalidRequest(f"{name} is {best_of} beside {PREFIX}beam_width {sampling.beam_width}; send one of them")
+    if streaming:
+        raise InvalidRequest(
+            f"{name} is {best_of}, and the most likely sequence is known only when all have ended; leave it or streaming out"
+        )
+    if sampling.is_greedy:
+        raise InvalidRequest(
+            f"{name} is {best_of}, and decoding is greedy, so that all sequences are the same; set a temperature, top_k or "
+            f"top_p, or leave it out"
+        )
 
 
 def _prompt_ids(text: str, context: ServingContext, tokenizer: Tokenizer) -> list[int]:
@@ -148,17 +192,21 @@ def _sampling(batch: Batch) -> SamplingConfig:
 
 def renderer(batch: Batch) -> Render:
     """The outputs that the request's flags ask for."""
-    finish_reason, stop_reason = (bool(batch.scalar(f"return_{name}", 0)) for name in ("finish_reason", "stop_reason"))
+    names = ("finish_reason", "stop_reason", "cumulative_logprob")
+    finish_reason, stop_reason, cumulative = (bool(batch.scalar(f"return_{name}", 0)) for name in names)
 
-    def render(news: News) -> Arrays:
-        arrays: Arrays = [("text_output", text_array([news.text]))]
+    def render(told: Sequence[News]) -> Arrays:
+        arrays: Arrays = [("text_output", text_array([news.text for news in told]))]
         if finish_reason:
-            arrays.append(("finish_reason", text_array([str(news.finish.openai_name if news.finish else None)])))
+            ends = [str(news.finish.openai_name if news.finish else None) for news in told]
+            arrays.append(("finish_reason", text_array(ends)))
         if stop_reason:
-            arrays.append(("stop_reason", text_array([news.stop if isinstance(news.stop, str) else "None"])))
-        if news.cum_log_prob is not None:
-            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob], np.float32)))
-        return arrays + (_perf_arrays(news.perf) if news.perf is not None else [])
+            stops = [news.stop if isinstance(news.stop, str) else "None" for news in told]
+            arrays.append(("stop_reason", text_array(stops)))
+        if cumulative:
+            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob or 0.0 for news in told], np.float32)))
+        perf = told[0].perf
+        return arrays + (_perf_arrays(perf) if perf is not None else [])
 
     return render
 

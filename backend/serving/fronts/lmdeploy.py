@@ -6,12 +6,14 @@ A stream's responses hold the new text, the only response of a request that does
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from backend.api import InvalidRequest, OutputConfig, Request, SamplingConfig
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
-from backend.serving.outputs import Arrays, News, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, SeparateOutput, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output
@@ -65,8 +67,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         cache_salt=parameters.namespace,
     )
     skip_special = batch.scalar("skip_special_tokens", 0)
-    output = TextOutput(
-        render,
+    reporter = TextReporter(
         TextStream(
             tools.tokenizer, prompt, stops, skip_special_tokens=True if skip_special is None else bool(skip_special)
         ),
@@ -74,11 +75,11 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         every_token=context.config.triton.one_response_per_token,
         hidden_ends=request.end_ids,
     )
-    return [Work(request, output)]
+    return [Work(request, SeparateOutput([reporter], render))]
 
 
-def render(news: News) -> Arrays:
-    return [("response", text_array([news.text]).reshape(()))]
+def render(told: Sequence[News]) -> Arrays:
+    return [("response", text_array([told[0].text]).reshape(()))]
 
 
 def _read_prompt(batch: Batch, context: ServingContext, tokenizer: Tokenizer) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -14,12 +14,15 @@ from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
 
 MAX_NAMED = 4  # unknown names that one error lists
+MAX_CHOICES = 128  # sequences for one prompt, as in OpenAI's API: the answer may hold the prompt so many times
+_EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
 
 class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names, defaults and meaning follow vLLM's SamplingParams, as far as the engine knows them.
 
-    Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one.
+    Without a temperature there is sampling at 1.0; 0 is greedy. Without a seed each request has a random one. Of `best_of`
+    sequences the `n` with the greatest log-probability are told, the best first; with `use_beam_search` of so many beams.
     """
 
     max_tokens: int | None = None  # None: as many as fit
@@ -38,21 +41,51 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bad_words: list[str] | None = None
     logit_bias: dict[str, float] | None = None  # by token id
     logprobs: int | None = None  # most likely tokens of each position; 0: only the chosen one
+    n: int = 1
+    best_of: int | None = None  # None: n
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of beams
+    early_stopping: bool | Literal["never"] = False  # of beams
 
     @property
     def stops(self) -> list[str]:
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
+    @property
+    def num_generated(self) -> int:
+        """How many sequences the engine makes."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the sequences are told by their log-probabilities, rather than as they were sampled."""
+        return self.use_beam_search or self.num_generated > self.n
+
     def sampling_config(self, default_temperature: float | None = 1.0) -> SamplingConfig:
         """Raises InvalidRequest for a token id in logit_bias that is no number."""
+        if self.use_beam_search:
+            return self._config(
+                num_return_sequences=self.n,
+                beam_width=self.num_generated,
+                length_penalty=self.length_penalty,
+                early_stopping=_EARLY_STOPPING[self.early_stopping],
+                temperature=0.0
+                if self.num_generated == 1
+                else None,  # one beam is greedy decoding, others draw nothing
+            )
         temperature = default_temperature if self.temperature is None else self.temperature
-        seed = secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed
-        return SamplingConfig(
+        return self._config(
+            num_return_sequences=self.num_generated if self.num_generated > 1 else None,
             temperature=temperature,
+            seed=secrets.randbits(63) if self.seed is None and temperature != 0 else self.seed,
+        )
+
+    def _config(self, **given: Any) -> SamplingConfig:
+        return SamplingConfig(
+            **given,
             top_p=self.top_p,
             top_k=None if self.top_k == -1 else self.top_k,
             min_p=self.min_p,
-            seed=seed,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -64,6 +97,40 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """What ends the output: the model's own end ids unless they are to be ignored, then those of the request."""
         own = () if self.ignore_eos else (*context.model.eos_ids, *tokenizer.eos_ids)
         return tuple(dict.fromkeys([*own, *(self.stop_token_ids or [])]))
+
+
+def check_choices(asked: NamedSampling, streaming: bool) -> None:
+    """Raise InvalidRequest or Unsupported for numbers of sequences that cannot be had, and for what only beams heed."""
+    for name, value in (("n", asked.n), ("best_of", asked.best_of)):
+        if value is not None and not 1 <= value <= MAX_CHOICES:
+            raise InvalidRequest(f"{name} is {value}, allowed is 1 to {MAX_CHOICES}; send several requests")
+    if asked.num_generated < asked.n:
+        raise InvalidRequest(f"best_of is {asked.best_of}, the least is n, which is {asked.n}; raise it")
+    if streaming and asked.is_ranked:
+        name = "use_beam_search" if asked.use_beam_search else "best_of"
+        raise Unsupported(
+            f"{name} cannot be had in a stream, because which sequences are told is known at the end only; leave stream out"
+        )
+    if asked.use_beam_search:
+        _check_beams(asked)
+    elif asked.early_stopping is not False or asked.length_penalty != 1.0:
+        name = "length_penalty" if asked.early_stopping is False else "early_stopping"
+        raise InvalidRequest(
+            f"{name} is {getattr(asked, name)}, which only beams heed; set use_beam_search, or leave it out"
+        )
+
+
+def _check_beams(asked: NamedSampling) -> None:
+    if asked.temperature not in (None, 0.0, 1.0):
+        raise Unsupported(
+            f"temperature is {asked.temperature}, and beams are ranked by the model's own probabilities; set it to 0"
+        )
+    if asked.logprobs:
+        raise Unsupported(
+            f"logprobs is {asked.logprobs}; beams have no log-probabilities of other tokens than their own, set it to 0"
+        )
+    if asked.stops:
+        raise Unsupported("stop cannot be had with use_beam_search in this version; use stop_token_ids, or no beams")
 
 
 def _by_id(bias: dict[str, float]) -> dict[int, float]:

@@ -7,8 +7,11 @@ from backend.serving.fronts.limits import prompt_too_long
 from backend.serving.reading import Batch
 
 
-def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> list[int]:
-    """The row's token ids without padding. They are checked as an array, so no list is built of a prompt that is refused."""
+def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int, num_virtual: int = 0) -> list[int]:
+    """The row's token ids without padding, of which `num_virtual` may lie beyond the vocabulary.
+
+    They are checked as an array, so no list is built of a prompt that is refused.
+    """
     ids = batch.vector("input_ids", row)
     if ids is None:
         raise InvalidRequest("A value is required for input_ids")
@@ -22,8 +25,11 @@ def read_prompt(batch: Batch, row: int, vocab_size: int, max_seq_len: int) -> li
         raise InvalidRequest("Invalid format for input_ids: the prompt is empty; give at least 1 token")
     if length > max_seq_len:
         raise prompt_too_long(length, max_seq_len)
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    wrong = ids[(ids < 0) | (ids >= vocab_size + num_virtual)]
     if wrong.size:
-        raise InvalidRequest(f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size - 1} (the vocabulary)")
+        table = " and the rows of prompt_embedding_table" if num_virtual else ""
+        raise InvalidRequest(
+            f"input_ids holds {wrong[0]}, allowed is 0 to {vocab_size + num_virtual - 1} (the vocabulary{table})"
+        )
     prompt: list[int] = ids.tolist()
     return prompt

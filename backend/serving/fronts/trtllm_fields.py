@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from backend.api import OutputConfig, SamplingConfig, SessionConfig, SessionError, SessionId, SessionStatus
+from backend.api import (
+    InvalidRequest,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+    SessionConfig,
+    SessionError,
+    SessionId,
+    SessionStatus,
+)
+from backend.api.limits import check_num_sequences
 from backend.serving.fronts.trtllm_outputs import RowSettings
 from backend.serving.reading import Batch
-from backend.serving.requests import StopSession
+from backend.serving.requests import ServingContext, StopSession
+
+# Clients send these values, or less, for what they leave unset.
+_UNSET = {"top_p": 0.0, "top_p_decay": 0.0, "top_p_min": 0.0, "top_p_reset_ids": -1}
 
 
 def read_stop_session(batch: Batch, row: int, namespace: str) -> StopSession | None:
@@ -39,9 +52,10 @@ def read_session(batch: Batch, row: int) -> SessionConfig | None:
 
 def read_sampling(batch: Batch, row: int, logit_bias: dict[int, float]) -> SamplingConfig:
     """The row's sampling configuration with this bias, which maps token ids to what is added to their logits."""
-    fields = batch.fields("sampling", row)
-    if fields.get("top_p", 1.0) <= 0.0:  # Clients send 0.0 when they leave it unset.
-        del fields["top_p"]
+    given = batch.fields("sampling", row).items()
+    fields = {name: value for name, value in given if name not in _UNSET or value > _UNSET[name]}
+    if "early_stopping" in fields:
+        fields["early_stopping"] = int(fields["early_stopping"])
     return SamplingConfig(**fields, logit_bias=logit_bias or None)
 
 
@@ -50,11 +64,21 @@ def read_output_config(batch: Batch, row: int) -> OutputConfig:
     return OutputConfig(**batch.fields("output", row), exclude_input_from_output=True)
 
 
-def read_settings(batch: Batch, row: int, streaming: bool, num_input_tokens: int) -> RowSettings:
-    """How the row is to be answered."""
+def read_settings(batch: Batch, row: int, context: ServingContext, request: Request, streaming: bool) -> RowSettings:
+    """How the row is to be answered. Raises InvalidRequest for more sequences than there may be, or can be told apart."""
+    config = request.sampling_config
+    num_sequences = 1 if config.num_return_sequences is None else config.num_return_sequences
+    check_num_sequences(num_sequences, context.config.limits.max_queue_size)
+    if num_sequences > 1 and config.beam_width <= 1 and not context.decoupled:
+        raise InvalidRequest(
+            f"num_return_sequences is {num_sequences}, and each sequence has a response of its own, which only a decoupled "
+            f"model can send; send 1, or serve with --set triton.decoupled=true"
+        )
     return RowSettings(
         streaming=streaming,
-        num_input_tokens=num_input_tokens,
+        num_input_tokens=len(request.input_token_ids),
+        num_sequences=num_sequences,
+        has_beams=config.beam_width > 1,
         batch_index=row if batch.num_rows > 1 else None,
         return_num_input_tokens=bool(batch.scalar("return_num_input_tokens", row)),
         return_num_output_tokens=bool(batch.scalar("return_num_output_tokens", row)),

@@ -1,9 +1,13 @@
-"""Outputs of the TensorRT-LLM wire. All arrays have a leading batch dimension of 1 and one beam, except for text: its
-clients expect one dimension there, [1].
+"""Outputs of the TensorRT-LLM wire. All arrays have a leading batch dimension of 1, except for text: its clients expect one
+dimension there, [beams]. Behind it comes that of the beams, which is 1 without any; shorter beams are padded with -1.
+
+A sequence of `num_return_sequences` has responses of its own. All beams are in one response, in a stream too: there each
+response holds them from their beginnings, because a beam may become the continuation of another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +15,11 @@ from numpy.typing import NDArray
 
 from backend.api import PerfMetrics
 from backend.api.response import TopLogProb
-from backend.serving.outputs import Arrays, News, TextOutput, TokenOutput, text_array
+from backend.serving.news import News, Reporter, TextReporter, TokenReporter
+from backend.serving.outputs import Arrays, BeamsOutput, Render, RowOutput, SeparateOutput, text_array
 from backend.text.stream import TextStream
+
+PADDING = -1
 
 
 class RowSettings(NamedTuple):
@@ -23,55 +30,87 @@ class RowSettings(NamedTuple):
     batch_index: int | None = None  # None: the request has one row
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
+    num_sequences: int = 1  # that are asked for
+    has_beams: bool = False
 
 
-def token_output(settings: RowSettings, prompt_ids: list[int]) -> TokenOutput:
+def token_output(settings: RowSettings, prompt_ids: list[int]) -> RowOutput:
     """A row of tensorrt_llm. `prompt_ids` are put in front of each response: only a row that does not stream has any."""
 
-    def render(news: News) -> Arrays:
-        ids = prompt_ids + news.ids
+    def render(told: Sequence[News]) -> Arrays:
+        ids = [prompt_ids + news.ids for news in told]
         return [
-            ("output_ids", np.array(ids, np.int32).reshape(1, 1, -1)),
-            ("sequence_length", np.array([[len(ids)]], np.int32)),
-            *_common_arrays(settings, news),
+            ("output_ids", _padded(ids, np.int32)),
+            ("sequence_length", np.array([[len(beam) for beam in ids]], np.int32)),
+            *_common_arrays(settings, told),
         ]
 
-    return TokenOutput(render, settings.streaming)
+    return _row_output(settings, lambda: TokenReporter(settings.streaming), render)
 
 
 def text_output(
-    settings: RowSettings, stream: TextStream, prefix: str = "", accumulate: bool = False, every_token: bool = False
-) -> TextOutput:
-    """A row of ensemble or tensorrt_llm_bls; the arguments are those of TextOutput."""
+    settings: RowSettings,
+    new_stream: Callable[[], TextStream],
+    prefix: str = "",
+    accumulate: bool = False,
+    every_token: bool = False,
+) -> RowOutput:
+    """A row of ensemble or tensorrt_llm_bls. `new_stream` makes the stream of one sequence; all else is as in TextReporter."""
 
-    def render(news: News) -> Arrays:
-        arrays: Arrays = [("text_output", text_array([news.text]))]
-        if news.finish is not None and news.finish.openai_name is not None:
-            arrays.append(("finish_reason", text_array([news.finish.openai_name])))
-        return arrays + _common_arrays(settings, news)
+    def new_reporter() -> TextReporter:
+        return TextReporter(
+            new_stream(), streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
+        )
 
-    return TextOutput(
-        render, stream, streaming=settings.streaming, prefix=prefix, accumulate=accumulate, every_token=every_token
-    )
+    def render(told: Sequence[News]) -> Arrays:
+        arrays: Arrays = [("text_output", text_array([news.text for news in told]))]
+        ends = [news.finish.openai_name for news in told if news.finish is not None]
+        names = [name for name in ends if name is not None]
+        if names:
+            arrays.append(("finish_reason", text_array(names)))
+        return arrays + _common_arrays(settings, told)
+
+    return _row_output(settings, new_reporter, render)
 
 
-def _common_arrays(settings: RowSettings, news: News) -> Arrays:
+def _row_output(settings: RowSettings, new_reporter: Callable[[], Reporter], render: Render) -> RowOutput:
+    if settings.has_beams:
+        return BeamsOutput(new_reporter, render, streaming=settings.streaming)
+    return SeparateOutput([new_reporter() for _ in range(settings.num_sequences)], render)
+
+
+def _common_arrays(settings: RowSettings, told: Sequence[News]) -> Arrays:
     """The outputs that tokens and text share."""
+    first = told[0]  # all but the log-probabilities come with a single beam only, or are the same for all
     arrays: Arrays = []
-    if news.log_probs is not None:
-        arrays.append(("cum_log_probs", np.array([[news.cum_log_prob]], np.float32)))
-        arrays.append(("output_log_probs", np.array([[news.log_probs]], np.float32)))
-    if news.top_log_probs is not None:
-        arrays.extend(_top_arrays(news.top_log_probs))
+    if first.log_probs is not None:
+        arrays.append(("cum_log_probs", np.array([[news.cum_log_prob for news in told]], np.float32)))
+        arrays.append(("output_log_probs", _padded([news.log_probs or [] for news in told], np.float32)))
+    if first.top_log_probs is not None:
+        arrays.extend(_top_arrays(first.top_log_probs))
+    if first.context_logits is not None:
+        arrays.append(("context_logits", first.context_logits[np.newaxis]))
+    if first.generation_logits is not None:
+        arrays.append(("generation_logits", first.generation_logits[np.newaxis, np.newaxis]))
     if settings.batch_index is not None:
         arrays.append(_number("batch_index", settings.batch_index))
+    if settings.num_sequences > 1:
+        arrays.append(_number("sequence_index", 0 if settings.has_beams else first.sequence))
     if settings.return_num_input_tokens:
         arrays.append(_number("num_input_tokens", settings.num_input_tokens))
     if settings.return_num_output_tokens:
-        arrays.append(_number("num_output_tokens", len(news.ids)))
-    if news.perf is not None:
-        arrays.extend(_perf_arrays(news.perf))
+        arrays.append(_number("num_output_tokens", sum(len(news.ids) for news in told)))
+    if first.perf is not None:
+        arrays.extend(_perf_arrays(first.perf))
     return arrays
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> NDArray[Any]:
+    """[1, rows, the longest one's length]"""
+    array = np.full((1, len(rows), max(map(len, rows))), PADDING, dtype)
+    for n, row in enumerate(rows):
+        array[0, n, : len(row)] = row
+    return array
 
 
 def _number(name: str, value: float, dtype: type[np.generic] = np.int32) -> tuple[str, NDArray[Any]]:

@@ -17,11 +17,17 @@ _SAMPLING = (
     Input("min_length", "INT32", ONE, "sampling.min_tokens"),  # its name until v0.19
     Input("seed", "UINT64", ONE, "sampling.seed"),
     Input("random_seed", "UINT64", ONE, "sampling.seed"),  # its name until v0.19
+    Input("num_return_sequences", "INT32", ONE, "sampling.num_return_sequences"),
+    Input("beam_width", "INT32", ONE, "sampling.beam_width"),
+    Input("early_stopping", "BOOL", ONE, "sampling.early_stopping"),
+    Input("beam_search_diversity_rate", "FP32", ONE, "sampling.beam_search_diversity_rate"),
 )
 
 _RETURNS = (
     Input("return_log_probs", "BOOL", ONE, "output.return_log_probs"),
     Input("top_log_probs", "INT32", ONE, "output.top_log_probs"),  # 0 to limits.max_top_log_probs
+    Input("return_context_logits", "BOOL", ONE, "output.return_context_logits"),
+    Input("return_generation_logits", "BOOL", ONE, "output.return_generation_logits"),
     Input("return_perf_metrics", "BOOL", ONE, "output.return_perf_metrics"),
     Input("return_kv_cache_reuse_stats", "BOOL", ONE, "output.return_perf_metrics"),  # its name until v0.18
     Input("return_num_input_tokens", "BOOL", ONE, "request"),
@@ -40,28 +46,15 @@ _SESSION = (
     Input("session_full_history", "BOOL", ONE, "session.full_history"),
 )
 
-_BEAM_ONLY = (
-    *refused("beam search", ("early_stopping", "BOOL", ONE), neutral=(False,)),
-    *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
+_PAD_ID = ignored(("pad_id", "INT32", ONE), why="shorter beams are padded with -1")
+_EXTRA_IDS = "KV is shared only between requests with equal tables"
+
+_PROMPT_TUNING = (
+    Input("prompt_embedding_table", "FP16", (-1, -1), "request"),
+    *ignored(("prompt_vocab_size", "INT32", ONE), why="the table's own rows count"),
 )
-_LENGTH_PENALTY = (
-    1.0,
-    0.0,
-)  # what clients send and what TensorRT-LLM takes by default; both mean none to a single beam
-_NO_DECAY = "nothing decays towards it, because runtime_top_p_decay is refused"
-_PAD_ID = ignored(("pad_id", "INT32", ONE), why="no output of a single beam is padded")
 
 _NOT_BUILT = (
-    *refused("more than one output sequence", ("num_return_sequences", "INT32", ONE), neutral=(1,)),
-    *refused("beam search", ("beam_width", "INT32", ONE), neutral=(1,)),
-    *refused(
-        "returning logits",
-        ("return_context_logits", "BOOL", ONE),
-        ("return_generation_logits", "BOOL", ONE),
-        neutral=(False,),
-    ),
-    *refused("prompt tuning", ("prompt_embedding_table", "FP16", (-1, -1))),
-    *refused("prompt tuning", ("prompt_vocab_size", "INT32", ONE), neutral=(0,)),
     *refused("LoRA", ("lora_task_id", "UINT64", ONE), neutral=(0,)),
     *refused("LoRA", ("lora_weights", "FP16", (-1, -1)), ("lora_config", "INT32", (-1, 3))),
     *refused(
@@ -73,9 +66,6 @@ _NOT_BUILT = (
 )
 
 _ENGINE_ONLY_NOT_BUILT = (
-    *refused("top-p decay", ("runtime_top_p_decay", "FP32", ONE), neutral=(1.0,)),
-    *ignored(("runtime_top_p_min", "FP32", ONE), ("runtime_top_p_reset_ids", "INT32", ONE), why=_NO_DECAY),
-    *refused("prompt tuning", ("prompt_table_extra_ids", "UINT64", ANY)),
     *refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
     *refused("draft tokens", ("draft_acceptance_threshold", "FP32", ONE), neutral=(0.0,)),
     *ignored(
@@ -95,21 +85,21 @@ _ENGINE_ONLY_NOT_BUILT = (
     *refused("encoder input", ("skip_cross_attn_blocks", "BOOL", ONE), neutral=(False,)),
     *refused("disaggregated serving", ("context_phase_params", "UINT8", ANY)),
     *refused(
-        "KV cache retention",
-        ("retention_token_range_starts", "INT32", ANY),
-        ("retention_token_range_ends", "INT32", ANY),
-        ("retention_token_range_priorities", "INT32", ANY),
-        ("retention_token_range_durations_ms", "INT32", ANY),
-        ("retention_decode_duration_ms", "INT32", ONE),
-    ),
-    *refused("KV cache retention", ("retention_decode_priority", "INT32", ONE), neutral=(35,)),
-    *refused(
         "lookahead decoding",
         ("lookahead_window_size", "INT32", ONE),
         ("lookahead_ngram_size", "INT32", ONE),
         ("lookahead_verification_set_size", "INT32", ONE),
         neutral=(0,),
     ),
+)
+
+_RETENTION = (
+    Input("retention_token_range_starts", "INT32", ANY, "request"),
+    Input("retention_token_range_ends", "INT32", ANY, "request"),
+    Input("retention_token_range_priorities", "INT32", ANY, "request"),
+    Input("retention_token_range_durations_ms", "INT32", ANY, "request"),
+    Input("retention_decode_priority", "INT32", ONE, "request"),
+    Input("retention_decode_duration_ms", "INT32", ONE, "request"),
 )
 
 _PERF_OUTPUTS = tuple(
@@ -136,10 +126,10 @@ _COMMON_OUTPUTS = (
     Output("output_log_probs", "FP32", (-1, -1), "return_log_probs"),
     Output("top_log_probs_ids", "INT32", (-1, -1), "top_log_probs: [new tokens, n], the most likely first"),
     Output("top_log_probs", "FP32", (-1, -1), "top_log_probs: their log-probabilities"),
-    Output("context_logits", "FP32", (-1, -1), "never yet"),
-    Output("generation_logits", "FP32", (-1, -1, -1), "never yet"),
+    Output("context_logits", "FP32", (-1, -1), "return_context_logits: the first response"),
+    Output("generation_logits", "FP32", (-1, -1, -1), "return_generation_logits"),
     Output("batch_index", "INT32", ONE, "a request of more than one row"),
-    Output("sequence_index", "INT32", ONE, "never yet"),
+    Output("sequence_index", "INT32", ONE, "num_return_sequences more than 1"),
     Output("num_input_tokens", "INT32", ONE, "return_num_input_tokens"),
     Output("num_output_tokens", "INT32", ONE, "return_num_output_tokens"),
     *_PERF_OUTPUTS,
@@ -158,13 +148,18 @@ TOKEN_MODEL = ModelTensors(
         Input("embedding_bias", "FP32", ANY, "request"),
         Input("runtime_top_k", "INT32", ONE, "sampling.top_k"),
         Input("runtime_top_p", "FP32", ONE, "sampling.top_p"),
+        Input("runtime_top_p_decay", "FP32", ONE, "sampling.top_p_decay"),
+        Input("runtime_top_p_min", "FP32", ONE, "sampling.top_p_min"),
+        Input("runtime_top_p_reset_ids", "INT32", ONE, "sampling.top_p_reset_ids"),
         *_SAMPLING,
-        *refused("beam search", ("len_penalty", "FP32", ONE), neutral=_LENGTH_PENALTY),
-        *_BEAM_ONLY,
+        Input("len_penalty", "FP32", ONE, "sampling.length_penalty"),
         *_RETURNS,
         Input("stop", "BOOL", ONE, "request"),
         Input("streaming", "BOOL", ONE, "request"),
         *_SESSION,
+        *_RETENTION,
+        *_PROMPT_TUNING,
+        *ignored(("prompt_table_extra_ids", "UINT64", ANY), why=_EXTRA_IDS),
         *_NOT_BUILT,
         *_ENGINE_ONLY_NOT_BUILT,
     ),
@@ -188,16 +183,16 @@ _TEXT_INPUTS = (
     Input("top_k", "INT32", ONE, "sampling.top_k"),
     Input("top_p", "FP32", ONE, "sampling.top_p"),
     *_SAMPLING,
-    *refused("beam search", ("length_penalty", "FP32", ONE), neutral=_LENGTH_PENALTY),
-    *_BEAM_ONLY,
+    Input("length_penalty", "FP32", ONE, "sampling.length_penalty"),
     *_RETURNS,
     Input("embedding_bias_words", "STRING", ANY, "request"),
     Input("embedding_bias_weights", "FP32", ANY, "request"),
     Input("stream", "BOOL", ONE, "request"),
     Input("stop", "BOOL", ONE, "request"),
     *_SESSION,
+    *_PROMPT_TUNING,
+    *ignored(("prompt_table_extra_id", "UINT64", ONE), why=_EXTRA_IDS),
     *_NOT_BUILT,
-    *refused("prompt tuning", ("prompt_table_extra_id", "UINT64", ONE), neutral=(0,)),
 )
 
 _TEXT_OUTPUTS = (

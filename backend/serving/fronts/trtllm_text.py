@@ -1,7 +1,8 @@
 """Parses requests of the models ensemble and tensorrt_llm_bls, which take text or chat messages and answer with text.
 
 The text is tokenised here, the engine works on tokens, and the row's sender detokenises. Stop strings are matched with the
-text in the stub. Therefore the engine streams a row that has stop strings, even if its client wants one response only.
+text in the stub. Therefore the engine streams a row that has stop strings, even if its client wants one response only. Beams are
+ranked by how they end, so the engine ends them at the tokens of a stop string; where its tokens are others, only the text ends.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from backend.serving.fronts.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
+from backend.serving.fronts.trtllm_inputs import read_embeddings
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
@@ -69,30 +71,36 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     stop_session = read_stop_session(batch, row, parameters.namespace)
     if stop_session is not None:
         batch_index = row if batch.num_rows > 1 else None
-        return Work(stop_session, text_output(RowSettings(batch_index=batch_index), TextStream(tools.tokenizer)))
+        return Work(
+            stop_session, text_output(RowSettings(batch_index=batch_index), lambda: TextStream(tools.tokenizer))
+        )
     triton = context.config.triton
     session = read_session(batch, row)
     max_tokens = _read_max_tokens(batch, row, session)
     prompt = _read_prompt(batch, row, context, tools, session)
     stops = _read_words(batch, "stop_words", row)
     streaming = bool(batch.scalar("stream", row))
+    sampling = read_sampling(batch, row, read_bias(batch, row, tools.tokenizer))
+    has_beams = sampling.beam_width > 1
     request = Request(
         input_token_ids=prompt.ids,
         max_tokens=max_tokens,
-        streaming=streaming or bool(stops),
-        sampling_config=read_sampling(batch, row, read_bias(batch, row, tools.tokenizer)),
+        streaming=streaming or (bool(stops) and not has_beams),
+        sampling_config=sampling,
         output_config=read_output_config(batch, row),
         end_ids=_read_end_ids(batch, row, context, tools.tokenizer),
+        stop_words=words_token_ids(tools.tokenizer, stops) if has_beams else [],
         bad_words=words_token_ids(tools.tokenizer, _read_words(batch, "bad_words", row)),
         session=session,
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
+        prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
     )
     # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)
     output = text_output(
-        read_settings(batch, row, streaming, len(prompt.ids)),
-        TextStream(tools.tokenizer, prompt.ids, stops, include_stop=True),
+        read_settings(batch, row, context, request, streaming),
+        lambda: TextStream(tools.tokenizer, prompt.ids, stops, include_stop=True),
         prefix=prompt.text if echo else "",
         accumulate=triton.accumulate_tokens,
         every_token=triton.one_response_per_token,

@@ -15,6 +15,7 @@ from backend.serving.fronts.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
+from backend.serving.fronts.trtllm_inputs import read_embeddings, read_retention
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
 from backend.serving.reading import Batch
@@ -35,7 +36,9 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         batch_index = row if batch.num_rows > 1 else None
         return Work(stop_session, token_output(RowSettings(batch_index=batch_index), []))
     limits = context.config.limits
-    prompt = read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len)
+    embeddings = read_embeddings(batch, row, limits.max_extra_bytes)
+    num_virtual = 0 if embeddings is None else embeddings.shape[0]
+    prompt = read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len, num_virtual)
     streaming = bool(batch.scalar("streaming", row))
     end_id = batch.scalar("end_id", row)
     request = Request(
@@ -52,9 +55,12 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         session=read_session(batch, row),
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
+        retention=read_retention(batch, row),
+        prompt_embeddings=embeddings,
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
-    return Work(request, token_output(read_settings(batch, row, streaming, len(prompt)), prompt if echo else []))
+    settings = read_settings(batch, row, context, request, streaming)
+    return Work(request, token_output(settings, prompt if echo else []))
 
 
 def _read_bias(batch: Batch, row: int, vocab_size: int, max_entries: int) -> dict[int, float]:

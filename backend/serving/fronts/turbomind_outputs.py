@@ -42,9 +42,9 @@ class TurbomindOutput:
             self.finish = FinishReason(result.finish_reasons[0])
         return None
 
-    def render(self, final: bool) -> Arrays | None:
-        if not (final or self._is_fresh):
-            return None
+    def render(self) -> list[Arrays]:
+        if self.finish is None and not self._is_fresh:
+            return []
         self._is_fresh = False
         arrays: Arrays = [
             ("output_ids", np.array(self._ids, np.uint32).reshape(1, 1, -1)),
@@ -53,7 +53,7 @@ class TurbomindOutput:
         if self._log_probs is not None:
             arrays.append(("cum_log_probs", np.array([[sum(self._log_probs)]], np.float32)))
             arrays.append(("output_log_probs", np.array([[self._log_probs]], np.float32)))
-        return arrays
+        return [arrays]
 
     def _begin(self, history: list[int]) -> None:
         session = self._session

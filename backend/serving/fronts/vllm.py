@@ -1,23 +1,27 @@
 """Model `vllm`: the wire of Triton's vLLM backend. Tensors have no batch dimension; one element stands for one sequence.
 
-A stream has one response for each step of the engine, of at least one token. The flags `return_*` hold for every response,
+A stream has one response for each step of a sequence, of at least one token; with several sequences it tells of all of them,
+and of the others there may be nothing new. The flags `return_*` hold for every response,
 and what they tell is about the tokens of that response, except for `cumulative_logprob`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request
+from backend.api import ErrorCode, EverbatchError, FinishReason, InvalidRequest, OutputConfig, Request, Unsupported
 from backend.api.config import LimitsConfig
 from backend.serving.dialect import Dialect
+from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import NO_LORA, TENSOR, VllmSampling, read_sampling
-from backend.serving.outputs import Arrays, News, Render, TextOutput, text_array
+from backend.serving.news import News, TextReporter
+from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_PARAMETERS, Parameters, ServingContext, Work, required
 from backend.serving.tensors import ANY, ONE, Input, ModelTensors, Output, refused
@@ -92,11 +96,11 @@ def check(batch: Batch, context: ServingContext) -> None:
 
 def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: TextTools) -> list[Work]:
     limits = context.config.limits
-    asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits)
-    text: str = required(batch, "text_input", 0)
-    ids = _encode(text, context, tools)
-    told = Told.read(batch, asked)
     streaming = bool(batch.scalar("stream", 0))
+    asked = read_sampling(batch.scalar(TENSOR, 0), parameters, limits, streaming)
+    text: str = required(batch, "text_input", 0)
+    ids = _encode(text, asked.truncate_prompt_tokens, context, tools)
+    told = Told.read(batch, asked)
     most = fitting_tokens(context, len(ids))  # vLLM ends an output where the model ends, too, instead of refusing it
     request = Request(
         input_token_ids=ids,
@@ -109,20 +113,25 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
     )
-    texts = TokenTexts(tools.tokenizer, ids) if told.log_probs else None
-    output = TextOutput(
-        renderer(told, len(ids), texts, num_top=asked.logprobs or 0, streaming=streaming),
-        TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
-        streaming=streaming,
-        prefix="" if streaming or batch.scalar("exclude_input_in_output", 0) else text,
-        every_token=True,
-        hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
-    )
-    return [Work(request, output)]
+    prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
+
+    def new_reporter() -> TextReporter:
+        return TextReporter(
+            TextStream(tools.tokenizer, ids, asked.stops, asked.include_stop_str_in_output, asked.skip_special_tokens),
+            streaming=streaming,
+            prefix=prefix,
+            every_token=True,
+            hidden_ends=() if asked.include_stop_str_in_output else request.end_ids,
+        )
+
+    texts = [TokenTexts(tools.tokenizer, ids) for _ in range(asked.n)] if told.log_probs else []
+    render = renderer(asked, told, len(ids), texts, streaming=streaming)
+    return [Work(request, choices_output(asked, new_reporter, render, streaming=streaming, joint=True))]
 
 
-def _encode(text: str, context: ServingContext, tools: TextTools) -> list[int]:
-    ids = tools.tokenizer.encode(text)
+def _encode(text: str, most: int | None, context: ServingContext, tools: TextTools) -> list[int]:
+    """The last `most` tokens of the text (None: all)."""
+    ids = tools.tokenizer.encode(text)[-(most or 0) :]
     if not ids:
         raise InvalidRequest("text_input is empty; give at least one character")
     if len(ids) >= context.model.max_seq_len:
@@ -134,34 +143,42 @@ def _output_config(asked: VllmSampling, told: Told, limits: LimitsConfig) -> Out
     """The engine knows no ranks, so they are looked up among the most likely tokens: greedy it takes one to find the sampled
     one, else as many as may be asked for.
     """
+    if told.log_probs and asked.use_beam_search:
+        raise Unsupported(
+            "return_logprobs cannot be had with use_beam_search in this version; ask for return_cumulative_logprob"
+        )
     num_top = 0
     if told.log_probs:
         num_top = max(asked.logprobs or 0, 1) if asked.temperature == 0 else limits.max_top_log_probs
     return OutputConfig(
-        return_log_probs=told.cumulative_logprob or told.log_probs,
+        return_log_probs=told.cumulative_logprob or told.log_probs or asked.is_ranked,
         top_log_probs=min(num_top, limits.max_top_log_probs),
         exclude_input_from_output=True,
     )
 
 
-def renderer(told: Told, num_prompt_tokens: int, texts: TokenTexts | None, *, num_top: int, streaming: bool) -> Render:
-    """`texts`: to show log-probabilities with, each with the `num_top` most likely tokens; None: they are not told."""
+def renderer(
+    asked: VllmSampling, told: Told, num_prompt_tokens: int, texts: Sequence[TokenTexts], *, streaming: bool
+) -> Render:
+    """`texts`: to show the log-probabilities of each sequence with; empty where they are not told."""
 
-    def render(news: News) -> Arrays:
-        if streaming and news.finish is FinishReason.CANCELLED:
+    def render(told_of: Sequence[News]) -> Arrays:
+        news = chosen(asked, told_of)
+        if streaming and any(one.finish is FinishReason.CANCELLED for one in news):
             raise Cancelled(CANCELLED)
-        arrays: Arrays = [("text_output", text_array([news.text]))]
+        arrays: Arrays = [("text_output", text_array([one.text for one in news]))]
         if told.finish_reason:
-            arrays.append(("finish_reason", text_array([finish_name(news.finish)])))
+            arrays.append(("finish_reason", text_array([finish_name(one.finish) for one in news])))
         if told.cumulative_logprob:
-            arrays.append(("cumulative_logprob", np.array([news.cum_log_prob or 0.0], np.float32)))
+            arrays.append(("cumulative_logprob", np.array([one.cum_log_prob or 0.0 for one in news], np.float32)))
         if told.logprobs:
-            body = b"null" if texts is None else log_probs_json(news, texts, num_top)
-            arrays.append(("logprobs", text_array([body])))
+            num_top = asked.logprobs or 0
+            bodies = [log_probs_json(one, texts[one.sequence], num_top) if texts else b"null" for one in news]
+            arrays.append(("logprobs", text_array(bodies)))
         if told.num_input_tokens:
             arrays.append(("num_input_tokens", np.array([num_prompt_tokens], np.uint32)))
         if told.num_output_tokens:
-            arrays.append(("num_output_tokens", np.array([len(news.ids)], np.uint32)))
+            arrays.append(("num_output_tokens", np.array([len(one.ids) for one in news], np.uint32)))
         return arrays
 
     return render

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.response import TopLogProb
-from backend.serving.outputs import News
+from backend.serving.news import News
 from backend.text.token_texts import TokenTexts
 
 LEAST = -9999.0  # stands for the logarithm of 0, which JSON cannot hold

@@ -9,7 +9,7 @@ import msgspec
 from backend.api import InvalidRequest, Unsupported
 from backend.api.config import LimitsConfig
 from backend.serving.fronts.limits import check_stops
-from backend.serving.fronts.named_sampling import NamedSampling, from_json, read_json
+from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, read_json
 from backend.serving.requests import Parameters
 
 TENSOR = "sampling_parameters"
@@ -19,14 +19,8 @@ MAX_CHARS = 256  # of a name or value that an error repeats
 
 # What asks for a feature that this version lacks: the values that do not ask for it, and what the feature is.
 _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "several sequences of one prompt (send several requests)"),
-    "best_of": ((None, 1), "a choice among several sequences"),
-    "use_beam_search": ((False,), "beam search"),
-    "length_penalty": ((1.0,), "beam search"),
-    "early_stopping": ((False,), "beam search"),
     "prompt_logprobs": ((None,), "log-probabilities of the prompt"),
     "detokenize": ((True,), "output without text (use the model tensorrt_llm)"),
-    "truncate_prompt_tokens": ((None,), "prompts cut short"),
     "allowed_token_ids": ((None, []), "a list of allowed tokens"),
     "guided_decoding": ((None, "", {}), "guided decoding"),
     "structured_outputs": ((None, "", {}), "guided decoding"),
@@ -37,14 +31,9 @@ class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     """vLLM's names and defaults. The tokenizers served here put no spaces between special tokens in any case."""
 
     max_tokens: int | None = 16
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool = False
     prompt_logprobs: int | None = None
     detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None  # of the prompt only the last so many are taken
     allowed_token_ids: list[int] | None = None
     guided_decoding: Any = None
     structured_outputs: Any = None
@@ -54,7 +43,7 @@ class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     include_stop_str_in_output: bool = False
 
 
-def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConfig) -> VllmSampling:
+def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConfig, streaming: bool) -> VllmSampling:
     """The parameters of a request: those of the tensor `sampling_parameters`, without one the request's own parameters.
 
     Numbers and bools may be strings. Raises InvalidRequest for a wrong value, Unsupported for what this version lacks.
@@ -67,6 +56,7 @@ def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConf
     asked: VllmSampling = from_json(source, given, VllmSampling, strict=False)
     _refuse_what_is_missing(asked)
     _check(asked, limits)
+    check_choices(asked, streaming)
     return msgspec.structs.replace(asked, seed=None) if asked.seed == RANDOM_SEED else asked
 
 
@@ -92,6 +82,8 @@ def _check(asked: VllmSampling, limits: LimitsConfig) -> None:
         raise InvalidRequest(
             f"min_tokens is {asked.min_tokens}, the limit is max_tokens, which is {asked.max_tokens}; raise max_tokens"
         )
+    if asked.truncate_prompt_tokens is not None and asked.truncate_prompt_tokens < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens is {asked.truncate_prompt_tokens}, at least 1 is needed")
     most = limits.max_top_log_probs
     if asked.logprobs is not None and not 0 <= asked.logprobs <= most:
         raise InvalidRequest(f"logprobs is {asked.logprobs}, allowed is 0 to {most} (limits.max_top_log_probs)")

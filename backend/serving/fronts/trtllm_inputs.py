@@ -1,0 +1,69 @@
+"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: KV retention, and prompt embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backend.api import InvalidRequest
+from backend.api.prompt_limits import FLOAT_BYTES
+from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
+from backend.api.tensor import TensorData
+from backend.serving.reading import Batch
+
+_RANGES = "retention_token_range_"
+_FOR_EVER = -1
+_TO_THE_END = -1
+
+
+def read_retention(batch: Batch, row: int) -> RetentionConfig | None:
+    """How long the row's KV is kept, or None when it does not say.
+
+    An end of -1 is the prompt's end; a duration of -1, or none, is for ever. Raises InvalidRequest when the ranges' tensors do
+    not go together.
+    """
+    priority, duration_ms = (batch.scalar(f"retention_decode_{name}", row) for name in ("priority", "duration_ms"))
+    ranges = _read_ranges(batch, row)
+    if not ranges and priority is None and duration_ms is None:
+        return None
+    return RetentionConfig(
+        tuple(sorted(ranges, key=lambda each: each.token_start)),
+        DEFAULT_RETENTION_PRIORITY if priority is None else priority,
+        _seconds(duration_ms),
+    )
+
+
+def _read_ranges(batch: Batch, row: int) -> list[TokenRangeRetention]:
+    starts, ends, priorities, durations = (
+        [] if values is None else values.tolist()
+        for values in (batch.vector(_RANGES + name, row) for name in ("starts", "ends", "priorities", "durations_ms"))
+    )
+    if not len(starts) == len(ends) == len(priorities) or len(durations) not in (0, len(starts)):
+        raise InvalidRequest(
+            f"{_RANGES}starts has {len(starts)} entries, ends {len(ends)}, priorities {len(priorities)} and durations_ms "
+            f"{len(durations)}; send as many of each, durations_ms may be left out"
+        )
+    return [
+        TokenRangeRetention(start, None if end == _TO_THE_END else end, priority, _seconds(duration))
+        for start, end, priority, duration in zip(starts, ends, priorities, durations or [_FOR_EVER] * len(starts))
+    ]
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds in (None, _FOR_EVER) else milliseconds / 1000
+
+
+def read_embeddings(batch: Batch, row: int, max_bytes: int) -> TensorData | None:
+    """The row's prompt_embedding_table in float32; None without one. Raises InvalidRequest for a table that takes more than
+    `max_bytes` so, or has numbers that are not finite.
+    """
+    table = batch.matrix("prompt_embedding_table", row)
+    if table is None:
+        return None
+    if FLOAT_BYTES * table.size > max_bytes:
+        raise InvalidRequest(
+            f"prompt_embedding_table takes {FLOAT_BYTES * table.size} bytes in float32, the limit is {max_bytes} "
+            f"(limits.max_extra_bytes); send fewer rows"
+        )
+    if not np.isfinite(table).all():
+        raise InvalidRequest("prompt_embedding_table holds a value that is not a finite number; send finite numbers")
+    return TensorData("float32", table.shape, table.astype("<f4").tobytes())

@@ -1,0 +1,146 @@
+"""Rows of several sequences or beams: who is told of what, in how many responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from backend.api import FinishReason, Result
+from backend.api.tensor import TensorData
+from backend.serving.news import News, TextReporter, TokenReporter
+from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, RowOutput, SeparateOutput
+from backend.text.stream import TextStream
+from backend.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
+
+
+def result(sequence: int, ids: list[int], last: bool = False, final: bool = False, **fields: Any) -> Result:
+    """`last`: the sequence ends; `final`: and with it the row."""
+    reason = FinishReason.LENGTH if last or final else FinishReason.NOT_FINISHED
+    return Result(
+        [ids],
+        is_final=final,
+        is_sequence_final=last or final,
+        sequence_index=sequence,
+        finish_reasons=(reason,),
+        **fields,
+    )
+
+
+def as_ids(told: Sequence[News]) -> Arrays:
+    return [(str(news.sequence), np.array([*news.ids, *([-1] if news.finish else [])])) for news in told]
+
+
+def told(output: RowOutput) -> list[dict[str, list[int]]]:
+    """The responses that are due: ids by sequence, with -1 behind them where the end of the sequence is told."""
+    return [{name: array.tolist() for name, array in arrays} for arrays in output.render()]
+
+
+def tokens(count: int, streaming: bool) -> list[TokenReporter]:
+    return [TokenReporter(streaming) for _ in range(count)]
+
+
+def test_each_sequence_streams_for_itself_and_its_end_is_told_once() -> None:
+    output = SeparateOutput(tokens(2, True), as_ids)
+    output.feed(result(1, [5]))
+    output.feed(result(0, [6]))
+    output.feed(result(1, [7]))
+    assert told(output) == [{"0": [6]}, {"1": [5, 7]}]
+    output.feed(result(1, [8], last=True))
+    assert told(output) == [{"1": [8, -1]}]
+    output.feed(result(0, [9]))
+    assert told(output) == [{"0": [9]}]
+    output.feed(result(0, [], final=True))
+    assert told(output) == [{"0": [-1]}] and output.num_output_tokens == 5 and output.finish is FinishReason.LENGTH
+    assert told(output) == []
+
+
+def test_without_streaming_each_sequence_has_one_response_at_its_end() -> None:
+    output = SeparateOutput(tokens(2, False), as_ids)
+    output.feed(result(0, [5, 6], last=True))
+    assert told(output) == [{"0": [5, 6, -1]}]
+    output.feed(result(1, [7, 8], final=True))
+    assert told(output) == [{"1": [7, 8, -1]}]
+
+
+def test_joint_responses_tell_of_all_sequences() -> None:
+    output = JointOutput(tokens(2, True), as_ids, streaming=True)
+    assert told(output) == []
+    output.feed(result(0, [5], last=True))
+    assert told(output) == [{"0": [5, -1], "1": []}]
+    output.feed(result(1, [6]))
+    assert told(output) == [{"0": [-1], "1": [6]}]
+    output.feed(result(1, [], final=True))
+    assert told(output) == [{"0": [-1], "1": [-1]}]
+
+
+def test_a_joint_answer_waits_for_the_last_sequence() -> None:
+    output = JointOutput(tokens(2, False), as_ids, streaming=False)
+    output.feed(result(0, [5], last=True))
+    assert told(output) == []
+    output.feed(result(1, [6], final=True))
+    assert told(output) == [{"0": [5, -1], "1": [6, -1]}]
+
+
+def test_a_stop_string_ends_its_own_sequence() -> None:
+    """` b` is the stop string; the second token of the second sequence completes it, and the first sequence goes on."""
+
+    def render(told: Sequence[News]) -> Arrays:
+        return [(str(news.sequence), np.array([news.text])) for news in told]
+
+    output = SeparateOutput(
+        [TextReporter(TextStream(TOKENIZER, stops=[" b"]), streaming=True) for _ in range(2)], render
+    )
+    assert output.feed(result(0, [0])) is None and output.feed(result(1, [0])) is None
+    assert output.feed(result(1, [1])) == 2
+    assert told(output) == [{"0": ["a"]}], "what is left of the second waits for its end"
+    output.feed(result(1, [0], last=True))
+    output.feed(result(0, [2]))
+    assert told(output) == [{"0": [" x"]}, {"1": ["a"]}]
+    assert output.num_output_tokens == 2 + 2 and output.finish is None
+
+
+def beams(ids: list[list[int]], final: bool = False) -> Result:
+    reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
+    return Result(ids, is_final=final, is_sequence_final=final, finish_reasons=(reason,) * len(ids))
+
+
+def test_beams_are_told_from_their_beginning_in_one_response() -> None:
+    """The second Result has a beam that is no continuation of what the first one had in its place."""
+    output = BeamsOutput(lambda: TokenReporter(True), as_ids, streaming=True)
+    assert told(output) == []
+    output.feed(beams([[5, 6], [5, 7]]))
+    assert told(output) == [{"0": [5, 6], "1": [5, 7]}] and told(output) == []
+    output.feed(beams([[8, 6, 1], [5]], final=True))
+    assert told(output) == [{"0": [8, 6, 1, -1], "1": [5, -1]}] and output.num_output_tokens == 4
+
+
+def test_beams_that_do_not_stream_answer_at_their_end() -> None:
+    output = BeamsOutput(lambda: TokenReporter(False), as_ids, streaming=False)
+    output.feed(beams([[5, 6], [5, 7]]))
+    assert told(output) == []
+    output.feed(beams([[8, 6, 1], [5]], final=True))
+    assert told(output) == [{"0": [8, 6, 1, -1], "1": [5, -1]}]
+
+
+def test_logits_come_with_the_tokens_that_they_belong_to() -> None:
+    """Two context rows with the first token; the row of what a stop string cuts off is left out."""
+
+    def tensor(*shape: int) -> TensorData:
+        return TensorData("float32", shape, np.arange(np.prod(shape), dtype=np.float32).tobytes())
+
+    reporter = TextReporter(TextStream(TOKENIZER, stops=[" b"]), streaming=True)
+    reporter.feed(result(0, [0], context_logits=tensor(2, 3), generation_logits=tensor(1, 1, 3)))
+    reporter.feed(result(0, [0], generation_logits=tensor(1, 1, 3)))
+    first = reporter.take()
+    assert first.context_logits is not None and first.context_logits.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert first.generation_logits is not None and first.generation_logits.tolist() == [[0, 1, 2]] * 2
+    reporter.feed(result(0, [1, 2], final=True, generation_logits=tensor(1, 2, 3)))
+    last = reporter.take()
+    assert last.context_logits is None
+    assert last.generation_logits is not None and last.generation_logits.tolist() == [[0, 1, 2]]
