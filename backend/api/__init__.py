@@ -14,7 +14,7 @@ from backend.api.errors import (
     session_status,
 )
 from backend.api.request import Request, RequestId, SessionConfig, SessionId
-from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
+from backend.api.response import FinishReason, PerfMetrics, PromptLogProb, Response, Result, TopLogProb
 from backend.api.sampling import AdditionalOutput, OutputConfig, SamplingConfig
 from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCacheStats
 from backend.api.tensor import TensorData
@@ -35,6 +35,7 @@ __all__ = [
     "OutputConfig",
     "Overloaded",
     "PerfMetrics",
+    "PromptLogProb",
     "Request",
     "RequestId",
     "Response",

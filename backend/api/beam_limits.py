@@ -67,7 +67,6 @@ def _check_search(request: Request, config: SamplingConfig) -> None:
         raise Unsupported(
             "logits_post_processor cannot be had with beams in this version; leave it out, or set beam_width to 1"
         )
-    if output.top_log_probs:
-        raise Unsupported(
-            "top_log_probs cannot be had with beams in this version; leave it out, or set beam_width to 1"
-        )
+    for name, neutral_value in (("top_log_probs", 0), ("prompt_log_probs", None)):
+        if getattr(output, name) != neutral_value:
+            raise Unsupported(f"{name} cannot be had with beams in this version; leave it out, or set beam_width to 1")

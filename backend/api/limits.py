@@ -12,7 +12,7 @@ from msgspec import Struct
 from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
-from backend.api.output_limits import check_outputs, check_post_processor
+from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
 from backend.api.sampling import SamplingConfig
@@ -60,6 +60,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     )
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
+    check_prompt_log_probs(request, limits.caps.max_top_log_probs)
     if request.client_id is not None:
         _check_range("client_id", request.client_id, 0, UINT64 - 1)
     if request.timeout_s is not None and not 0 < request.timeout_s <= limits.caps.max_timeout_s:

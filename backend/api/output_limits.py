@@ -24,6 +24,20 @@ def check_outputs(output: OutputConfig, context_logits: bool, generation_logits:
         raise InvalidRequest("an additional output is named twice; name each once")
 
 
+def check_prompt_log_probs(request: Request, most: int) -> None:
+    """Raise for more alternatives than `most`, and for prompts whose tokens the vocabulary does not have."""
+    wanted = request.output_config.prompt_log_probs
+    if wanted is None:
+        return
+    if not 0 <= wanted <= most:
+        raise InvalidRequest(f"prompt_log_probs is {wanted}, allowed is 0 to {most} (limits.max_top_log_probs)")
+    if request.prompt_embeddings is not None:
+        raise Unsupported(
+            "prompt_log_probs cannot be had of a prompt with prompt_embeddings, whose tokens are not in the vocabulary; "
+            "leave one of them out"
+        )
+
+
 def check_post_processor(request: Request, names: tuple[str, ...], is_static: bool) -> None:
     """Raise for a logits post-processor that there is not, or that cannot run."""
     name = request.logits_post_processor

@@ -34,6 +34,14 @@ class TopLogProb(Struct, frozen=True, array_like=True):
     log_prob: float
 
 
+class PromptLogProb(Struct, frozen=True, array_like=True):
+    """One token of the prompt, given those ahead of it. `rank` 1 is the most likely token of the vocabulary."""
+
+    log_prob: float
+    rank: int
+    top: list[TopLogProb] = []  # the most likely tokens at its place, as many as were asked for
+
+
 class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     """Times in nanoseconds of the engine's monotonic clock (0 = has not happened); blocks and tokens are counts."""
 
@@ -56,7 +64,8 @@ class Result(Struct, frozen=True, omit_defaults=True):
 
     A request with `num_return_sequences` n > 1 gets responses of n sequences, in any order between sequences; exactly one of
     them is final: the last one of the sequence that ends last. Tensors are float32, and each row comes once: streaming, context
-    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says.
+    rows with the first response, others with their tokens, whatever `return_all_generated_tokens` says. Log-probabilities of the
+    prompt come once for a request, like context rows: with the first response of the sequence with index 0.
     """
 
     output_token_ids: list[list[int]]
@@ -67,6 +76,7 @@ class Result(Struct, frozen=True, omit_defaults=True):
     cum_log_probs: list[float] | None = None  # per beam: sum over all output tokens so far
     log_probs: list[list[float]] | None = None  # per beam, aligned with the generated part of output_token_ids
     top_log_probs: list[list[TopLogProb]] | None = None  # per generated token
+    prompt_log_probs: list[PromptLogProb] | None = None  # of this turn's prompt from its second token on
     decoding_iter: int = 0
     num_prompt_tokens: int = 0  # history + prompt of this turn
     perf_metrics: PerfMetrics | None = None

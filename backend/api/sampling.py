@@ -75,6 +75,9 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     return_log_probs: bool = False  # log-probability of each output token under the model's own distribution
     top_log_probs: int = 0  # besides, the k most likely tokens of each position
+    prompt_log_probs: int | None = (
+        None  # of the prompt's tokens from the second on, with the k most likely ones at each place
+    )
     exclude_input_from_output: bool = False  # non-streaming only: leave the prompt out of output_token_ids
     return_perf_metrics: bool = False
     return_context_logits: bool = False  # logits of the prompt's positions; needs model.gather_context_logits

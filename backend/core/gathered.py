@@ -6,6 +6,12 @@
 Context rows end at the prompt's last position and have no gap: n of them are the prompt's last n. A position that is computed
 again (after a pause, an eviction) is not taken twice. Where others have computed more of the prompt while this sequence was
 paused, the rows ahead of that gap are dropped.
+
+Log-probabilities of the prompt are made of context rows by the workers, but for the last position, behind which the prompt
+ends. All of them are told: KV of a position whose row is still missing is not taken over from the cache (`needed_from`).
+
+    row of position p    | rank | k token ids |   log-prob   | k log-probs |      of prompt token p + 1, and of what was likelier
+                              int32                   float32
 """
 
 from __future__ import annotations
@@ -13,11 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 from backend.api.request import Request
+from backend.api.response import PromptLogProb, TopLogProb
 from backend.api.tensor import TensorData
 from backend.core.step import Gather, GatheredRows
 
 LOGITS = "logits"
+PROMPT_LOG_PROBS = "prompt_log_probs"
 FLOAT_BYTES = 4
+NEVER = 1 << 62  # behind all positions
 
 
 def wanted(request: Request) -> dict[str, tuple[bool, bool]]:
@@ -27,40 +36,68 @@ def wanted(request: Request) -> dict[str, tuple[bool, bool]]:
     if output.return_context_logits or output.return_generation_logits:
         context, generation = names.get(LOGITS, (False, False))
         names[LOGITS] = context or output.return_context_logits, generation or output.return_generation_logits
+    if output.prompt_log_probs is not None:
+        names[PROMPT_LOG_PROBS] = True, False
     return names
+
+
+def _row_width(name: str, request: Request, widths: dict[str, int]) -> int:
+    """Numbers of 4 bytes that a row may take in a message."""
+    if name != PROMPT_LOG_PROBS:
+        return widths[name]
+    return 5 + 4 * (request.output_config.prompt_log_probs or 0)  # msgpack: up to 18 bytes, and 15 for each alternative
 
 
 def response_bytes(request: Request, widths: dict[str, int], num_context: int, num_output: int) -> tuple[int, int]:
     """Bytes of tensors in the largest response of a request, and of all of them together, at most."""
-    context = sum(num_context * widths[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
-    row = sum(widths[name] for name, (_, is_wanted) in wanted(request).items() if is_wanted)
+    each = {name: _row_width(name, request, widths) for name in wanted(request)}
+    context = sum(num_context * each[name] for name, (is_wanted, _) in wanted(request).items() if is_wanted)
+    row = sum(each[name] for name, (_, is_wanted) in wanted(request).items() if is_wanted)
     total = FLOAT_BYTES * (context + row * num_output)
     return (FLOAT_BYTES * (context + row) if request.streaming else total), total
 
 
 class Gathered:
-    def __init__(self, names: dict[str, tuple[bool, bool]], first_position: int, num_prompt_tokens: int) -> None:
-        """`first_position`: of this turn's prompt."""
+    def __init__(
+        self, names: dict[str, tuple[bool, bool]], first_position: int, num_prompt_tokens: int, num_top: int = 0
+    ) -> None:
+        """`first_position`: of this turn's prompt. `num_top`: alternatives to each token of the prompt."""
         self._names = names
-        self._end = num_prompt_tokens
+        self._ends = {name: num_prompt_tokens - (name == PROMPT_LOG_PROBS) for name in names}
         self._next = dict.fromkeys(names, first_position)  # position of the next context row
         self._context: dict[str, list[bytes]] = {name: [] for name in names}
         self._generation: dict[str, list[bytes]] = {name: [] for name in names}
         self._row_bytes: dict[str, int] = {}
+        self._num_top = num_top
         self.num_promised_bytes = 0  # written by the intake
 
     @classmethod
     def of(cls, request: Request, first_position: int, num_prompt_tokens: int) -> Gathered | None:
         """None for a request that asks for no tensors."""
         output = request.output_config
-        if not (output.return_context_logits or output.return_generation_logits or output.additional_outputs):
+        asks = output.return_context_logits or output.return_generation_logits or output.additional_outputs
+        if not asks and output.prompt_log_probs is None:
             return None
-        return cls(wanted(request), first_position, num_prompt_tokens)
+        return cls(wanted(request), first_position, num_prompt_tokens, output.prompt_log_probs or 0)
+
+    @property
+    def needed_from(self) -> int:
+        """The first position that has to be computed even if its KV is in the cache."""
+        return self._next[PROMPT_LOG_PROBS] if self._misses(PROMPT_LOG_PROBS) else NEVER
+
+    def leave_prompt_log_probs(self) -> None:
+        """Another sequence of the request tells them."""
+        self._names.pop(PROMPT_LOG_PROBS, None)
 
     def asked(self) -> list[Gather]:
         """What a worker is to collect from now on."""
         return [
-            Gather(name, self._next[name] if context and self._next[name] < self._end else None, generation)
+            Gather(
+                name,
+                self._next[name] if context and self._misses(name) else None,
+                generation,
+                self._num_top if name == PROMPT_LOG_PROBS else 0,
+            )
             for name, (context, generation) in self._names.items()
         ]
 
@@ -85,9 +122,11 @@ class Gathered:
         context = {name: self._tensor(name, self._context, is_context=True) for name in self._names}
         generation = {name: self._tensor(name, self._generation, is_context=False) for name in self._names}
         asked = output.additional_outputs
+        prompt = context.pop(PROMPT_LOG_PROBS, None)
         fields: dict[str, Any] = {
             "context_logits": context[LOGITS] if output.return_context_logits else None,
             "generation_logits": generation[LOGITS] if output.return_generation_logits else None,
+            "prompt_log_probs": None if prompt is None else _prompt_log_probs(prompt),
         }
         if asked:
             own = {one.name: generation[one.name] for one in asked}
@@ -98,6 +137,10 @@ class Gathered:
             }
         return fields
 
+    def _misses(self, name: str) -> bool:
+        """Whether context rows of this name are still to come."""
+        return name in self._names and self._next[name] < self._ends[name]
+
     def _tensor(self, name: str, parts: dict[str, list[bytes]], is_context: bool) -> TensorData | None:
         chunks, parts[name] = parts[name], []
         if not chunks:
@@ -105,3 +148,15 @@ class Gathered:
         data = b"".join(chunks)
         shape = (len(data) // self._row_bytes[name], self._row_bytes[name] // FLOAT_BYTES)
         return TensorData("float32", shape if is_context else (1, *shape), data)
+
+
+def _prompt_log_probs(rows: TensorData) -> list[PromptLogProb]:
+    """Read the rows of PROMPT_LOG_PROBS; the module's text says how they are laid out."""
+    num_rows, width = rows.shape
+    ints, floats = memoryview(rows.data).cast("i").tolist(), memoryview(rows.data).cast("f").tolist()
+    half = width // 2
+    told = []
+    for start in range(0, num_rows * width, width):
+        top = zip(ints[start + 1 : start + half], floats[start + half + 1 : start + width])
+        told.append(PromptLogProb(floats[start + half], ints[start], [TopLogProb(*each) for each in top]))
+    return told

@@ -209,6 +209,12 @@ class Sequence:
         return len(self.token_ids) + self.num_inflight_samples - self.num_computed_tokens - self.num_inflight_tokens
 
     @property
+    def max_found_tokens(self) -> int:
+        """How many tokens' KV an admission may take over from the cache: the newest token is run in any case."""
+        most = len(self.token_ids) - 1
+        return most if self.gathered is None else min(most, self.gathered.needed_from)
+
+    @property
     def is_generating(self) -> bool:
         """In the generation phase: everything but the newest output token is computed, or will be."""
         num_tokens = len(self.token_ids) + self.num_inflight_samples

@@ -30,9 +30,10 @@ BlockId = NewType("BlockId", int)  # index into the KV pool
 class Gather(Struct, frozen=True):
     """A tensor that a sequence's client wants."""
 
-    name: str  # "logits", or another output that the model marks
+    name: str  # "logits", "prompt_log_probs", or another output that the model marks
     context_from: int | None  # first position of the prompt whose row is wanted; None = no such rows
     generation: bool  # the row behind each sampled token is wanted
+    top: int = 0  # of prompt_log_probs: how many of the most likely tokens are wanted besides
 
 
 class NewRow(Struct, frozen=True):
@@ -97,7 +98,7 @@ class GatheredRows(Struct, frozen=True, array_like=True, gc=False):
     is_context: bool
     position: int  # of the first one
     num_rows: int
-    data: bytes  # float32 [num_rows, width]
+    data: bytes  # float32 [num_rows, width]; of prompt_log_probs see core/gathered.py
 
 
 class StepOutput(Struct, frozen=True):

@@ -160,9 +160,9 @@ class KVPlan:
         self.pauses.append(seq)
 
     def _find(self, seq: Sequence) -> _Found:
-        """The longer one of what survived of the sequence's own KV and what the trie knows. At least one token is left to run."""
+        """The longer one of what survived of the sequence's own KV and what the trie knows, as far as it may be taken over."""
         state, geometry = self._state, self._geometry
-        limit = seq.num_tokens - 1
+        limit = seq.max_found_tokens
         kept, computed = state.survivors(seq, limit)
         matched, matched_partial, partial_tokens = state.match(seq, limit)
         matched_tokens = len(matched) * geometry.block_size + partial_tokens

@@ -263,7 +263,7 @@ def _note_admission(plan: StepPlan, seq: Sequence, known: int, now_ns: int) -> N
         more = max(0, own - max(seq.max_computed_tokens, seq.num_cached_tokens))
         seq.num_cached_tokens += more
         plan.num_cached_tokens += more
-    if seq.num_computed_tokens < min(known, seq.num_tokens - 1):
+    if seq.num_computed_tokens < min(known, seq.max_found_tokens):
         seq.num_evictions += 1
         plan.num_evicted += 1
 

@@ -10,6 +10,7 @@ copy sends to the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from backend.core.step import Row, SlotId, StepInput, StepOutput
 from backend.models.llama import Llama
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
-from backend.worker.extras import Extras, ExtraWork, FetchedRows
+from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.graphs import Graphs
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
@@ -49,12 +50,11 @@ class QueuedStep(NamedTuple):
 
     step_id: int
     samples: FetchedSamples
-    gathered: FetchedRows | None = None
+    gathered: Sequence[FetchedRows] = ()  # of each pass
     failed: list[tuple[int, str]] | None = None
 
     def wait(self) -> StepOutput:
-        gathered = [] if self.gathered is None else self.gathered.wait()
-        return StepOutput(self.step_id, self.samples.wait(), gathered, self.failed or [])
+        return StepOutput(self.step_id, self.samples.wait(), fetch_all(self.gathered), self.failed or [])
 
 
 class DeviceRunner:
@@ -95,9 +95,9 @@ class DeviceRunner:
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
         prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras)
-        work = self._extras.of_step(step.rows)
-        if work is not None:
-            return self._launch_with_extras(step, work)
+        passes = self._extras.of_step(step.rows)
+        if passes is not None:
+            return self._launch_with_extras(step, passes)
         if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
             slots, chosen = self._run_generation(step.rows)
         else:
@@ -105,18 +105,24 @@ class DeviceRunner:
         self.batch.count_tokens(slots)
         return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen))
 
-    def _launch_with_extras(self, step: StepInput, work: ExtraWork) -> QueuedStep:
+    def _launch_with_extras(self, step: StepInput, passes: list[ExtraWork]) -> QueuedStep:
         """Queue a step with rows that want more than tokens, or have a post-processor; it runs eagerly."""
-        hidden, flat = self._forward(step.rows, work.num_logits)
-        if not any(work.num_logits):
-            return QueuedStep(step.step_id, self._choice.begin_fetch([], self._nothing))
-        logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
-        gathered = work.gather(logits, outputs)
+        gathered = [self._run_with_extras(work)[1] for work in passes[:-1]]
+        work = passes[-1]
+        logits, rows = self._run_with_extras(work)
         logits = logits[work.sampling_rows].float()
         failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
         slots, chosen = self._choose_and_append([row.slot for row in step.rows if row.samples], logits)
         self.batch.count_tokens(slots)
-        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), gathered, failed)
+        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), [*gathered, rows], failed)
+
+    def _run_with_extras(self, work: ExtraWork) -> tuple[Tensor, FetchedRows]:
+        """One pass: logits [sum of num_logits, vocab], and what clients want of it."""
+        hidden, flat = self._forward(work.rows, work.num_logits)
+        if not any(work.num_logits):
+            return hidden.new_empty(0, self._model.config.vocab_size), FetchedRows([], None)
+        logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
+        return logits, work.gather(logits, outputs, self.batch.token_ids)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

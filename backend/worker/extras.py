@@ -2,6 +2,11 @@
 
 Rows that want nothing of it are not touched, and a step without such rows pays for a look into an empty dictionary.
 Tensors are taken before post-processors change the logits.
+
+A step runs in several passes when its prompts want more rows than MAX_ROWS, so that logits [rows, vocab] stay small:
+
+    whole step    prompt A, 600 tokens | B, one token | prompt C, 90 tokens
+    passes        A 0-255  A 256-511  A 512-598  C 0-88        and at last, where tokens are sampled,   A 599 | B | C 89
 """
 
 from __future__ import annotations
@@ -13,11 +18,14 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.core.gathered import LOGITS
+from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS
 from backend.core.step import Gather, GatheredRows, NewRow, Row, SlotId
 from backend.models.llama import Llama
+from backend.sampling.prompt_log_probs import packed_rows
 from backend.worker.post_processors import Failure, Opted, PostProcessors
 from kernels.common.transfer import Fetched
+
+MAX_ROWS = 256  # of logits for prompts, in one pass
 
 
 def check_outputs(names: Sequence[str], model: Llama) -> None:
@@ -44,13 +52,50 @@ class SlotWants(NamedTuple):
         if asked.context_from is None:
             return range(0)
         start = max(asked.context_from, row.num_computed)
-        return range(start, max(start, min(self.num_prompt_tokens, row.num_computed + row.num_tokens)))
+        end = self.num_prompt_tokens - (asked.name == PROMPT_LOG_PROBS)  # nothing follows the last one yet
+        return range(start, max(start, min(end, row.num_computed + row.num_tokens)))
 
     def num_logits(self, row: Row) -> int:
         """How many of the row's last tokens must yield logits."""
         end = row.num_computed + row.num_tokens
         wanted = [end - positions[0] for asked in self.gather if (positions := self.context_rows(row, asked))]
         return max([int(row.samples), *wanted])
+
+    def concerns(self, row: Row) -> bool:
+        """Whether anything is to be done for this row of a step."""
+        if row.samples and (self.post_processor or any(asked.generation for asked in self.gather)):
+            return True
+        return any(self.context_rows(row, asked) for asked in self.gather)
+
+
+class Part(NamedTuple):
+    """A row of a step, or a piece of it."""
+
+    number: int  # of the row in the step
+    row: Row
+    want: SlotWants | None
+
+    @property
+    def num_logits(self) -> int:
+        return int(self.row.samples) if self.want is None else self.want.num_logits(self.row)
+
+    def cut(self) -> list[Part]:
+        """All but the last token, in pieces, and then that token, which is what samples."""
+        row, last = self.row, self.row.num_computed + self.row.num_tokens - 1
+        pieces = [
+            Row(row.slot, start, min(MAX_ROWS, last - start), False)
+            for start in range(row.num_computed, last, MAX_ROWS)
+        ]
+        return [self._replace(row=piece) for piece in (*pieces, Row(row.slot, last, 1, row.samples))]
+
+
+def passes(parts: list[Part]) -> list[list[Part]]:
+    """The parts of a step that run together, one pass after the other."""
+    is_small = sum(part.num_logits - part.row.samples for part in parts) <= MAX_ROWS
+    if is_small:
+        return [parts]
+    cut = [part.cut() if part.num_logits > part.row.samples else [part] for part in parts]
+    return [[piece] for pieces in cut for piece in pieces[:-1]] + [[pieces[-1] for pieces in cut]]
 
 
 class Extras:
@@ -67,52 +112,67 @@ class Extras:
         else:
             self._slots.pop(row.slot, None)
 
-    def of_step(self, rows: list[Row]) -> ExtraWork | None:
-        """What is to be done for these rows; None when they want tokens only."""
+    def of_step(self, rows: list[Row]) -> list[ExtraWork] | None:
+        """What is to be done for these rows, pass by pass; the last one has the rows that sample. None: they want tokens only."""
         if not self._slots:
             return None
-        wants = [self._slots.get(row.slot) for row in rows]
-        return ExtraWork(rows, wants, self._processors) if any(wants) else None
+        parts = [Part(index, row, self._wants(row)) for index, row in enumerate(rows)]
+        if not any(part.want for part in parts):
+            return None
+        return [ExtraWork(each, self._processors) for each in passes(parts)]
+
+    def _wants(self, row: Row) -> SlotWants | None:
+        want = self._slots.get(row.slot)
+        return want if want is not None and want.concerns(row) else None
 
 
 class ExtraWork:
-    """Of one step. Rows of logits lie one after the other: for each row of the step its last `num_logits` tokens."""
+    """Of one pass. Rows of logits lie one after the other: for each row of the pass its last `num_logits` tokens."""
 
-    def __init__(self, rows: list[Row], wants: list[SlotWants | None], processors: PostProcessors) -> None:
-        self._rows, self._wants, self._processors = rows, wants, processors
-        self.num_logits = [
-            int(row.samples) if want is None else want.num_logits(row) for row, want in zip(rows, wants, strict=True)
-        ]
+    def __init__(self, parts: list[Part], processors: PostProcessors) -> None:
+        self._parts, self._processors = parts, processors
+        self.rows = [part.row for part in parts]
+        self.num_logits = [part.num_logits for part in parts]
         ends = torch.tensor(self.num_logits).cumsum(0).tolist()
         self._ends: list[int] = ends
-        self.sampling_rows = [end - 1 for end, row in zip(ends, rows) if row.samples]  # rows of logits that are sampled
-        names = {asked.name for want in wants if want is not None for asked in want.gather}
-        self.outputs = sorted(names - {LOGITS})
-        self.wants_logits = LOGITS in names
+        self.sampling_rows = [
+            end - 1 for end, row in zip(ends, self.rows) if row.samples
+        ]  # rows of logits that are sampled
+        names = {asked.name for part in parts if part.want is not None for asked in part.want.gather}
+        self.outputs = sorted(names - {LOGITS, PROMPT_LOG_PROBS})
+        self.wants_logits = not names.isdisjoint((LOGITS, PROMPT_LOG_PROBS))
         self.processed = {
-            row.slot for row, want in zip(rows, wants) if want is not None and want.post_processor and row.samples
+            part.row.slot for part in parts if part.want is not None and part.want.post_processor and part.row.samples
         }
 
-    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor]) -> FetchedRows:
-        """Begin to fetch the rows that clients want. Tensors are [sum of num_logits, width]."""
+    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], token_ids: Tensor) -> FetchedRows:
+        """Begin to fetch the rows that clients want.
+
+        logits and outputs are [sum of num_logits, width], token_ids [slots, max_seq_len].
+        """
         heads: list[tuple[int, str, bool, int, int]] = []  # a GatheredRows without its data
-        parts: list[Tensor] = []
-        for index, (row, want) in enumerate(zip(self._rows, self._wants)):
-            last = row.num_computed + row.num_tokens - 1  # its row is self._ends[index] - 1
-            if want is None:
+        tensors: list[Tensor] = []
+        for part, end in zip(self._parts, self._ends):
+            last = part.row.num_computed + part.row.num_tokens - 1  # its row is end - 1
+            if part.want is None:
                 continue
-            for asked in want.gather:
-                tensor = logits if asked.name == LOGITS else outputs[asked.name]
+            for asked in part.want.gather:
+                tensor = outputs.get(asked.name, logits)
                 assert tensor is not None  # wants_logits said that they are needed
-                positions = want.context_rows(row, asked)
+                positions = part.want.context_rows(part.row, asked)
                 if positions:
-                    start = self._ends[index] - 1 - (last - positions[0])
-                    heads.append((index, asked.name, True, positions[0], len(positions)))
-                    parts.append(tensor[start : start + len(positions)].float())
-                if asked.generation and row.samples:
-                    heads.append((index, asked.name, False, last, 1))
-                    parts.append(tensor[self._ends[index] - 1 : self._ends[index]].float())
-        return FetchedRows(heads, Fetched(*parts) if parts else None)
+                    start = end - 1 - (last - positions[0])
+                    rows = tensor[start : start + len(positions)]
+                    heads.append((part.number, asked.name, True, positions[0], len(positions)))
+                    if asked.name == PROMPT_LOG_PROBS:
+                        following = token_ids[part.row.slot, positions[0] + 1 : positions[-1] + 2]
+                        tensors.append(packed_rows(rows, following, asked.top))
+                    else:
+                        tensors.append(rows.float())
+                if asked.generation and part.row.samples:
+                    heads.append((part.number, asked.name, False, last, 1))
+                    tensors.append(tensor[end - 1 : end].float())
+        return FetchedRows(heads, Fetched(*tensors) if tensors else None)
 
     def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
         """Let post-processors change logits [rows that sample, vocab] in place. Returns the rows for which one failed.
@@ -122,9 +182,7 @@ class ExtraWork:
         if not self.processed:
             return []
         opted: list[Opted] = []
-        sampling = [(index, row) for index, row in enumerate(self._rows) if row.samples]
-        for place, (index, row) in enumerate(sampling):
-            want = self._wants[index]
+        for place, (index, row, want) in enumerate(part for part in self._parts if part.row.samples):
             if want is not None and want.post_processor:
                 ids = token_ids[row.slot, : num_tokens[row.slot]].tolist()
                 view = logits[place : place + 1][None]  # [1, beams, vocab]
@@ -146,3 +204,8 @@ class FetchedRows:
             GatheredRows(*head, part.contiguous().numpy().tobytes())
             for head, part in zip(self._heads, parts, strict=True)
         ]
+
+
+def fetch_all(passes: Sequence[FetchedRows]) -> list[GatheredRows]:
+    """The rows of all passes, in their order."""
+    return [rows for each in passes for rows in each.wait()]

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
-from backend.worker.extras import Extras, ExtraWork
+from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.tier import Tier
@@ -53,9 +56,9 @@ class ModelRunner:
         slots = [row.slot for row in step.rows if row.samples]
         # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`.
         num_tokens = [self.batch.num_tokens[slot] for slot in slots]
-        work = self.extras.of_step(step.rows)
-        if work is not None:
-            return self._execute_with_extras(step, work, slots, num_tokens)
+        passes = self.extras.of_step(step.rows)
+        if passes is not None:
+            return self._execute_with_extras(step, passes, slots, num_tokens)
         num_logits = [int(row.samples) for row in step.rows]
         needed = self.sampler.needs_logits(slots, num_tokens)
         greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, any(needed))
@@ -64,25 +67,31 @@ class ModelRunner:
         return StepOutput(step.step_id, samples)
 
     def _execute_with_extras(
-        self, step: StepInput, work: ExtraWork, slots: list[SlotId], num_tokens: list[int]
+        self, step: StepInput, passes: list[ExtraWork], slots: list[SlotId], num_tokens: list[int]
     ) -> StepOutput:
         """Like the rest of `execute`, for a step with rows that want more than tokens or have a post-processor."""
+        gathered = [self._run(work, False)[2] for work in passes[:-1]]
+        work = passes[-1]
         needed = [
             is_needed or slot in work.processed
             for slot, is_needed in zip(slots, self.sampler.needs_logits(slots, num_tokens))
         ]
-        outputs = dict.fromkeys(work.outputs, torch.empty(0))
-        greedy, logits = self.tier.run(
-            self.batch, step.rows, work.num_logits, self.storage.pools, work.wants_logits or any(needed), outputs
-        )
-        gathered = work.gather(logits, outputs)
+        greedy, logits, rows = self._run(work, any(needed))
         sampling = work.sampling_rows
         greedy = None if greedy is None else greedy[sampling]
         logits = None if logits is None else logits[sampling]
         failed = [] if logits is None else work.process(logits, self.batch.token_ids, self.batch.num_tokens)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         self.batch.append_tokens(samples)
-        return StepOutput(step.step_id, samples, gathered.wait(), failed)
+        return StepOutput(step.step_id, samples, fetch_all([*gathered, rows]), failed)
+
+    def _run(self, work: ExtraWork, needs_logits: bool) -> tuple[NDArray[np.int64] | None, Tensor | None, FetchedRows]:
+        """One pass: what the tier gives, and what clients want of it."""
+        outputs = dict.fromkeys(work.outputs, torch.empty(0))
+        greedy, logits = self.tier.run(
+            self.batch, work.rows, work.num_logits, self.storage.pools, work.wants_logits or needs_logits, outputs
+        )
+        return greedy, logits, work.gather(logits, outputs, self.batch.token_ids)
 
     def prepare(self, step: StepInput) -> None:
         """Bring KV storage, slots and sampling parameters up to date, before the model runs."""

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from backend.api import AdditionalOutput, OutputConfig, Request, TensorData
+from backend.api import AdditionalOutput, OutputConfig, PromptLogProb, Request, TensorData, TopLogProb
 from backend.core.gathered import Gathered, response_bytes
 from backend.core.step import Gather, GatheredRows
 
@@ -58,6 +58,22 @@ def test_a_worker_is_asked_for_what_is_still_missing() -> None:
     assert gathered.asked() == [Gather("logits", 6, True)]
     gathered.add(rows(6, 8))
     assert gathered.asked() == [Gather("logits", None, True)]
+
+
+def test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before() -> None:
+    gathered, request = make(OutputConfig(prompt_log_probs=1), prompt=4, first=1)
+    assert gathered.asked() == [Gather("prompt_log_probs", 1, False, 1)] and gathered.needed_from == 1
+    row = struct.pack("=2i2f", 7, 5, -2.0, -0.5)
+    gathered.add(GatheredRows(0, "prompt_log_probs", True, 1, 1, row))
+    assert gathered.needed_from == 2
+    gathered.add(GatheredRows(0, "prompt_log_probs", True, 1, 2, row + struct.pack("=2i2f", 1, 9, -0.25, -0.25)))
+    assert gathered.asked() == [Gather("prompt_log_probs", None, False, 1)] and gathered.needed_from > 4
+    first, second = gathered.take(request)["prompt_log_probs"]
+    assert (first, second) == (
+        PromptLogProb(-2.0, 7, [TopLogProb(5, -0.5)]),
+        PromptLogProb(-0.25, 1, [TopLogProb(9, -0.25)]),
+    )
+    assert gathered.take(request)["prompt_log_probs"] is None
 
 
 def test_a_request_without_tensors_has_nothing_to_gather() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from backend.api import output_limits
 from backend.api.request import Request
 from backend.core.gathered import Gathered
+from backend.core.sequence import Sequence
 from backend.engine import gathered
 from backend.models.llama import Llama
 from backend.sampling.slots import SlotParameters
-from backend.worker import post_processors, prompt_inputs
-from backend.worker.extras import Extras, ExtraWork, SlotWants
+from backend.worker import extras, post_processors, prompt_inputs
+from backend.worker.extras import Extras, ExtraWork, Part, SlotWants
 from backend.worker.model_runner import ModelRunner
 from backend.worker.post_processors import PostProcessors
 from backend.worker.prompt_inputs import PromptInputs
@@ -23,6 +24,7 @@ STREAM = [LOGITS + "test_a_stream_gives_context_rows_first_and_then_a_row_for_ea
 CAPS = [LOGITS + "test_tensors_beyond_the_caps_are_refused_with_the_figures"]
 FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
 RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
+PROMPT_LOG_PROBS = "tests/model/test_prompt_log_probs.py::"
 PROMPTS = "tests/model/test_prompt_inputs.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
@@ -32,12 +34,36 @@ MUTANTS = {
         ROWS,
     ),
     "context_rows_go_on_into_the_output": (
-        change(SlotWants, "context_rows", ("min(self.num_prompt_tokens, row", "min(1 << 40, row")),
+        change(SlotWants, "context_rows", ("min(end, row", "min(1 << 40, row")),
         ROWS,
     ),
     "context_rows_begin_anew_with_each_chunk": (
         change(Gathered, "add", ("if part.position > known:", "if part.position >= known:")),
         ROWS,
+    ),
+    "prompt_log_probs_are_of_the_token_behind": (
+        change(ExtraWork, "gather", ("positions[0] + 1 : positions[-1] + 2", "positions[0] : positions[-1] + 1")),
+        [PROMPT_LOG_PROBS + "test_they_equal_log_softmax_and_topk_of_a_plain_forward"],
+    ),
+    "prompts_with_log_probs_take_over_cached_kv": (
+        change(Sequence, "max_found_tokens", ("most if self.gathered is None else", "most if True else")),
+        [PROMPT_LOG_PROBS + "test_a_prompt_whose_kv_is_cached_is_computed_again_and_serves_others_afterwards"],
+    ),
+    "prompt_log_probs_are_computed_for_ever": (
+        change(Gathered, "_misses", ("self._next[name] < self._ends[name]", "True")),
+        ["tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"],
+    ),
+    "every_sequence_tells_the_prompt": (
+        change(Gathered, "leave_prompt_log_probs", ("self._names.pop(PROMPT_LOG_PROBS, None)", "pass")),
+        [PROMPT_LOG_PROBS + "test_of_several_sequences_the_first_tells_them"],
+    ),
+    "a_pass_has_as_many_rows_as_the_prompt": (
+        change(extras, "passes", ("<= MAX_ROWS", "<= 1 << 40")),
+        [PROMPT_LOG_PROBS + "test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome"],
+    ),
+    "a_prompt_in_passes_loses_a_token": (
+        change(Part, "cut", ("range(row.num_computed, last, MAX_ROWS)", "range(row.num_computed + 1, last, MAX_ROWS)")),
+        [PROMPT_LOG_PROBS + "test_a_long_prompt_runs_in_passes_of_few_rows_with_the_same_outcome"],
     ),
     "rows_come_twice": (
         change(Gathered, "take", ("self._tensor(name, self._generation", "self._tensor(name, dict(self._generation)")),

@@ -170,6 +170,7 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
         return_context_logits=True,
         return_generation_logits=True,
         additional_outputs=(AdditionalOutput("hidden_states", True),),
+        prompt_log_probs=2,
     )
     requests = [
         Request([(7 * i) % 131 for i in range(20)], 5, output_config=asked),
@@ -181,6 +182,9 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
         assert (mine.context_logits is None) == (theirs.context_logits is None) == (mine.additional_outputs is None)
         if mine.context_logits is None:
             continue
+        of_prompt = list(zip(mine.prompt_log_probs, theirs.prompt_log_probs, strict=True))
+        assert all(own.top[0].token_id == other.top[0].token_id for own, other in of_prompt)
+        assert all(own.log_prob == pytest.approx(other.log_prob, abs=1e-4) for own, other in of_prompt)
         for own, other in (
             (mine.context_logits, theirs.context_logits),
             (mine.generation_logits, theirs.generation_logits),
