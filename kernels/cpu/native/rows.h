@@ -47,7 +47,7 @@ inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, i
         total += v;
         store(q + i, __builtin_convertvector(v, Quarter));
     }
-    *sum = -WEIGHT_BIAS * reduce_add(total);
+    *sum = -DOT_BIAS * reduce_add(total);
 }
 
 // The memory of an operand (linear.h), reused by all layers of the same format.
@@ -56,13 +56,13 @@ public:
     // Makes room for `rows` rows in the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
-        k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
-        bytes_ = l.format == W8A8 ? 1 : element_bytes;
+        k_ = l.k, depth_ = depth, group_ = l.input_group();
+        bytes_ = group_ ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // so that rows start in different cache sets
         data_.grow(size_t(rows) * ld * bytes_);
         view_ = {data_.data(), ld, nullptr, nullptr, 0};
         if (group_) {
-            const size_t groups = size_t(l.groups());
+            const size_t groups = size_t(depth / group_);
             scales_.grow(size_t(rows) * groups), sums_.grow(size_t(rows) * groups);
             view_ = {data_.data(), ld, scales_.data(), sums_.data(), groups};
         }
