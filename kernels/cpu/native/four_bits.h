@@ -12,44 +12,39 @@ namespace everbatch {
 
 constexpr int ZERO_OF_FOUR_BITS = 8;  // the zero point of panels without zero points
 
-// Weights of a panel of four bits, read from row 0 on: read() yields two dwords of q - zero + BIAS for each column.
-template <int BIAS>
+// Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel.
+template <bool HAS_ZEROS>
 struct Int4Panel {
     static constexpr int QUADS = 2;
     const uint8_t* at;
-    Bytes offsets[COLUMN_VECS] = {};  // BIAS - zero, in each byte of a column's dword
+    IVec zero[COLUMN_VECS];  // the zero points of the group
 
     ALWAYS_INLINE explicit Int4Panel(const void* data) : at(static_cast<const uint8_t*>(data)) {}
 
     ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
-        constexpr int32_t IN_EACH_BYTE = 0x01010101;
-        const uint8_t* zeros = scales.zeros ? scales.zeros + scales.index(row) : nullptr;
+        const uint8_t* zeros = HAS_ZEROS ? scales.zeros + scales.index(row) : nullptr;
 #pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) {
-            const IVec zero = zeros ? __builtin_convertvector(load<Quarter>(zeros + j * LANES), IVec) : splat(ZERO_OF_FOUR_BITS);
-            offsets[j] = uint8_t(BIAS) - (Bytes)(zero * IN_EACH_BYTE);
-        }
+        for (int j = 0; j < COLUMN_VECS; j++) zero[j] = HAS_ZEROS ? load_bytes(zeros + j * LANES) : splat(ZERO_OF_FOUR_BITS);
     }
-    ALWAYS_INLINE void read(IVec (&w)[QUADS][COLUMN_VECS]) {
-#pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) {
-            const UVec v = load<UVec>(at + 4 * j * LANES), low = v & 0x0f0f0f0fu, high = (v >> 4) & 0x0f0f0f0fu;
-            w[0][j] = (IVec)((Bytes)low + offsets[j]), w[1][j] = (IVec)((Bytes)high + offsets[j]);
-        }
-        at += 4 * PANEL;
-    }
+    ALWAYS_INLINE IVec start(int32_t sum, int j) const { return HAS_ZEROS ? multiply_short(zero[j], splat(sum)) : splat(sum * ZERO_OF_FOUR_BITS); }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_nibbles(acc, w, x); }
+    ALWAYS_INLINE IVec read(int q, int j) const { return (IVec)((load<UVec>(at + 4 * j * LANES) >> 4 * q) & 0x0f0f0f0fu); }
 };
 
 // Rows 0 .. count of four bits -> a packed panel of int8. `group` divides scales.group and count, and is a multiple of 8.
-inline void unpack_int4(const void* data, const Scales& scales, int group, int count, int8_t* out) {
-    Int4Panel<WEIGHT_BIAS> panel(data);
+template <bool HAS_ZEROS>
+void unpack_int4(const void* data, const Scales& scales, int group, int count, int8_t* out) {
+    constexpr int32_t IN_EACH_BYTE = 0x01010101;
+    Int4Panel<HAS_ZEROS> panel(data);
     for (int row = 0; row < count; row += group) {
+        Bytes offsets[COLUMN_VECS];  // WEIGHT_BIAS - zero, in each byte of a column's dword
         panel.begin_group(scales, row);
+        for (int j = 0; j < COLUMN_VECS; j++)
+            offsets[j] = uint8_t(WEIGHT_BIAS) - (Bytes)(panel.zero[j] * IN_EACH_BYTE);
         for (int i = row; i < row + group; i += 8) {
-            IVec w[panel.QUADS][COLUMN_VECS];
-            panel.read(w);
             for (int q = 0; q < panel.QUADS; q++)
-                for (int j = 0; j < COLUMN_VECS; j++) store(out + packed_at<4>(i + 4 * q, j * LANES), w[q][j]);
+                for (int j = 0; j < COLUMN_VECS; j++) store(out + packed_at<4>(i + 4 * q, j * LANES), (Bytes)panel.read(q, j) + offsets[j]);
+            panel.at += 4 * PANEL;
         }
     }
 }

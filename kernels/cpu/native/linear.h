@@ -56,7 +56,7 @@ struct Operand {
 // Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
 // where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
 constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
-constexpr int DIRECT_ROWS = 12;  // up to so many rows multiply four bits that are unpacked in registers
+constexpr int DIRECT_ROWS = 1000;  // up to so many rows multiply four bits that are unpacked in registers
 #if defined(EVERBATCH_AMX)
 constexpr int PIECE_OF_HALVES = SHORT_PIECE;
 #else
@@ -167,7 +167,7 @@ private:
         if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
-            unpack_int4(data + at(panel, first), scales, input_group_, int(count), reinterpret_cast<int8_t*>(unpacked));
+            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, input_group_, int(count), reinterpret_cast<int8_t*>(unpacked));
         return {unpacked, scales, data + next};
     }
 
@@ -195,10 +195,14 @@ private:
                 product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
                                       c, PANEL, first == 0, n, next);
             };
-            if (is_direct_)
-                of_int8(Int4Panel<DOT_BIAS>(part.rows));
-            else if (input_group_)
-                of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
+            if (is_direct_ && l_.zeros)
+                of_int8(Int4Panel<true>(part.rows));
+            else if (is_direct_)
+                of_int8(Int4Panel<false>(part.rows));
+            else if (l_.format == W4A8)
+                of_int8(Int8Panel<7>{static_cast<const int8_t*>(part.rows)});
+            else if (l_.format == W8A8)
+                of_int8(Int8Panel<>{static_cast<const int8_t*>(part.rows)});
             else
                 product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
         };

@@ -122,6 +122,15 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #endif
 }
 
+// LANES bytes of 0 .. 127 as integers.
+ALWAYS_INLINE IVec load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (IVec)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#else
+    return __builtin_convertvector(load<Quarter>(p), IVec);
+#endif
+}
+
 // Stores lane i of `lo` to p[2 * i], and lane i of `hi` to p[2 * i + 1].
 ALWAYS_INLINE void store_bf16_pairs(bf16* p, Vec lo, Vec hi) {
 #if defined(__AVX512BF16__)
@@ -179,6 +188,29 @@ ALWAYS_INLINE IVec dot_quads(IVec acc, IVec w, const int8_t* x) {
 #else
     for (int i = 0; i < 4; i++) acc += ((w << (24 - 8 * i)) >> 24) * splat(int32_t(x[i]));
     return acc;
+#endif
+}
+// The same for weights of four bits, 0 .. 15, to which nothing has been added.
+ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
+#if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || defined(__AVX2__))
+    int32_t quad;
+    memcpy(&quad, x, 4);
+#if defined(__AVX512BW__)
+    return acc + (IVec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(quad)), _mm512_set1_epi16(1));
+#else
+    return acc + (IVec)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)), _mm256_set1_epi16(1));
+#endif
+#else
+    return dot_quads(acc, w, x);
+#endif
+}
+
+// a * b for 0 <= a < 2^15 and |b| < 2^15.
+ALWAYS_INLINE IVec multiply_short(IVec a, IVec b) {
+#if defined(__AVX512VNNI__)
+    return (IVec)_mm512_dpwssd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)b);
+#else
+    return a * b;
 #endif
 }
 

@@ -16,8 +16,6 @@
 //
 // Each row is summed in the order of k, independent of the rows beside it, so a row's result does not depend on the batch.
 #pragma once
-#include <type_traits>
-
 #include "amx.h"
 #include "simd.h"
 
@@ -183,7 +181,8 @@ constexpr int rows_at_once() {
 
 // ------------------------------------------------------------------------------------------------------- int8 x int8
 
-// Rows of int8 activations: a value is data * the scale of its group. `sums` holds -DOT_BIAS * the sum of each group's data.
+// Rows of int8 activations: a value is data * the scale of its group. `sums` holds minus the sum of each group's
+// data, times DOT_BIAS for weights of W8A8.
 struct Int8Rows {
     const int8_t* data;
     size_t ld;
@@ -203,17 +202,18 @@ struct Scales {
     const bf16* at(int row) const { return scales + index(row); }
 };
 
-// Weights of a panel of int8, read from row 0 on. four_bits.h has the same for four bits.
+// Weights of a panel of int8, read from row 0 on. four_bits.h has the same for four bits. The sums of activations are to be shifted by SHIFT.
+template <int SHIFT = 0>
 struct Int8Panel {
-    static constexpr int QUADS = 1;  // rows that one read() yields, in fours
+    static constexpr int QUADS = 1;  // rows in 4 * PANEL bytes, in fours
     const int8_t* at;
 
     ALWAYS_INLINE void begin_group(const Scales&, int) {}
-    ALWAYS_INLINE void read(IVec (&w)[QUADS][COLUMN_VECS]) {
-#pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) w[0][j] = load<IVec>(at + 4 * j * LANES);
-        at += 4 * PANEL;
-    }
+    // What a group's integer sum begins with, if `sum` is that of the activations.
+    ALWAYS_INLINE IVec start(int32_t sum, int) const { return DOT_BIAS ? splat(sum) << SHIFT : IVec{}; }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_quads(acc, w, x); }
+    // The dwords of columns j * LANES .. + LANES, of the four rows q.
+    ALWAYS_INLINE IVec read(int, int j) const { return load<IVec>(at + 4 * j * LANES); }
 };
 
 // c (+)= sum over groups of `group` rows of (integer product of the group) * scale of the row's group * scale of the column.
@@ -223,22 +223,25 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, Weights w, Scales s
     Sums<ROWS> sums(c, ldc, first);
     for (int g = 0, i = 0; g < num_groups; g++) {
         IVec whole[ROWS][COLUMN_VECS];
+        w.begin_group(scales, i);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = DOT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
-        w.begin_group(scales, i);
+            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.start(a.sums[r * a.groups + g], j);
         const bf16* of_columns = scales.at(i);
         for (const int end = i + group; i < end; i += 4 * Weights::QUADS) {
             prefetch<LINES>(ahead);
-            IVec wv[Weights::QUADS][COLUMN_VECS];
-            w.read(wv);
 #pragma GCC unroll 2
-            for (int q = 0; q < Weights::QUADS; q++)
+            for (int q = 0; q < Weights::QUADS; q++) {
+                IVec wv[COLUMN_VECS];
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMN_VECS; j++) wv[j] = w.read(q, j);
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = dot_quads(whole[r][j], wv[q][j], a.data + r * a.ld + i + 4 * q);
+                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.dot(whole[r][j], wv[j], a.data + r * a.ld + i + 4 * q);
+            }
+            w.at += 4 * PANEL;
         }
         Vec ws[COLUMN_VECS];
 #pragma GCC unroll 8
@@ -324,7 +327,7 @@ void product_int8_amx(Int8Rows a, const int8_t* w, Scales scales, int group, int
 template <int LINES, class Weights>
 void product_int8(Int8Rows a, Weights w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first, int rows, const char* ahead) {
 #if defined(EVERBATCH_AMX)
-    if constexpr (std::is_same_v<Weights, Int8Panel>) return product_int8_amx<LINES>(a, w.at, scales, group, num_groups, c, ldc, first, rows, ahead);
+    if constexpr (Weights::QUADS == 1) return product_int8_amx<LINES>(a, w.at, scales, group, num_groups, c, ldc, first, rows, ahead);
 #endif
     with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
 }
