@@ -12,6 +12,7 @@ from kernels.cpu.structs import BatchStruct, KVLayout, LinearStruct, ModelStruct
 _FUNCTIONS = {
     "everbatch_lanes": (c_int64, []),
     "everbatch_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int64]),
+    "everbatch_groups": (c_int64, [c_int64, c_int64]),
     "everbatch_pack": (None, [c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int32]),
     "everbatch_linear": (None, [POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32]),
     "everbatch_screen": (None, [POINTER(LinearStruct), POINTER(ScreenStruct), c_int32]),

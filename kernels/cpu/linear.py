@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.memory import Arena
-from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, PANEL, W8A8, LinearStruct
+from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, PANEL, W4A8, W8A8, LinearStruct
 
 _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -18,10 +18,10 @@ class PackedLinear:
 
     takes_int8 = False  # the native kernels quantise activations themselves
 
-    def __init__(self, library: CDLL, packed: Tensor, scales: Tensor | None, bias: Tensor | None, struct: LinearStruct):
+    def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
-        self._held = (packed, scales, bias)  # kept alive, because `struct` points to them
-        self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format in (kind, INT8, W8A8)]
+        self._held = held  # kept alive, because `struct` points to them
+        self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format in (kind, INT8, W8A8, W4A8)]
         self.struct = struct
 
     @classmethod
@@ -41,10 +41,28 @@ class PackedLinear:
         quantize_activations: bool,
     ) -> PackedLinear:
         """Packs weight [n, k] int8 and scales [n, ceil(k / group)] exact in bfloat16; group is 32 or a multiple of 64."""
-        if group != 32 and group % 64:
-            raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
+        _check_group(group)
         kind = W8A8 if quantize_activations else INT8
         return cls._pack(library, arena, weight, kind, group, scales, bias)
+
+    @classmethod
+    def of_four_bits(
+        cls,
+        library: CDLL,
+        arena: Arena,
+        weight: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group: int,
+        bias: Tensor | None,
+    ) -> PackedLinear:
+        """Packs weight [n, k] uint8, 0..15, which stands for (weight - zeros) * scales. Activations are quantised in groups of 32.
+
+        scales [n, ceil(k / group)] are exact in bfloat16; zeros, like them, are uint8, 0..16, or None: all 8. group is 32 or a
+        multiple of 64.
+        """
+        _check_group(group)
+        return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros)
 
     @classmethod
     def _pack(
@@ -56,6 +74,7 @@ class PackedLinear:
         group: int,
         scales: Tensor | None,
         bias: Tensor | None,
+        zeros: Tensor | None = None,
     ) -> PackedLinear:
         n, k = weight.shape
         weight = weight.contiguous()
@@ -65,14 +84,11 @@ class PackedLinear:
         panels = -(-n // PANEL)
         if bias is not None:
             bias = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(n), bias.float())
-        if scales is not None:
-            groups = packed.numel() // (panels * PANEL) // group
-            padded = torch.zeros(panels * PANEL, groups, dtype=torch.bfloat16)
-            padded[:n, : scales.shape[1]] = scales
-            scales = arena.empty(padded.nbytes).view(torch.bfloat16).view(panels, groups, PANEL)
-            scales.copy_(padded.view(panels, PANEL, groups).transpose(1, 2))
-        struct = LinearStruct(packed.data_ptr(), _pointer(scales), _pointer(bias), n, k, kind, group)
-        return cls(library, packed, scales, bias, struct)
+        groups = library.everbatch_groups(k, group)
+        packed_scales = None if scales is None else _by_panels(arena, scales, groups, torch.bfloat16)
+        packed_zeros = None if zeros is None else _by_panels(arena, zeros, groups, torch.uint8)
+        held = packed, packed_scales, packed_zeros, bias
+        return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,7 +99,7 @@ class PackedLinear:
         return sum(tensor.nbytes for tensor in self._held if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x must have the dtype of float weights, or float32 or bfloat16 for int8 ones. Raises TypeError or ValueError."""
+        """x must have the dtype of float weights, or float32 or bfloat16 for quantised ones. Raises TypeError or ValueError."""
         if x.dtype not in self._takes:
             raise TypeError(f"x is {x.dtype}, this layer takes {' or '.join(map(str, self._takes))}; convert x")
         if x.shape[-1] != self.struct.k:
@@ -99,6 +115,21 @@ class PackedLinear:
             torch.get_num_threads(),
         )
         return out.to(x.dtype).view(*x.shape[:-1], self.struct.n)
+
+
+def _check_group(group: int) -> None:
+    if group != 32 and group % 64:
+        raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
+
+
+def _by_panels(arena: Arena, table: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A table [n, up to `groups`] of each column's scales or zero points as [panels, groups, PANEL], with zeros behind its end."""
+    n, stored = table.shape
+    panels = -(-n // PANEL)
+    padded = torch.zeros(panels * PANEL, groups, dtype=dtype)
+    padded[:n, :stored] = table
+    made = arena.empty(padded.nbytes).view(dtype).view(panels, groups, PANEL)
+    return made.copy_(padded.view(panels, PANEL, groups).transpose(1, 2))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

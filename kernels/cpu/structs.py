@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
-FLOAT32, BFLOAT16, INT8, W8A8 = range(4)  # the enum Format of native/linear.h
+FLOAT32, BFLOAT16, INT8, W8A8, W4A8 = range(5)  # the enum Format of native/linear.h
 PANEL = 32
 
 
@@ -12,6 +12,7 @@ class LinearStruct(Structure):
     _fields_ = [
         ("data", c_void_p),
         ("scales", c_void_p),
+        ("zeros", c_void_p),
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),

@@ -4,23 +4,31 @@
 // they are multiplied with all rows; partial sums are kept in scratch memory of the thread. Weights are read from memory once.
 #pragma once
 #include "buffer.h"
+#include "four_bits.h"
 #include "team.h"
 #include "tiles.h"
 
 namespace everbatch {
 
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, W4A8 = 4 };
+constexpr int NUM_FORMATS = 5;
 
 struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
-    const bf16* scales;  // [ceil(n / 32)][groups][32]; null for float formats
-    const float* bias;   // [ceil(n / 32) * 32]; null without
+    const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats
+    const uint8_t* zeros;  // the same, of W4A8; null without
+    const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
-    int32_t format, group;  // group: columns of the input that share a scale: 32 or a multiple of 64; 0 for float formats
+    int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 0 for float formats
 
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
+    // Columns of the input that share a scale; 0 for inputs that are floats.
+    int input_group() const { return format == W8A8 ? group : format == W4A8 ? PANEL : 0; }
+    // Bytes of `count` packed weights of a panel, where T is the type of float weights.
+    template <class T>
+    int64_t bytes_of(int64_t count) const { return format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(sizeof(T)); }
 
     static int64_t padded_depth(int64_t k, int64_t group) {
         const int64_t unit = std::max<int64_t>(64, group);
@@ -48,13 +56,14 @@ struct Operand {
 // Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
 // where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
 constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
+constexpr int DIRECT_ROWS = 1000;  // up to so many rows multiply four bits that are unpacked in registers
 #if defined(EVERBATCH_AMX)
 constexpr int PIECE_OF_HALVES = SHORT_PIECE;
 #else
 constexpr int PIECE_OF_HALVES = LONG_PIECE;
 #endif
-inline int64_t longest_piece(Format format) {
-    return format == INT8 ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
+inline int64_t longest_piece(Format format, bool unpacks) {
+    return unpacks ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
 constexpr int MAX_ROWS = 512;   // rows of one pass over the weights
 constexpr int HELD_ROWS = 96;   // rows whose sums of a panel fit the first-level cache until put() takes them
@@ -109,7 +118,7 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = longest_piece(Format(l.format));
+        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = longest_piece(Format(l.format), unpacks_);
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
         // All panels of an item are multiplied with a piece of the rows while the caches hold it.
@@ -139,22 +148,26 @@ public:
     }
 
 private:
-    struct Part {  // a piece of a panel
-        const void* rows;  // its rows as T; for W8A8 the whole panel's
-        const bf16* scales;
+    struct Part {          // a piece of a panel
+        const void* rows;  // as the product reads them
+        Scales scales;
         const char* next;
     };
 
     bool waits() const { return piece_ < depth_; }
     int first_row(int tile) const { return int(int64_t(rows_) * tile / tiles_); }
-    int64_t at(int64_t panel, int64_t row) const { return (panel * depth_ + row) * PANEL * bytes_; }
+    int64_t at(int64_t panel, int64_t row) const { return l_.bytes_of<T>((panel * depth_ + row) * PANEL); }
 
     Part part(int64_t panel, int64_t first, int64_t count, int64_t next, T* unpacked) const {
         const char* data = static_cast<const char*>(l_.data);
-        const bf16* scales = l_.scales + panel * l_.groups() * PANEL;
+        const int64_t of_panel = panel * l_.groups() * PANEL;
+        const Scales scales{l_.scales + of_panel, l_.zeros ? l_.zeros + of_panel : nullptr, uint32_t(l_.group), uint32_t(first)};
         if (few_) next = at(panel, 0) + fetch_ahead(rows_);
-        if (!unpacks_) return {data + at(panel, l_.format == W8A8 ? 0 : first), scales, data + next};
-        unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales, l_.group, first, count, unpacked);
+        if (!unpacks_) return {data + at(panel, first), scales, data + next};
+        if (l_.format == INT8)
+            unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
+        else
+            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, input_group_, int(count), reinterpret_cast<int8_t*>(unpacked));
         return {unpacked, scales, data + next};
     }
 
@@ -176,11 +189,20 @@ private:
         const int64_t row = row0_ + first_row(tile);
         const int n = first_row(tile + 1) - first_row(tile);
         const bool in_half = tiles_ > 1 && !unpacks_;  // two tiles share the prefetching; unpacked rows have twice the bytes
-        const char* next = part.next + (in_half ? tile * count * PANEL * bytes_ / 2 : 0);
+        const char* next = part.next + (in_half ? tile * l_.bytes_of<T>(count * PANEL) / 2 : 0);
         auto run = [&](auto lines) {
-            if (l_.format == W8A8)
-                product_int8<lines()>(a_.int8(row, first, first / l_.group), static_cast<const int8_t*>(part.rows) + first * PANEL,
-                                      part.scales + first / l_.group * PANEL, l_.group, int(count / l_.group), c, PANEL, first == 0, n, next);
+            auto of_int8 = [&](auto weights) {
+                product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
+                                      c, PANEL, first == 0, n, next);
+            };
+            if (is_direct_ && l_.zeros)
+                of_int8(Int4Panel<true>(part.rows));
+            else if (is_direct_)
+                of_int8(Int4Panel<false>(part.rows));
+            else if (l_.format == W4A8)
+                of_int8(Int8Panel<7>{static_cast<const int8_t*>(part.rows)});
+            else if (l_.format == W8A8)
+                of_int8(Int8Panel<>{static_cast<const int8_t*>(part.rows)});
             else
                 product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
         };
@@ -214,9 +236,11 @@ private:
     const int64_t panels_;
     At& panel_at_;
     Put& put_;
-    const bool unpacks_ = l_.format == INT8;
-    const int64_t depth_ = l_.depth(), bytes_ = l_.format >= INT8 ? 1 : sizeof(T);  // bytes of a stored element
-    const int tile_rows_ = l_.format == W8A8 ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
+    const bool is_direct_ = l_.format == W4A8 && rows_ <= DIRECT_ROWS;  // reads four bits without unpacking them to memory
+    const bool unpacks_ = l_.format == INT8 || (l_.format == W4A8 && !is_direct_);
+    const int64_t depth_ = l_.depth();
+    const int input_group_ = l_.input_group();
+    const int tile_rows_ = is_direct_ ? W8A8_ROWS : input_group_ ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;
     const int held_ = std::max(1, HELD_ROWS / tile_rows_);  // tiles
     const bool few_ = tiles_ == 1 && !unpacks_;
     int64_t piece_, together_;

@@ -10,10 +10,14 @@ int64_t everbatch_lanes() { return LANES; }
 // Bytes of the packed form of a weight [n][k], without scales.
 int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t group) {
     const int64_t cells = (n + PANEL - 1) / PANEL * PANEL * Linear::padded_depth(k, group);
-    return cells * (format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1);
+    return format == W4A8 ? cells / 2 : cells * (format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1);
 }
 
-// weight [n][k] float32, bfloat16 or int8 (as `format` says) -> packed panels; what is beyond n and k becomes zero.
+// Groups of a packed row of k columns, the padding's included; 0 without scales.
+int64_t everbatch_groups(int64_t k, int64_t group) { return group ? Linear::padded_depth(k, group) / group : 0; }
+
+// weight [n][k] float32, bfloat16 or int8, or bytes of 0 .. 15 for W4A8 -> packed panels. What is beyond n and k becomes zero; of W4A8 it
+// has a scale of zero (beyond n), or meets activations that are zero.
 void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, int64_t group, void* packed, int32_t threads) {
     const int64_t depth = Linear::padded_depth(k, group);
     run_team(threads, [&](Team& team) {
@@ -32,6 +36,13 @@ void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, in
                 for (int64_t c = 0; c < columns; c++) {
                     const bf16* w = static_cast<const bf16*>(weight) + (p * PANEL + c) * k;
                     for (int64_t i = 0; i < k; i++) out[packed_at<2>(i, c)] = w[i];
+                }
+            } else if (format == W4A8) {
+                uint8_t* out = static_cast<uint8_t*>(packed) + p * depth * PANEL / 2;
+                memset(out, 0, size_t(depth) * PANEL / 2);
+                for (int64_t c = 0; c < columns; c++) {
+                    const uint8_t* w = static_cast<const uint8_t*>(weight) + (p * PANEL + c) * k;
+                    for (int64_t i = 0; i < k; i++) out[int4_packed_at(i, c)] |= uint8_t(w[i] << int4_shift(i));
                 }
             } else {
                 int8_t* out = static_cast<int8_t*>(packed) + p * depth * PANEL;

@@ -33,7 +33,7 @@ inline void silu_mul(const float* gate, const float* up, int64_t n, float* out) 
     for (; i < n; i++) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
-// int8 with one scale for each group: scale = max|x| / 127, q = round(x / scale). n is a multiple of LANES.
+// int8 with one scale for each group: scale = max|x| / 127, q = round(x / scale), and minus the sum of q. n is a multiple of LANES.
 inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum) {
     Vec maxima{};
     for (int64_t i = 0; i < n; i += LANES) maxima = vmax(maxima, vabs(load<Vec>(x + i)));
@@ -47,7 +47,7 @@ inline void quantize_group(const float* x, int64_t n, int8_t* q, float* scale, i
         total += v;
         store(q + i, __builtin_convertvector(v, Quarter));
     }
-    *sum = -WEIGHT_BIAS * reduce_add(total);
+    *sum = -reduce_add(total);
 }
 
 // The memory of an operand (linear.h), reused by all layers of the same format.
@@ -56,13 +56,13 @@ public:
     // Makes room for `rows` rows in the form that layers like `l` read.
     void shape(const Linear& l, int64_t rows, size_t element_bytes) {
         const int64_t depth = l.depth();
-        k_ = l.k, depth_ = depth, group_ = l.format == W8A8 ? l.group : 0;
-        bytes_ = l.format == W8A8 ? 1 : element_bytes;
+        k_ = l.k, depth_ = depth, group_ = l.input_group(), sum_factor_ = l.format == W8A8 ? DOT_BIAS : 1;
+        bytes_ = group_ ? 1 : element_bytes;
         const size_t ld = size_t(depth) + 64 / bytes_;  // so that rows start in different cache sets
         data_.grow(size_t(rows) * ld * bytes_);
         view_ = {data_.data(), ld, nullptr, nullptr, 0};
         if (group_) {
-            const size_t groups = size_t(l.groups());
+            const size_t groups = size_t(depth / group_);
             scales_.grow(size_t(rows) * groups), sums_.grow(size_t(rows) * groups);
             view_ = {data_.data(), ld, scales_.data(), sums_.data(), groups};
         }
@@ -78,8 +78,7 @@ public:
             for (int64_t i = 0; i < depth_; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
         } else {
             for (size_t g = 0; g < view_.groups; g++)
-                quantize_group(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, scales_.data() + r * view_.groups + g,
-                               sums_.data() + r * view_.groups + g);
+                quantize(x + g * group_, group_, reinterpret_cast<int8_t*>(to) + g * group_, size_t(r) * view_.groups + g);
         }
     }
 
@@ -95,7 +94,7 @@ public:
             for (int i = 0; i < PANEL; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
         } else {
             const size_t at = size_t(r) * view_.groups + size_t(column / PANEL);
-            quantize_group(x, PANEL, reinterpret_cast<int8_t*>(to), scales_.data() + at, sums_.data() + at);
+            quantize(x, PANEL, reinterpret_cast<int8_t*>(to), at);
         }
         if (column + PANEL != k_) return;
         memset(to + PANEL * bytes_, 0, size_t(depth_ - k_) * bytes_);
@@ -105,11 +104,18 @@ public:
     const Operand& view() const { return view_; }
 
 private:
+    // `at`: the index of the group in the tables of all groups.
+    void quantize(const float* x, int64_t n, int8_t* q, size_t at) {
+        quantize_group(x, n, q, scales_.data() + at, sums_.data() + at);
+        sums_.data()[at] *= sum_factor_;
+    }
+
     Buffer<char> data_;
     Buffer<float> scales_;
     Buffer<int32_t> sums_;
     Operand view_;
     int64_t k_ = 0, depth_ = 0, group_ = 0;
+    int32_t sum_factor_ = 1;
     size_t bytes_ = 0;
 };
 

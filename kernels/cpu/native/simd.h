@@ -32,6 +32,7 @@ typedef uint32_t UVec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
 typedef int16_t Short __attribute__((vector_size(LANES * 2)));
 typedef int8_t Quarter __attribute__((vector_size(LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES * 4)));
 
 typedef uint16_t bf16;  // the upper half of a float32
 
@@ -121,6 +122,15 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #endif
 }
 
+// LANES bytes of 0 .. 127 as integers.
+ALWAYS_INLINE IVec load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (IVec)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#else
+    return __builtin_convertvector(load<Quarter>(p), IVec);
+#endif
+}
+
 // Stores lane i of `lo` to p[2 * i], and lane i of `hi` to p[2 * i + 1].
 ALWAYS_INLINE void store_bf16_pairs(bf16* p, Vec lo, Vec hi) {
 #if defined(__AVX512BF16__)
@@ -148,22 +158,59 @@ ALWAYS_INLINE Vec dot_pairs(Vec acc, IVec w, const bf16* x) {
 #endif
 }
 
-// The number that packing adds to int8 weights, because the VNNI instruction multiplies unsigned by signed bytes.
-#if defined(__AVX512VNNI__) && !defined(EVERBATCH_AMX)
-constexpr int WEIGHT_BIAS = 128;
+// The number that dot_quads expects to have been added to weights, because the VNNI instruction multiplies unsigned by signed bytes.
+#if defined(__AVX512VNNI__)
+constexpr int DOT_BIAS = 128;
 #else
+constexpr int DOT_BIAS = 0;
+#endif
+// The number that packing adds to int8 weights. Tiles multiply signed bytes.
+#if defined(EVERBATCH_AMX)
 constexpr int WEIGHT_BIAS = 0;
+#else
+constexpr int WEIGHT_BIAS = DOT_BIAS;
 #endif
 
-// acc + the four products of bytes: every lane of `w` holds four packed weights, `x` points to four int8 for all lanes.
+// acc + the four products of bytes: every lane of `w` holds four weights, each plus DOT_BIAS; `x` points to four int8, none of them -128,
+// for all lanes. Without VNNI two products are added in 16 bits, which hold |w| <= 128 times |x| <= 127 twice.
 ALWAYS_INLINE IVec dot_quads(IVec acc, IVec w, const int8_t* x) {
     int32_t quad;
     memcpy(&quad, x, 4);
-#if defined(__AVX512VNNI__) && !defined(EVERBATCH_AMX)
+#if defined(__AVX512VNNI__)
     return (IVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
+#elif defined(__AVX512BW__)
+    const __m512i xs = _mm512_set1_epi32(quad), ws = (__m512i)w;
+    const __m512i signed_x = _mm512_mask_sub_epi8(xs, _mm512_movepi8_mask(ws), _mm512_setzero_si512(), xs);
+    return acc + (IVec)_mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(ws), signed_x), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(quad), (__m256i)w);
+    return acc + (IVec)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), signed_x), _mm256_set1_epi16(1));
 #else
     for (int i = 0; i < 4; i++) acc += ((w << (24 - 8 * i)) >> 24) * splat(int32_t(x[i]));
     return acc;
+#endif
+}
+// The same for weights of four bits, 0 .. 15, to which nothing has been added.
+ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
+#if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || defined(__AVX2__))
+    int32_t quad;
+    memcpy(&quad, x, 4);
+#if defined(__AVX512BW__)
+    return acc + (IVec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(quad)), _mm512_set1_epi16(1));
+#else
+    return acc + (IVec)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)), _mm256_set1_epi16(1));
+#endif
+#else
+    return dot_quads(acc, w, x);
+#endif
+}
+
+// a * b for 0 <= a < 2^15 and |b| < 2^15.
+ALWAYS_INLINE IVec multiply_short(IVec a, IVec b) {
+#if defined(__AVX512VNNI__)
+    return (IVec)_mm512_dpwssd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)b);
+#else
+    return a * b;
 #endif
 }
 

@@ -67,8 +67,8 @@ struct everbatch_workspace {
     };
     Buffer<float> x, y, attended;
     Buffer<char> queries;
-    OperandBuffer normed[4], attention[4], activated[4];  // by format: operands of (qkv and gate_up), of out, of down
-    OperandBuffer last, screened;                         // operands of lm_head and of its screen
+    OperandBuffer normed[NUM_FORMATS], attention[NUM_FORMATS], activated[NUM_FORMATS];  // operands of (qkv and gate_up), of out, of down
+    OperandBuffer last, screened;  // operands of lm_head and of its screen
     std::vector<Thread> threads;
 };
 

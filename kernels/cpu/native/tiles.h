@@ -181,7 +181,8 @@ constexpr int rows_at_once() {
 
 // ------------------------------------------------------------------------------------------------------- int8 x int8
 
-// Rows of int8 activations: a value is data * the scale of its group. `sums` holds -WEIGHT_BIAS * the sum of each group's data.
+// Rows of int8 activations: a value is data * the scale of its group. `sums` holds minus the sum of each group's
+// data, times DOT_BIAS for weights of W8A8.
 struct Int8Rows {
     const int8_t* data;
     size_t ld;
@@ -190,30 +191,61 @@ struct Int8Rows {
     size_t groups;        // groups of a row
 };
 
-// c (+)= sum over groups of (integer product of the group) * scale of the row's group * scale of the column's group.
-template <int LINES, int ROWS>
-__attribute__((noinline)) void product_int8_rows(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
-                       const char* ahead) {
+// The scales, and zero points of four bits, of a panel's columns; `group` rows of the panel share them. `first`: the panel's row that
+// is row 0 of a product.
+struct Scales {
+    const bf16* scales;    // [groups][PANEL]
+    const uint8_t* zeros;  // the same, or null
+    uint32_t group, first;
+
+    size_t index(int row) const { return size_t((first + uint32_t(row)) / group) * PANEL; }
+    const bf16* at(int row) const { return scales + index(row); }
+};
+
+// Weights of a panel of int8, read from row 0 on. four_bits.h has the same for four bits. The sums of activations are to be shifted by SHIFT.
+template <int SHIFT = 0>
+struct Int8Panel {
+    static constexpr int QUADS = 1;  // rows in 4 * PANEL bytes, in fours
+    const int8_t* at;
+
+    ALWAYS_INLINE void begin_group(const Scales&, int) {}
+    // What a group's integer sum begins with, if `sum` is that of the activations.
+    ALWAYS_INLINE IVec start(int32_t sum, int) const { return DOT_BIAS ? splat(sum) << SHIFT : IVec{}; }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_quads(acc, w, x); }
+    // The dwords of columns j * LANES .. + LANES, of the four rows q.
+    ALWAYS_INLINE IVec read(int, int j) const { return load<IVec>(at + 4 * j * LANES); }
+};
+
+// c (+)= sum over groups of `group` rows of (integer product of the group) * scale of the row's group * scale of the column.
+template <int LINES, int ROWS, class Weights>
+__attribute__((noinline)) void product_int8_rows(Int8Rows a, Weights w, Scales scales, int group, int num_groups, float* c, size_t ldc,
+                                                 bool first, const char* ahead) {
     Sums<ROWS> sums(c, ldc, first);
     for (int g = 0, i = 0; g < num_groups; g++) {
         IVec whole[ROWS][COLUMN_VECS];
+        w.begin_group(scales, i);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = WEIGHT_BIAS ? splat(a.sums[r * a.groups + g]) : IVec{};
-        for (const int end = i + group; i < end; i += 4, w += 4 * PANEL) {
+            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.start(a.sums[r * a.groups + g], j);
+        const bf16* of_columns = scales.at(i);
+        for (const int end = i + group; i < end; i += 4 * Weights::QUADS) {
             prefetch<LINES>(ahead);
-            IVec wv[COLUMN_VECS];
+#pragma GCC unroll 2
+            for (int q = 0; q < Weights::QUADS; q++) {
+                IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + 4 * j * LANES);
+                for (int j = 0; j < COLUMN_VECS; j++) wv[j] = w.read(q, j);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++)
+                for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = dot_quads(whole[r][j], wv[j], a.data + r * a.ld + i);
+                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.dot(whole[r][j], wv[j], a.data + r * a.ld + i + 4 * q);
+            }
+            w.at += 4 * PANEL;
         }
         Vec ws[COLUMN_VECS];
 #pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) ws[j] = load_bf16(scales + g * PANEL + j * LANES);
+        for (int j = 0; j < COLUMN_VECS; j++) ws[j] = load_bf16(of_columns + j * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             Vec rs = splat(a.scales[r * a.groups + g]);
@@ -233,10 +265,10 @@ struct alignas(64) WholeSums {
 
 // c (+)= the scaled sums of groups g .. g + GROUPS - 1, for rows r0 .. r1.
 template <int GROUPS>
-void add_scaled(Int8Rows a, const bf16* scales, int g, const WholeSums& whole, float* c, size_t ldc, bool first, int r0, int r1) {
+void add_scaled(Int8Rows a, Scales scales, int group, int g, const WholeSums& whole, float* c, size_t ldc, bool first, int r0, int r1) {
     Vec ws[GROUPS][COLUMN_VECS];
     for (int n = 0; n < GROUPS; n++)
-        for (int j = 0; j < COLUMN_VECS; j++) ws[n][j] = load_bf16(scales + (g + n) * PANEL + j * LANES);
+        for (int j = 0; j < COLUMN_VECS; j++) ws[n][j] = load_bf16(scales.at((g + n) * group) + j * LANES);
     for (int r = r0; r < r1; r++)
         for (int j = 0; j < COLUMN_VECS; j++) {
             Vec sum = first && g == 0 ? Vec{} : load<Vec>(c + r * ldc + j * LANES);
@@ -251,7 +283,7 @@ void add_scaled(Int8Rows a, const bf16* scales, int g, const WholeSums& whole, f
 // Tiles cannot multiply by scales, and their stores can be loaded only once they have reached the cache. So groups are taken in pairs:
 // while the tiles multiply one group of a pair, vectors scale half of the rows of the pair before it.
 template <int LINES>
-void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
+void product_int8_amx(Int8Rows a, const int8_t* w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first,
                       int rows, const char* ahead) {
     const bool two = rows > 16;
     const int depth = group % 64 ? 32 : 64, middle = two ? 16 : (rows + 1) / 2;
@@ -278,9 +310,9 @@ void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group
             const int r0 = g % 2 ? middle : 0, r1 = g % 2 ? rows : middle;
             const WholeSums& sums = whole[before / 2 % 2];
             if (before + 1 < num_groups)
-                add_scaled<2>(a, scales, before, sums, c, ldc, first, r0, r1);
+                add_scaled<2>(a, scales, group, before, sums, c, ldc, first, r0, r1);
             else
-                add_scaled<1>(a, scales, before, sums, c, ldc, first, r0, r1);
+                add_scaled<1>(a, scales, group, before, sums, c, ldc, first, r0, r1);
         }
         if (g < num_groups) {
             int32_t(*at)[PANEL] = whole[g / 2 % 2].of[g % 2];
@@ -291,15 +323,13 @@ void product_int8_amx(Int8Rows a, const int8_t* w, const bf16* scales, int group
 }
 #endif
 
-// rows <= INT8_ROWS; group a multiple of 32.
-template <int LINES = 0>
-void product_int8(Int8Rows a, const int8_t* w, const bf16* scales, int group, int num_groups, float* c, size_t ldc, bool first,
-                         int rows, const char* ahead = nullptr) {
+// rows <= INT8_ROWS for Int8Panel, else W8A8_ROWS; group a multiple of 32.
+template <int LINES, class Weights>
+void product_int8(Int8Rows a, Weights w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first, int rows, const char* ahead) {
 #if defined(EVERBATCH_AMX)
-    product_int8_amx<LINES>(a, w, scales, group, num_groups, c, ldc, first, rows, ahead);
-#else
-    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
+    if constexpr (Weights::QUADS == 1) return product_int8_amx<LINES>(a, w.at, scales, group, num_groups, c, ldc, first, rows, ahead);
 #endif
+    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
 }
 #if defined(EVERBATCH_AMX)
 constexpr int INT8_ROWS = 32;
