@@ -73,7 +73,7 @@ def random_blocks(shape: tuple[int, ...], kind: Type) -> np.ndarray:
 
 
 def as_checkpoint(file: Path, model_dir: Path, output: Path) -> Path:
-    """What the file holds by gguf's own reader and dequantisation, as a float32 checkpoint with the configuration of `model_dir`."""
+    """What the gguf package reads and dequantises, as a float32 checkpoint with the configuration of `model_dir`."""
     output.mkdir()
     for path in model_dir.glob("*.json"):
         if not path.name.startswith("model."):

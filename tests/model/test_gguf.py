@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from backend.api.errors import ConfigError
 from backend.api.gguf import TYPES, read_header
-from backend.layers.linear import QuantizedWeight, Weight, in_eight_bits, make_torch_linear
+from backend.layers.linear import Weight, in_eight_bits, make_torch_linear
 from backend.models import gguf_blocks
 from backend.models.gguf import GgufTensors, read_config
 from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory, open_directory
 from benchmarks.quality import row_logits
 from kernels.common.quantize import dequantize
-from kernels.w4a16 import Weight4
 from tests.model.conftest import Oracle
-from tests.model.gguf_files import K_TYPES, as_checkpoint, random_blocks, write_gguf
+from tests.model.gguf_files import as_checkpoint, random_blocks, write_gguf
 from tools.make_random_model import make_random_model
 
 ROWS = torch.randint(131, (2, 40), generator=torch.Generator().manual_seed(0))
