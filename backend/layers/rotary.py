@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RopeConfig(Struct, frozen=True):
-    """`kind` is transformers' rope_type: default, linear (uses factor) or llama3 (uses all)."""
+    """`kind` is transformers' rope_type: default, linear (uses factor) or llama3 (uses all but `factors`); or factors."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -18,6 +18,7 @@ class RopeConfig(Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    factors: tuple[float, ...] = ()  # of kind factors: what the frequency of each pair is divided by, [head_dim / 2]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -26,6 +27,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor
+    if rope.kind == "factors":
+        return inv_freq / torch.tensor(rope.factors)
     if rope.kind == "llama3":
         return _llama3(inv_freq, rope)
     return inv_freq

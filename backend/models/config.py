@@ -15,7 +15,7 @@ from backend.models.quantization import KvDtype, parse_quantization
 from backend.models.quantized import QuantizedLayers
 
 FILE = "config.json"
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "factors")  # the last one is this project's own: what GGUF files say
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MAX_LAYERS = 4096  # bounds the memory that config.json's number alone can make the parser take
 
@@ -72,6 +72,10 @@ class _Llama3(Struct):
     original_max_position_embeddings: Size
 
 
+class _Factors(Struct):
+    factors: list[Factor]
+
+
 class ModelConfig(Struct, frozen=True):
     architecture: str
     vocab_size: int
@@ -116,12 +120,12 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ConfigError(
             f"model {directory.name}: config.json: File does not exist; give a Hugging Face checkpoint directory"
         )
-    return _of_object(content)
+    return of_object(content)
 
 
 def parse_model_config(text: str) -> ModelConfig:
     """Parse the text of a config.json. Raises ConfigError."""
-    return _of_object(parse_object(text, FILE))
+    return of_object(parse_object(text, FILE))
 
 
 def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple[int, ...]:
@@ -132,7 +136,8 @@ def check_eos_ids(ids: tuple[int, ...], config: ModelConfig, name: str) -> tuple
     return ids
 
 
-def _of_object(content: dict[str, Any]) -> ModelConfig:
+def of_object(content: dict[str, Any]) -> ModelConfig:
+    """The configuration in the content of a config.json. Raises ConfigError."""
     given = content.get("architectures")
     names = (None if given is None else convert(given, list[str], FILE, "architectures")) or ["none"]
     if names[0] not in ARCHITECTURES:
@@ -157,7 +162,7 @@ def _of_object(content: dict[str, Any]) -> ModelConfig:
         head_dim=raw.head_dim or _head_dim(raw),
         max_position=raw.max_position_embeddings,
         norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw),
+        rope=_rope(raw, raw.head_dim or _head_dim(raw)),
         tied_embeddings=bool(raw.tie_word_embeddings),
         qkv_bias=is_qwen2 or attention_bias,
         out_bias=attention_bias and not is_qwen2,
@@ -188,7 +193,7 @@ def _head_dim(raw: _Raw) -> int:
     return size
 
 
-def _rope(raw: _Raw) -> RopeConfig:
+def _rope(raw: _Raw, head_dim: int) -> RopeConfig:
     key = "rope_parameters" if raw.rope_parameters else "rope_scaling"
     section = raw.rope_parameters or raw.rope_scaling or {}
     scaling = convert(section, _Scaling, FILE, key)
@@ -204,6 +209,14 @@ def _rope(raw: _Raw) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, convert(section, _Linear, FILE, key).factor)
+    if kind == "factors":
+        factors = tuple(convert(section, _Factors, FILE, key).factors)
+        if len(factors) != head_dim // 2:
+            raise ConfigError(
+                f"config.json: {key}: factors has {len(factors)} numbers, {head_dim // 2} are needed, one for each pair of a "
+                f"head; {REMEDY}"
+            )
+        return RopeConfig(theta, kind, factors=factors)
     llama3 = convert(section, _Llama3, FILE, key)
     return RopeConfig(
         theta,

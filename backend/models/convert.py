@@ -1,4 +1,4 @@
-"""Waits for rows 004-27 and 004-33 of docs/features.md: W_q and W_k between the rotary layouts of Meta and of Hugging Face.
+"""W_q and W_k between the rotary layouts of Meta and of Hugging Face. GGUF files of the Llama family have Meta's.
 
 Meta's Llama rotates neighbouring rows (0,1), (2,3), ...; Hugging Face's pairs row i with row i + head_dim/2. The weights differ
 by a permutation of the rows of each head and are otherwise the same.

@@ -1,6 +1,6 @@
-"""Checkpoints: a Hugging Face directory (config.json, safetensors in one file or shards), or the same in memory.
+"""Checkpoints: a Hugging Face directory (config.json, safetensors in one file or shards), the same in memory, or a GGUF file.
 
-safetensors only: a pickle-based file could run code while it is read, so it is refused.
+Of a directory safetensors only: a pickle-based file could run code while it is read, so it is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
+from backend.models import gguf
 from backend.models.config import ModelConfig, check_eos_ids, parse_model_config, read_model_config
+from backend.models.gguf import GgufTensors
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.registry import FAMILIES
@@ -28,10 +31,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_model_path(path: str) -> Path:
-    """A directory, a Hugging Face hub id (fetched or found in the local cache), or "" for the default model."""
+    """A directory, a GGUF file, a Hugging Face hub id (fetched or found in the local cache), or "" for the default model.
+
+    For a directory that holds a GGUF file instead of a checkpoint, that file is returned. Raises ConfigError.
+    """
     if not path:
         return DEFAULT_MODEL
     try:
+        if (file := gguf_file(Path(path))) is not None:
+            return file
         if Path(path).is_dir():
             return Path(path)
         is_file = Path(path).exists()
@@ -40,7 +48,9 @@ def resolve_model_path(path: str) -> Path:
             f"model {shown(path)}: cannot be looked up ({error.strerror}); give a checkpoint directory"
         ) from None
     if is_file:
-        raise ConfigError(f"model {shown(path)}: is no directory; give the directory of a checkpoint")
+        raise ConfigError(
+            f"model {shown(path)}: is no directory and no GGUF file; give the directory of a checkpoint, or a GGUF file"
+        )
     if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or not path.isprintable():
         raise ConfigError(
             f"model {shown(path)}: File does not exist; give a checkpoint directory or a hub id (ORG/NAME)"
@@ -87,12 +97,19 @@ class Checkpoint:
                 f"config.json: max_position_embeddings is {self.config.max_position}, and {limit} positions are more than "
                 f"the {MAX_POSITIONS} that are supported; use --set model.max_seq_len={MAX_POSITIONS} or less"
             )
+        config, tensors = self.config, self.tensors
+        if isinstance(tensors, GgufTensors):
+            config, tensors = tensors.held_for(config, dtype, device, linears)
         with torch.inference_mode():
-            return FAMILIES[self.config.architecture](self.config, self.tensors, limit, dtype, device, linears)
+            return FAMILIES[config.architecture](config, tensors, limit, dtype, device, linears)
 
 
 def open_directory(directory: Path) -> Checkpoint:
-    """A checkpoint directory. Raises ConfigError."""
+    """A checkpoint directory, or a GGUF file. Raises ConfigError."""
+    if (file := gguf_file(directory)) is not None:
+        header = read_header(file)
+        config = gguf.read_config(header)
+        return Checkpoint(config, GgufTensors(header, config))
     return Checkpoint(read_model_config(directory), _LazyTensors(weight_files(directory)))
 
 
@@ -116,7 +133,10 @@ def load_directory(
 
 
 def read_eos_ids(directory: Path) -> tuple[int, ...]:
-    """Token ids that end a text: generation_config.json's, else config.json's. Raises ConfigError."""
+    """Token ids that end a text: generation_config.json's, else config.json's; or a GGUF file's. Raises ConfigError."""
+    if (file := gguf_file(directory)) is not None:
+        header = read_header(file)
+        return check_eos_ids(eos_ids(header), gguf.read_config(header), header.name)
     config = read_model_config(directory)
     ids = token_ids(read_object(directory, GENERATION) or {}, "eos_token_id", GENERATION)
     return check_eos_ids(ids, config, GENERATION) if ids else check_eos_ids(config.eos_ids, config, "config.json")

@@ -22,11 +22,13 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.api.errors import ConfigError, EverbatchError, InvalidRequest, Unsupported
+from backend.api.gguf import gguf_file, read_header
 from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
 from backend.text.tokenizer import CONFIG, Tokenizer
 
 FILE = "chat_template.jinja"
 FILES = {"default": FILE, "tool_use": "additional_chat_templates/tool_use.jinja"}
+GGUF_SETTINGS = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TAGS = 64 << 10, 4096  # which Jinja compiles within about a second
 MAX_DEPTH = 16  # nesting of lists and objects in one message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; the first one given counts
@@ -56,7 +58,10 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer, **caps: int) -> ChatTemplate:
-        """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names."""
+        """Read the files of FILES, else `chat_template` of tokenizer_config.json: a string, or a list with those names.
+
+        `path` may also be a GGUF file, or a directory that holds one.
+        """
         sources = _read_templates(Path(path))
         return cls(sources.get("default"), tokenizer.special_tokens, tools_source=sources.get("tool_use"), **caps)
 
@@ -144,6 +149,11 @@ def _read_templates(path: Path) -> dict[str, str]:
 
     Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
     """
+    if (gguf := gguf_file(path)) is not None:
+        header = read_header(gguf)
+        held = {name: header.settings.get(key) for name, key in GGUF_SETTINGS.items()}
+        places = {name: f"{header.name}: {key}" for name, key in GGUF_SETTINGS.items()}
+        return {name: _checked(source, places[name]) for name, source in held.items() if source is not None}
     found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
     if not any(source for source, _ in found.values()):
         place = f"{CONFIG}: chat_template"

@@ -1,4 +1,4 @@
-"""Tokenizer: turns text into token ids and back, as a model's directory says, without torch.
+"""Tokenizer: turns text into token ids and back, as a model's directory or GGUF file says, without torch.
 
 tokenizer.json decides, as it does for transformers (5.x). Its post-processor says which special tokens `encode` adds, so
 `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored. Truncation and padding that it asks for are switched
@@ -19,8 +19,10 @@ from msgspec import Struct
 from tokenizers import AddedToken
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
+from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import REMEDY, convert, find_file, read_object, read_text, shown, token_ids
 from backend.text.decoding import CLEANUP, DecodePipeline, build_pipeline
+from backend.text.gguf_tokenizer import MAX_ADDED_TOKENS, build_tokenizer, library_errors
 
 TOKEN_LISTS = (
     "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
@@ -28,7 +30,6 @@ TOKEN_LISTS = (
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILE, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 MAX_TOKENIZER_BYTES = 64 << 20
-MAX_ADDED_TOKENS = 20_000
 OLDER_SUFFIXES = (".json", ".txt", ".model", ".tiktoken")
 NO_TOKENIZER = ("config.json", "generation_config.json", "model.safetensors.index.json", "README.txt", "LICENSE.txt")
 
@@ -97,12 +98,16 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json and the files that belong to it. Without it, transformers converts older files.
 
-        Raises ConfigError when the directory has no tokenizer that can be read.
+        `path` may also be a GGUF file, or a directory that holds one. Raises ConfigError when there is no tokenizer that can
+        be read.
         """
         path = Path(path)
-        config, eos_ids = _read_config(path), _eos_ids(path)
+        if (file := gguf_file(path)) is not None:
+            header = read_header(file)
+            return cls(*build_tokenizer(header), eos_ids(header))
+        config, own_eos_ids = _read_config(path), _eos_ids(path)
         text = read_text(path, FILE, MAX_TOKENIZER_BYTES)
-        return cls(_convert(path) if text is None else _parse(text), config, eos_ids)
+        return cls(_convert(path) if text is None else _parse(text), config, own_eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it is not Unicode text (a lone surrogate).
@@ -189,14 +194,8 @@ def _check_config(config: dict[str, Any], name: str) -> None:
 
 def _parse(text: str) -> tokenizers.Tokenizer:
     """The tokenizer in the text of tokenizer.json. Raises ConfigError."""
-    try:
+    with library_errors(f"{FILE} of the model cannot be read as a tokenizer; fetch it again"):
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises plain Exception, whatever is wrong with the file.
-        raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
-    except BaseException as error:  # A panic of the library is no Exception, and its class cannot be imported.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(f"{FILE} of the model cannot be read as a tokenizer; fetch it again") from error
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:

@@ -208,7 +208,7 @@ def test_a_name_that_is_none_of_a_model_ends_in_one_sentence(name: str, tells: s
 
 
 def test_a_file_in_the_place_of_a_model_is_told(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory; give the directory of a checkpoint"):
+    with pytest.raises(ConfigError, match="is no directory and no GGUF file; give the directory of a checkpoint"):
         resolve_model_path(str(directory / "config.json"))
 
 
