@@ -35,7 +35,7 @@ class Simulation:
         self._drops_plans = drops_plans
         self.rng = Random(seed)
         more = Random(f"several {seed}")
-        self.setup = random_setup(self.rng, more)
+        self.setup = random_setup(self.rng, more, Random(f"sink tokens {seed}"))
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
