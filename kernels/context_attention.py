@@ -4,6 +4,7 @@ A row may have fewer queries than keys (chunked context). Its queries are its ne
 
     keys      0 .................. length                 query i of n stands at position length - n + i
     queries                [ n ]                          and sees keys in (position - window, position]
+                                                          and those before min(sink_tokens, position + 1)
 
     p   = softmax over its keys, and the sink if there is one, of scale * q k^T       a sink is a logit without a value
     out = p v                                                          query heads of one kv head share its keys (GQA)
@@ -13,11 +14,14 @@ sum of its exponentials, acc the sum of its weighted values. A tile of queries h
 kv head. As in vLLM's unified attention, a program finds its row by itself: the grid depends on shapes alone, so a CUDA graph can
 hold the launch. kernels/common/kv_format.py describes the pools; int8 and int4 become 16-bit floats before the products.
 
+Two things have nearly the same name: a sink is a logit of a head, sink tokens are the first keys of a row, and ordinary ones.
+
 Cells that no query of a row may see are never used, whatever they hold (NaN included), nor are table entries of their blocks.
 
 Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
 of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
-rescaled at the same positions; a tile that a query does not see leaves its result unchanged. Bits may differ: tiles with and
+rescaled at the same positions; a tile that a query does not see leaves its result unchanged. The tiles of sink tokens come last,
+with a mask, wherever the window begins. Bits may differ: tiles with and
 without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
 instruction. Then a score may differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
 """
@@ -44,6 +48,7 @@ class Case(NamedTuple):
     window: int | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
+    sink_tokens: int = 0
 
 
 CASES = [
@@ -55,6 +60,11 @@ CASES = [
     Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True),
     Case([(1, 10), (6, 19), (11, 11)], window=1),
     Case([(40, 290)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140),
+    Case([(30, 250), (1, 200), (9, 9)], kv_heads=1, group=4, block_size=32, window=50, sinks=True, sink_tokens=4),
+    Case([(1, 10), (6, 19), (11, 11)], window=1, sink_tokens=1),
+    Case([(40, 290), (1, 200)], kv_heads=1, group=4, head_dim=64, block_size=64, window=140, sink_tokens=70),
+    Case([(3, 200), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=16, window=20, sink_tokens=17),
+    Case([(33, 150)], kv_heads=1, group=4, bits=4, head_dim=64, window=30, sink_tokens=1000),
     Case([(3, 9), (1, 140), (20, 80)], bits=8, head_dim=24, block_size=64),
     Case([(3, 9), (1, 140), (20, 80)], bits=4, head_dim=40, block_size=64),
     Case([(33, 150)], kv_heads=1, group=4, bits=8, head_dim=64, window=30, sinks=True),
@@ -107,6 +117,7 @@ def reference(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Like `context_attention`, token by token in float64, rounded at the end. Tokens outside of all rows get 0."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -116,7 +127,8 @@ def reference(
         for token in range(bounds[row], bounds[row + 1]):
             position = length - bounds[row + 1] + token
             first = 0 if window is None else max(0, position - window + 1)
-            seen = torch.arange(first, max(position + 1, first), device=q.device)
+            of_sink, of_window = range(min(sink_tokens, first)), range(first, max(position + 1, first))
+            seen = torch.tensor([*of_sink, *of_window], dtype=torch.int64, device=q.device)
             k, v = _read(pool, tables[row, seen // block_size].long(), seen % block_size)
             scores = scale * torch.einsum("hgd,khd->hgk", q[token].double().unflatten(0, (kv_heads, -1)), k)
             if sinks is not None:
@@ -146,6 +158,7 @@ def context_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Attends with q [tokens, heads, head_dim]; returns a new tensor like q. The KV of q's tokens must be in the pool already.
 
@@ -156,9 +169,10 @@ def context_attention(
     scale    factor of the scores, above 0
     window   tokens that a query sees, itself included
     sinks    float32 [heads]
+    sink_tokens  the first tokens of a row, which a query sees besides its window
     """
     if not runs_on(q):
-        return reference(q, pool, starts, lengths, tables, scale, window, sinks)
+        return reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens)
     if q.stride(2) != 1:
         q = q.contiguous()
     tokens, heads, head_dim = q.shape
@@ -175,17 +189,26 @@ def context_attention(
     _context_attention_kernel[grid](
         q, pool.data, pool.words, starts, lengths, tables, sinks, out,
         scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
-        **_constants(tiles, head_dim, group, block_size, bits, window, rows), WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        **_constants(tiles, head_dim, group, block_size, bits, window, rows, sink_tokens),
+        WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
 
 def _constants(
-    tiles: Tiles, head_dim: int, group: int, block_size: int, bits: int, window: int | None, rows: int
+    tiles: Tiles,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    bits: int,
+    window: int | None,
+    rows: int,
+    sink_tokens: int = 0,
 ) -> dict[str, object]:
     width = head_dim // 2 if bits == 4 else head_dim
     made: dict[str, object] = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
+    made["SINK_TOKENS"] = sink_tokens if window else 0
     made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
     return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}
 
@@ -218,6 +241,7 @@ def _context_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     WINDOW: tl.constexpr,  # or None
+    SINK_TOKENS: tl.constexpr,  # 0 without a window
     ROWS: tl.constexpr,  # a power of two, at least rows
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -268,8 +292,16 @@ def _context_attention_kernel(
     else:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
         whole_begin = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N)
+    first = begin // BLOCK_N
+    SINK_TILES: tl.constexpr = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
+    if SINK_TILES > 0:
+        first = tl.maximum(first, SINK_TILES)
+        whole_begin = tl.maximum(whole_begin, SINK_TILES)
+    if WINDOW is not None:
         whole_end = tl.maximum(whole_end, whole_begin)
-    bounds = (begin // BLOCK_N, whole_begin, whole_end, tl.cdiv(end, BLOCK_N))
+    last = tl.cdiv(end, BLOCK_N)
+    tiles_begin = (first, whole_begin, whole_end, 0)
+    tiles_end = (whole_begin, whole_end, last, tl.minimum(last, SINK_TILES))
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -283,10 +315,12 @@ def _context_attention_kernel(
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
 
-    for part in tl.static_range(3):
-        for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting would cost registers
+    for part in tl.static_range(4 if SINK_TILES > 0 else 3):
+        for tile in tl.range(tiles_begin[part], tiles_end[part], disable_licm=True):  # hoisting would cost registers
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             is_seen = (key >= begin) & (key < end)
+            if part == 3:
+                is_seen |= (key < SINK_TOKENS) & (key < end)
             mask = is_seen[:, None] & (d < WIDTH)[None, :]
             if BLOCK_SIZE % BLOCK_N == 0:
                 block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
@@ -310,7 +344,9 @@ def _context_attention_kernel(
                 scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
             if part != 1:
                 may_see = key[None, :] <= position[:, None]
-                if WINDOW is not None:
+                if part == 3:
+                    may_see &= (key[None, :] > position[:, None] - WINDOW) | (key[None, :] < SINK_TOKENS)
+                elif WINDOW is not None:
                     may_see &= key[None, :] > position[:, None] - WINDOW
                 scores = tl.where(may_see, scores, float("-inf"))
 
@@ -365,6 +401,7 @@ def variants() -> dict[str, Variant]:
         window: int | None = None,
         many: bool = True,
         architectures: tuple[int, ...] = (80, 90, 100),
+        sink_tokens: int = 0,
     ) -> Variant:
         tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8, min(90, architectures[0]))
         strides = [
@@ -375,7 +412,8 @@ def variants() -> dict[str, Variant]:
         floats = ("q", "out") if bits < 16 else ("q", "pool", "out")
         types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
         types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-        constants = _constants(tiles, 128, 4, block_size, bits, window, 8) | {"WIDEN": False, "words_stride_token": 1}
+        constants = _constants(tiles, 128, 4, block_size, bits, window, 8, sink_tokens)
+        constants |= {"WIDEN": False, "words_stride_token": 1}
         if bits < 16:
             types |= {"pool": "*u8", "words": "*i32"}
         else:
@@ -391,6 +429,7 @@ def variants() -> dict[str, Variant]:
     return {
         "bf16": variant(16, 64),
         "bf16-window-sinks": variant(16, 128, window=4096),
+        "bf16-window-sink-tokens": variant(16, 64, window=4096, sink_tokens=4),
         "bf16-few": variant(16, 16, many=False),
         "int8": variant(8, 64, architectures=(90, 100)),
         "int8-sm80": variant(8, 64, architectures=(80,)),

@@ -1,6 +1,7 @@
 """Attention of one query a row over the paged KV pool, split over the keys (Flash-Decoding, Dao et al. 2023).
 
-    out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length); 0 where the length is 0
+    out = sum_t softmax_t(scale * q.k_t) v_t           over t in [max(0, length - window), length), and those of them below
+                                                       sink_tokens; 0 where the length is 0
     a sink adds exp(sink) to a head's denominator, and nothing to its numerator
 
 Each program handles one row, one kv head and one split of the keys, with the online softmax: m_i is a head's greatest score so
@@ -36,12 +37,15 @@ from kernels.common.kv_format import KVPool, floats_of_int4, floats_of_int8, loa
 from kernels.common.triton_runtime import INTERPRETED, Variant, jit, next_power_of_two, runs_on, tl
 from kernels.merge_splits import finished, merge_splits
 
-# (heads, kv_heads, head_dim, block_size, lengths, window)
+# (heads, kv_heads, head_dim, block_size, lengths, window, sink_tokens)
 CASES = [
-    (4, 1, 32, 16, (1, 0, 150), None),
-    (4, 2, 64, 32, (65, 200), 70),
-    (3, 3, 32, 64, (64, 129), 1),
-    (8, 1, 32, 128, (190, 7), 500),
+    (4, 1, 32, 16, (1, 0, 150), None, 0),
+    (4, 2, 64, 32, (65, 200), 70, 0),
+    (3, 3, 32, 64, (64, 129), 1, 0),
+    (8, 1, 32, 128, (190, 7), 500, 0),
+    (4, 2, 64, 16, (65, 400, 0, 3), 70, 4),
+    (3, 3, 32, 64, (64, 129), 1, 33),
+    (2, 1, 32, 32, (390, 31), 20, 140),
 ]
 
 SPLIT_TOKENS = 512
@@ -58,10 +62,11 @@ def reference(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Like `decode_attention`: the reference of context_attention.py for rows with one query each."""
     starts = torch.arange(len(q) + 1)
-    return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks)
+    return context_attention.reference(q, pool, starts, lengths, tables, scale, window, sinks, sink_tokens)
 
 
 def split_for(rows: int, kv_heads: int) -> int:
@@ -78,16 +83,18 @@ def decode_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Attends with q [rows, heads, head_dim], one query a row; returns a new tensor like q.
 
     Raises ValueError unless head_dim is a power of two from 32 on.
 
     lengths int32 or int64 [rows], keys of each row; tables int32 [rows, max_blocks]; sinks float32 [heads]; window: tokens that
-    a query sees, its own included. pool is one layer's; a plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
+    a query sees, its own included; sink_tokens: the first tokens of a row, which it sees besides these. pool is one layer's; a
+    plain one has q's dtype. split_tokens is a multiple of TILE_TOKENS.
     """
     if not runs_on(q):
-        return reference(q, pool, lengths, tables, scale, window, sinks)
+        return reference(q, pool, lengths, tables, scale, window, sinks, sink_tokens)
     rows, heads, head_dim = q.shape
     _, block_size, _, kv_heads, _ = pool.data.shape
     bits = min(pool.bits, 16)
@@ -102,16 +109,17 @@ def decode_attention(
     if splits > 1:
         parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
-    window = window or 0
+    window, sink_tokens = window or 0, sink_tokens if window else 0
     _decode_kernel[(rows, kv_heads, splits)](
         q, pool.data, pool.words, lengths, tables, sinks, out, parts, stats, scale * LOG2_E, window, splits,
         tables.stride(0), *pool.strides,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BITS=bits, WINDOWED=window > 0,
+        SINK_TOKENS=sink_tokens,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16, SPLIT=split_tokens,
         **unpacking(q.dtype, bits).constants(), **_config(heads // kv_heads, bits, head_dim),
     )  # fmt: skip
     if parts is not None and stats is not None:
-        merge_splits(parts, stats, lengths, out, split_tokens, window, sinks)
+        merge_splits(parts, stats, lengths, out, split_tokens, window, sinks, sink_tokens)
     return out
 
 
@@ -196,6 +204,7 @@ def _decode_kernel(
     ASM: tl.constexpr,  # kv_format.Unpacking
     BIAS: tl.constexpr,
     WINDOWED: tl.constexpr,  # window > 0
+    SINK_TOKENS: tl.constexpr,  # 0 without a window
     WIDEN: tl.constexpr,  # dots in float32: the interpreter's bfloat16 is wrong
     SPLIT: tl.constexpr,  # tokens
     COLUMNS: tl.constexpr,  # a power of two, at least GROUP
@@ -209,7 +218,7 @@ def _decode_kernel(
     length = tl.load(lengths + row).to(tl.int32)
     start = split * SPLIT
     first = tl.maximum(length - window, 0) if WINDOWED else 0
-    if ((split > 0) & (start >= length)) | (start + SPLIT <= first):
+    if ((split > 0) & (start >= length)) | ((start + SPLIT <= first) & (start >= SINK_TOKENS)):
         return
     column = tl.arange(0, COLUMNS)
     real = column < GROUP
@@ -230,19 +239,28 @@ def _decode_kernel(
     acc_a = tl.zeros([ROW, COLUMNS], tl.float32)
     acc_b = tl.zeros([ROW, COLUMNS], tl.float32)
     shift = tl.zeros([8, COLUMNS], tl.float32)  # a term to add to each element of acc at the end
-    # Cells that are not seen are not read: they may hold anything, even NaN. All of tiles [whole_begin, whole_end) is seen.
+    # Cells that are not seen are not read: they may hold anything, even NaN. All of tiles [whole_begin, whole_end) is seen. The
+    # tiles of sink tokens come last.
     stop = tl.minimum(length, start + SPLIT)
+    begin = tl.maximum(start, first // TILE * TILE)
     whole_begin = tl.maximum(start, tl.cdiv(first, TILE) * TILE)
+    SINK_END: tl.constexpr = (SINK_TOKENS + TILE - 1) // TILE * TILE
+    if SINK_END > 0:
+        begin = tl.minimum(tl.maximum(begin, SINK_END), start + SPLIT)
+        whole_begin = tl.minimum(tl.maximum(whole_begin, SINK_END), start + SPLIT)
     whole_end = tl.maximum(stop // TILE * TILE, whole_begin)
-    bounds = (tl.maximum(start, first // TILE * TILE), whole_begin, whole_end, stop)
+    tiles_begin = (begin, whole_begin, whole_end, start)
+    tiles_end = (whole_begin, whole_end, stop, tl.minimum(stop, SINK_END))
     table = tables + row * stride_table
     pool += kv_head * stride_head
     if BITS < 16:
         words += kv_head * words_stride_head
-    for part in tl.static_range(0 if WINDOWED else 1, 3):
-        for tile in tl.range(bounds[part], bounds[part + 1], TILE, num_stages=None if part == 1 else 1):
+    for part in tl.static_range(0 if WINDOWED else 1, 4 if SINK_END > 0 else 3):
+        for tile in tl.range(tiles_begin[part], tiles_end[part], TILE, num_stages=None if part == 1 else 1):
             token = tile + tl.arange(0, TILE)
             seen = (token >= first) & (token < stop)
+            if part == 3:
+                seen |= (token < SINK_TOKENS) & (token < stop)
             if BLOCK_SIZE % TILE == 0:
                 block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
                 cell = tile % BLOCK_SIZE + tl.arange(0, TILE)
@@ -320,12 +338,12 @@ def variants() -> dict[str, Variant]:
     strides += tuple(f"words_{name}" for name in strides if name != "stride_token")
     types |= dict.fromkeys((*strides, "window", "splits", "stride_table"), "i32")
 
-    def variant(bits: int, block_size: int, group: int = 4, windowed: bool = False) -> Variant:
+    def variant(bits: int, block_size: int, group: int = 4, windowed: bool = False, sink_tokens: int = 0) -> Variant:
         config = _config(group, bits, 128)
         num_warps, num_stages = config.pop("num_warps"), config.pop("num_stages")
         shape = {"GROUP": group, "HEAD_DIM": 128, "BLOCK_SIZE": block_size, "BITS": bits, "SPLIT": SPLIT_TOKENS}
         constants = config | shape | unpacking(torch.bfloat16, bits).constants()
-        constants |= {"WINDOWED": windowed, "WIDEN": False}
+        constants |= {"WINDOWED": windowed, "SINK_TOKENS": sink_tokens, "WIDEN": False}
         constants |= {"sinks": None, "words_stride_token": 1} | ({"words": None} if bits == 16 else {})
         its_types = types | ({"pool": "*bf16"} if bits == 16 else {"pool": "*u8", "words": "*i32"})
         instructions = dict.fromkeys((80, 90, 100), ("HMMA", "LDGSTS.E.BYPASS.128", "LDS.128" if bits < 16 else "LDSM"))
@@ -337,6 +355,7 @@ def variants() -> dict[str, Variant]:
         "8-bit": variant(8, 64),
         "4-bit": variant(4, 64),
         "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
+        "16-bit-window-sink-tokens": variant(16, 64, windowed=True, sink_tokens=4),
         "4-bit-32-heads": variant(4, 64, group=32),
     }
     return made

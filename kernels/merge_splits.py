@@ -16,8 +16,15 @@ from torch import Tensor
 
 from kernels.common.triton_runtime import Variant, jit, runs_on, tl
 
-# (heads, head_dim, split, lengths, window)
-CASES = [(2, 32, 4, (3, 0, 40), 0), (1, 64, 2, (75, 1), 0), (3, 32, 4, (70, 66, 9), 11), (2, 32, 1, (40,), 1)]
+# (heads, head_dim, split, lengths, window, sink_tokens)
+CASES = [
+    (2, 32, 4, (3, 0, 40), 0, 0),
+    (1, 64, 2, (75, 1), 0, 0),
+    (3, 32, 4, (70, 66, 9), 11, 0),
+    (2, 32, 1, (40,), 1, 0),
+    (3, 32, 4, (170, 66, 9, 0), 11, 1),
+    (1, 32, 1, (150, 30), 3, 20),
+]
 
 AT_ONCE = 16  # splits that are merged together
 NUM_WARPS = 2
@@ -32,11 +39,14 @@ def reference(
     split: int,
     window: int = 0,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> None:
     """Like `merge_splits`, in float64."""
     for row, length in enumerate(lengths.tolist()):
         first = max(0, length - window) if window else 0
-        its = slice(first // split, -(-length // split))
+        begin, end = first // split, -(-length // split)
+        sink_splits = min(-(-sink_tokens // split), begin)
+        its = [*range(sink_splits), *range(begin, end)]
         out[row] = 0
         if length == 0:
             continue
@@ -61,20 +71,23 @@ def merge_splits(
     split: int,
     window: int = 0,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> None:
     """Merges parts float32 [rows, heads, splits, head_dim] by stats float32 [rows, heads, splits, 2].
 
     The result is written to out [rows, heads, head_dim].
 
-    lengths int32 or int64 [rows]; split in tokens; window 0: none; sinks float32 [heads].
+    lengths int32 or int64 [rows]; split in tokens; window 0: none; sinks float32 [heads]; sink_tokens: the first tokens of a row,
+    which it sees besides its window, without effect where there is none.
     """
+    sink_tokens = sink_tokens if window else 0
     if not runs_on(parts):
-        reference(parts, stats, lengths, out, split, window, sinks)
+        reference(parts, stats, lengths, out, split, window, sinks, sink_tokens)
         return
     rows, heads, splits, head_dim = parts.shape
     _merge_kernel[(rows, heads)](
         parts, stats, lengths, sinks, out, window, splits,
-        HEAD_DIM=head_dim, SPLIT=split, AT_ONCE=AT_ONCE, num_warps=NUM_WARPS,
+        HEAD_DIM=head_dim, SPLIT=split, AT_ONCE=AT_ONCE, SINK_SPLITS=-(-sink_tokens // split), num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -109,6 +122,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,  # splits
+    SINK_SPLITS: tl.constexpr,  # the first splits, which hold sink tokens
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) + tl.arange(0, 1)
@@ -120,9 +134,9 @@ def _merge_kernel(
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
     acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
+    for start in range(0 if SINK_SPLITS > 0 else begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)
-        mine = (split >= begin) & (split < end)
+        mine = ((split >= begin) | (split < SINK_SPLITS)) & (split < end)
         part = place * splits + split
         m_s = tl.load(stats + part * 2, mine, other=float("-inf"))
         m_new = tl.maximum(m_i, tl.max(m_s, 0))
@@ -138,6 +152,6 @@ def _merge_kernel(
 
 def variants() -> dict[str, Variant]:
     types = {"parts": "*fp32", "stats": "*fp32", "lengths": "*i32", "out": "*bf16", "window": "i32", "splits": "i32"}
-    constants = {"HEAD_DIM": 128, "SPLIT": 512, "AT_ONCE": AT_ONCE, "sinks": None}
+    constants = {"HEAD_DIM": 128, "SPLIT": 512, "AT_ONCE": AT_ONCE, "SINK_SPLITS": 0, "sinks": None}
     wide = dict.fromkeys((80, 90, 100), ("LDG.E.128",))
     return {"128": Variant(_merge_kernel, types, constants, NUM_WARPS, instructions=wide)}

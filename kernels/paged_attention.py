@@ -4,10 +4,14 @@ A row's queries are its newest positions, so the causal mask is aligned at the b
 
     keys      0 .................. length                 query i of n stands at position length - n + i
     queries                [ n ]                          and sees keys in (position - window, position]
+                                                          and those before min(sink_tokens, position + 1)
 
     out = softmax(q k^T / sqrt(head_dim) + mask) v        query heads of one kv head share its keys (GQA)
 
-Physical cells are reached only through block tables. Cells beyond `length` or before the window never affect the result,
+Sink tokens are the first ones of a sequence, which every query sees also where there is a window (StreamingLLM, Xiao et al. 2023;
+unlike there, keys keep their absolute rotary positions, so that KV that is computed again has the same bits).
+
+Physical cells are reached only through block tables. Cells beyond `length` or outside of the window never affect the result,
 whatever they hold (even NaN in memory that was never written). Table entries of blocks that have left the window (-1), or beyond
 the end, are never used as an index. kernels/common/kv_format.py describes the pools.
 
@@ -66,7 +70,7 @@ class QuerySlice(NamedTuple):
     """Consecutive queries of one context row, and the cells of its gather that they see."""
 
     tokens: slice  # where the queries are in the flat batch
-    cells: slice
+    cells: slice | Tensor
     mask: Tensor | None  # [queries, cells] in the query's dtype; None = plain causal, as many queries as keys
 
 
@@ -95,6 +99,7 @@ class DevicePlan(NamedTuple):
     context: DeviceRows | None
     window: int | None
     split: int = SPLIT_TOKENS  # tokens; the same for all batches of a model, so that results do not depend on the batch
+    sink_tokens: int = 0  # without effect where there is no window
 
 
 Plan = AttentionPlan | DevicePlan
@@ -108,6 +113,7 @@ class Case(NamedTuple):
     block_size: int = 4
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    sink_tokens: int = 0
 
 
 CASES = [
@@ -124,6 +130,11 @@ CASES = [
     Case([(1, 10), (6, 19), (11, 11)], window=1),
     Case([(300, 600), (1, 514), (270, 270)], block_size=32),
     Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100),
+    Case([(1, 20), (1, 3), (5, 21), (9, 9)], kv_heads=1, group=7, head_dim=24, window=6, sink_tokens=3),
+    Case([(1, 30), (1, 9), (1, 7), (8, 40), (2, 70)], group=1, block_size=8, window=8, sink_tokens=8),
+    Case([(1, 40), (13, 13), (4, 40)], window=1, sink_tokens=1),
+    Case([(300, 600), (1, 514), (270, 270)], block_size=32, window=100, sink_tokens=37),
+    Case([(5, 12), (1, 11), (1, 6)], window=3, sink_tokens=1000),
     Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.bfloat16),
     Case([(5, 5), (1, 13), (3, 7), (1, 2)], dtype=torch.float16),
 ]
@@ -137,13 +148,20 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device,
     split: int = SPLIT_TOKENS,
+    sink_tokens: int = 0,
 ) -> dict[int | None, Plan]:
-    """The plan of each window (tokens; None: all). `dtype` is that of the queries; `split` is as in DevicePlan."""
+    """The plan of each window (tokens; None: all). `dtype` is that of the queries; `split` is as in DevicePlan.
+
+    `sink_tokens`: the first tokens of each row, which all queries see.
+    """
     num_queries = np.diff(rows.starts)
     if runs_at(device) and block_size in KERNEL_BLOCK_SIZES:
         generation, context = _place_rows(rows, num_queries, head_dim, device)
-        return {window: DevicePlan(generation, context, window, split) for window in set(windows)}
-    return {window: _plan_gathers(rows, num_queries, block_size, window, dtype, device) for window in set(windows)}
+        return {window: DevicePlan(generation, context, window, split, sink_tokens) for window in set(windows)}
+    return {
+        window: _plan_gathers(rows, num_queries, block_size, window, dtype, device, sink_tokens if window else 0)
+        for window in set(windows)
+    }
 
 
 def _plan_gathers(
@@ -153,9 +171,10 @@ def _plan_gathers(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    sink_tokens: int,
 ) -> AttentionPlan:
     single = np.flatnonzero(num_queries == 1)
-    generation = _plan_generation(rows, single, block_size, window, dtype, device) if len(single) else []
+    generation = _plan_generation(rows, single, block_size, window, dtype, device, sink_tokens) if len(single) else []
     context = [
         _plan_context(
             int(rows.starts[row]),
@@ -166,6 +185,7 @@ def _plan_gathers(
             window,
             dtype,
             device,
+            sink_tokens,
         )
         for row in np.flatnonzero(num_queries > 1)
     ]
@@ -199,16 +219,16 @@ def paged_attention(q: Tensor, pool: KVPool, plan: Plan) -> Tensor:
     """
     if isinstance(plan, AttentionPlan):
         return reference(q, pool, plan)
-    scale, window = q.shape[-1] ** -0.5, plan.window
+    scale, window, sink = q.shape[-1] ** -0.5, plan.window, plan.sink_tokens
     first = 0 if plan.generation is None else len(plan.generation.lengths)
     parts = []
     if plan.generation is not None:
         _, lengths, tables = plan.generation
-        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, split_tokens=plan.split))
+        parts.append(decode_attention(q[:first], pool, lengths, tables, scale, window, None, plan.split, sink))
     if plan.context is not None:
         starts, lengths, tables = plan.context
         assert starts is not None  # it is None only for generation rows
-        parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window=window))
+        parts.append(context_attention(q[first:], pool, starts, lengths, tables, scale, window, sink_tokens=sink))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -237,26 +257,33 @@ def _plan_generation(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    sink_tokens: int,
 ) -> list[GenerationGroup]:
-    """Groups rows by their number of blocks, rounded up to a power of two: less than half of a gather is padding."""
+    """Groups rows by their number of blocks, rounded up to a power of two: less than half of a gather is padding.
+
+    Gathered are the blocks of the sink tokens, and behind them those of the window.
+    """
     ends = rows.lengths[single]
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    first_blocks = first_keys // block_size
-    num_blocks = -(-ends // block_size) - first_blocks
+    sink_blocks = -(-min(sink_tokens, int(ends.max())) // block_size)
+    gaps = np.maximum(first_keys // block_size - sink_blocks, 0)  # blocks between the two, which are not gathered
+    num_blocks = -(-ends // block_size) - gaps
     sizes = np.frexp(num_blocks - 1)[1]
     groups = []
     for size in np.unique(sizes):
         chosen = np.flatnonzero(sizes == size)
-        columns = first_blocks[chosen, None] + np.arange(num_blocks[chosen].max())
+        columns = np.arange(num_blocks[chosen].max())
+        columns = columns + gaps[chosen, None] * (columns >= sink_blocks)
         cells = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(chosen), -1)
-        unseen = torch.from_numpy((cells < first_keys[chosen, None]) | (cells >= ends[chosen, None]))
+        is_behind = (cells < first_keys[chosen, None]) & (cells >= sink_tokens)
+        unseen = torch.from_numpy(is_behind | (cells >= ends[chosen, None]))
         is_used = columns * block_size < ends[chosen, None]
         blocks = rows.tables[single[chosen, None], np.where(is_used, columns, 0)]
         blocks = torch.from_numpy(np.where(is_used, blocks, 0).astype(np.int64).ravel())
         tokens = None if len(chosen) == rows.starts[-1] else torch.from_numpy(rows.starts[single[chosen]]).to(device)
         mask = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
-        head = int((first_keys[chosen] - first_blocks[chosen] * block_size).max())
-        tail = max(head, int((ends[chosen] - first_blocks[chosen] * block_size).min()))
+        head = int((first_keys[chosen] - gaps[chosen] * block_size).max())
+        tail = max(head, int((ends[chosen] - gaps[chosen] * block_size).min()))
         groups.append(
             GenerationGroup(
                 tokens,
@@ -278,11 +305,13 @@ def _plan_context(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    sink_tokens: int,
 ) -> ContextRow:
     """The plan of one row, whose first token in the flat batch is `first`. Each slice reads only keys that it sees."""
     reach = length if window is None else window
     computed = length - num_queries
     first_block = max(0, computed - reach + 1) // block_size
+    sink_blocks = min(-(-sink_tokens // block_size), first_block)  # gathered before the window's
     is_plain = computed == 0 and reach >= length
     slices = []
     for start in range(0, num_queries, num_queries if is_plain else QUERIES_AT_ONCE):
@@ -291,13 +320,17 @@ def _plan_context(
         mask = None
         if not is_plain:
             queries = torch.arange(computed + start, computed + stop)[:, None]
-            keys = torch.arange(first_key, computed + stop)
-            hidden = (keys > queries) | (keys <= queries - reach)
+            sinks = torch.arange(min(sink_tokens, first_key))
+            keys = torch.cat((sinks, torch.arange(first_key, computed + stop)))
+            hidden = (keys > queries) | ((keys <= queries - reach) & (keys >= sink_tokens))
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
-        cells = slice(first_key - first_block * block_size, computed + stop - first_block * block_size)
+        gap = (first_block - sink_blocks) * block_size
+        cells: slice | Tensor = slice(first_key - gap, computed + stop - gap)
+        if sink_tokens and first_key:
+            cells = torch.where(keys < first_key, keys, keys - gap).to(device)
         slices.append(QuerySlice(slice(first + start, first + stop), cells, mask))
-    blocks = torch.from_numpy(table[first_block : -(-length // block_size)].astype(np.int64))
-    return ContextRow(blocks.to(device), slices)
+    chosen = np.concatenate((table[:sink_blocks], table[first_block : -(-length // block_size)]))
+    return ContextRow(torch.from_numpy(chosen.astype(np.int64)).to(device), slices)
 
 
 def gather_blocks(pool: KVPool, blocks: Tensor, dtype: torch.dtype) -> Tensor:

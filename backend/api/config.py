@@ -21,6 +21,7 @@ KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
+Windows = int | tuple[int, ...]  # of several, layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
 
@@ -54,7 +55,8 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     enable_block_reuse: bool = True  # share blocks between requests with a common prefix
     enable_partial_reuse: bool = True  # copy the matching head of a block that matches only in part
     sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
-    max_attention_window: int | None = None  # tokens that one may attend to, itself included; unset = as the model says
+    max_attention_window: Windows | None = None  # tokens that one sees, itself included; a list: for layer after layer
+    sink_tokens: int = 0  # the first tokens of a sequence that all others attend to, also from outside of a window
     dtype: KvDType = "auto"  # `int8`, `int4` (slow on a CPU); auto = as the checkpoint says, else the model's own
 
 
@@ -205,7 +207,7 @@ def _in_our_words(message: str, tree: dict[str, Any]) -> str:
     section, _, name = key.partition(".")
     hint = get_type_hints(get_type_hints(EngineConfig)[section]).get(name) if section and name else None
     choices = f"; allowed are {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
-    value = tree.get(section, {}).get(name) if name else tree.get(section)
+    value = tree.get(section, {}).get(name.partition("[")[0]) if name else tree.get(section)
     return f"configuration: {key} is {json.dumps(value)[:200]}: {problem.replace('`', '')}{choices}"
 
 
@@ -252,6 +254,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache.free_memory_fraction": (0.001, 1.0),
     "kv_cache.chunk_blocks": (-1, math.inf),
     "kv_cache.max_attention_window": (1, 1 << 40),
+    "kv_cache.sink_tokens": (0, 1 << 20),
     "kv_cache.watermark": (0.0, 0.5),
     "scheduler.max_batch_size": (1, 65536),
     "scheduler.max_num_tokens": (1, math.inf),
@@ -300,10 +303,15 @@ def check_config(config: EngineConfig) -> None:
     for key, (least, greatest) in _RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value is not None and not least <= value <= greatest:
-            raise ConfigError(
-                f"{key} is {value}, allowed is {_range_in_words(least, greatest)}; change it with --set {key}=VALUE"
-            )
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None and not least <= each <= greatest:
+                raise ConfigError(
+                    f"{key} is {each}, allowed is {_range_in_words(least, greatest)}; change it with --set {key}=VALUE"
+                )
+    if config.kv_cache.max_attention_window == ():
+        raise ConfigError(
+            "kv_cache.max_attention_window is an empty list; give one window or more, or leave it out for the model's own"
+        )
     if config.kv_cache.block_size & (config.kv_cache.block_size - 1):
         raise ConfigError(
             f"kv_cache.block_size is {config.kv_cache.block_size}, a power of two is needed; use 16, 32 or 64"

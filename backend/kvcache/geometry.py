@@ -1,9 +1,10 @@
 """Geometry: arithmetic of KV positions and table entries. It knows no blocks and no sequences.
 
-position    0 ...... 31 | 32 ...... 63 | 64 ...... 95 | 96 ...
-table           [0]            [1]            [2]          [3]
-                              |<--- sliding window --->|
-                 ^ outside the window of a token at position 96: entry 0 may be let go
+position    0 ...... 31 | 32 ...... 63 | 64 ...... 95 | 96 ......127 | 128 ...
+table           [0]            [1]            [2]            [3]         [4]
+            |<-sink->|                               |<-- sliding window -->|
+                               ^ outside the window of a token at position 128, and without a sink token: entries 1 and 2
+                                 may be let go. They are one gap, behind the entries that hold sink tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from backend.kvcache.block import DROPPED, BlockHandle
 @dataclass(frozen=True, slots=True)
 class Geometry:
     block_size: int  # KV positions of one block
-    window: int | None = None  # tokens that each token attends to, itself included; None = all before it
+    window: int | None = None  # tokens that each token attends to, itself included, in the layer that sees most; None = all
     max_chunk_tokens: int = 1 << 30  # of one sequence in one step
+    sink_tokens: int = 0  # the first tokens of a sequence: each token attends to them, window or not
+
+    @property
+    def sink_blocks(self) -> int:
+        """Table entries at the front that are never let go, because they hold sink tokens."""
+        return self.blocks_for(self.sink_tokens)
 
     def blocks_for(self, num_cells: int) -> int:
         """Table entries that cover KV positions [0, num_cells)."""
@@ -28,27 +35,34 @@ class Geometry:
         whole = self.blocks_for(num_cells)
         if self.window is None:
             return whole
-        return min(whole, self.blocks_for(self.window + self.max_chunk_tokens) + 2)
+        return min(whole, self.sink_blocks + self.blocks_for(self.window + self.max_chunk_tokens) + 2)
 
     def cells_at_admission(self, num_tokens: int, computed: int) -> int:
         """KV positions to allocate when a sequence of `num_tokens` known tokens is admitted: all, or a chunk under a window."""
         return num_tokens if self.window is None else min(num_tokens, computed + self.max_chunk_tokens)
 
-    def num_outside_window(self, position: int) -> int:
-        """Table entries that no token from `position` on reads: a token attends to (position - window, position]."""
+    def gap(self, position: int) -> range:
+        """Table entries that no token from `position` on reads.
+
+        A token attends to (position - window, position] and to [0, sink_tokens).
+        """
         if self.window is None:
-            return 0
-        return max(0, position - self.window + 1) // self.block_size
+            return range(0)
+        first = self.sink_blocks
+        return range(first, max(first, (position - self.window + 1) // self.block_size))
+
+    def gap_grows_at(self, num_dropped: int) -> int:
+        """The position from which on a gap of `num_dropped` entries may be one entry longer. There must be a window."""
+        assert self.window is not None
+        return (self.sink_blocks + num_dropped + 1) * self.block_size + self.window - 1
 
     def window_is_whole(self, kept: list[BlockHandle], computed: int) -> bool:
         """Whether the blocks that the token at position `computed` attends to are all there."""
         if self.window is None:
             return True
-        return sum(handle is DROPPED for handle in kept) <= self.num_outside_window(computed)
+        return sum(handle is DROPPED for handle in kept) <= len(self.gap(computed))
 
     def inside_window(self, handles: list[BlockHandle]) -> list[BlockHandle]:
         """A prefix of whole blocks without those that the token behind them no longer attends to."""
-        if self.window is None:
-            return handles
-        outside = self.num_outside_window(len(handles) * self.block_size)
-        return [DROPPED] * outside + handles[outside:]
+        gap = self.gap(len(handles) * self.block_size)
+        return [*handles[: gap.start], *[DROPPED] * len(gap), *handles[gap.stop :]] if gap else handles

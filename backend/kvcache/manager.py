@@ -29,7 +29,7 @@ from backend.kvcache.eviction import Retained
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.plan import Grant, KVPlan
 from backend.kvcache.state import CacheState
-from backend.kvcache.tables import BlockTable
+from backend.kvcache.tables import BlockTable, count_dropped
 
 
 @dataclass(slots=True)
@@ -57,8 +57,11 @@ class KVCacheManager:
         max_chunk_tokens: int = 1 << 30,
         max_events: int = 0,
     ) -> None:
-        """`max_events`: how many events are kept until `take_events`; 0 = none are made."""
-        self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens)
+        """`sliding_window`: tokens that a token attends to in the layer that sees most; None: all of them in one.
+
+        `max_events`: how many events are kept until `take_events`; 0 = none are made.
+        """
+        self.geometry = Geometry(config.block_size, sliding_window, max_chunk_tokens, config.sink_tokens)
         self.state = CacheState(config, num_blocks, num_slots, self.geometry, max_events)
         self._blocks, self._trie, self._tables = self.state.blocks, self.state.trie, self.state.tables
         self._reused_blocks_total = 0
@@ -108,7 +111,7 @@ class KVCacheManager:
         """Of the first table entries of a sequence those that name a block that it holds."""
         table = self._tables.get(seq.seq_id)
         handles = table.handles[:entries] if table is not None and table.is_locked else []
-        return sum(handle is not DROPPED for handle in handles)
+        return len(handles) - count_dropped(handles)
 
     def plan(self) -> KVPlan:
         """Start a plan on the state as it is. Dropping it changes nothing."""
@@ -169,7 +172,7 @@ class KVCacheManager:
         handles = table.handles[: self.geometry.blocks_for(num_tokens)]
         self._blocks.mark_shareable(handles)
         for heir in heirs:
-            self._tables[heir.seq_id] = BlockTable(list(handles), num_dropped=min(table.num_dropped, len(handles)))
+            self._tables[heir.seq_id] = BlockTable(list(handles), num_dropped=count_dropped(handles))
             heir.num_computed_tokens = num_tokens
 
     def release(self, seq: Sequence, keep: bool, has_heirs: bool = False) -> None:
@@ -284,7 +287,7 @@ class KVCacheManager:
         stale = [handle for handle in table.handles if handle not in kept]
         table.is_locked = True
         table.handles = list(grant.kept)
-        table.num_dropped = sum(handle is DROPPED for handle in grant.kept)
+        table.num_dropped = count_dropped(grant.kept)
         table.node, table.depth = None, 0
         self._discard(stale)
         grant.seq.num_computed_tokens = grant.computed
@@ -325,7 +328,7 @@ class KVCacheManager:
         keep = Retained(0, None)
         for index in reversed(range(len(handles))):
             if handles[index] is DROPPED:
-                break
+                continue
             block = self._blocks.blocks[handles[index].block_id]
             before = Retained(block.priority, block.lapse[0] if block.lapse else None)
             keep = keep.before(self._asked_for(retention, index, seq.num_prompt_tokens) if retention else before)
@@ -370,17 +373,17 @@ class KVCacheManager:
         return index * self.block_size
 
     def _next_due(self, num_full: int, table: BlockTable) -> int:
-        """Computed tokens at which another block is full, or the first one that is left lies outside the window."""
+        """Computed tokens at which another block is full, or the first one behind the gap lies outside the window."""
         due = (num_full + 1) * self.block_size if self.state.enable_block_reuse else sys.maxsize
         if self.geometry.window is not None:
-            due = min(due, (table.num_dropped + 1) * self.block_size + self.geometry.window - 1)
+            due = min(due, self.geometry.gap_grows_at(table.num_dropped))
         return due
 
     def _drop_outside_window(self, seq: Sequence, table: BlockTable) -> None:
-        outside = self.geometry.num_outside_window(seq.num_computed_tokens)
-        for index in range(table.num_dropped, min(outside, len(table.handles))):
+        gap = self.geometry.gap(seq.num_computed_tokens)
+        for index in range(gap.start + table.num_dropped, min(gap.stop, len(table.handles))):
             block_id = table.handles[index].block_id
             table.handles[index] = DROPPED
             has_heirs = seq.group is not None and self._blocks.is_shareable(block_id)
             self._blocks.release(block_id, keep=has_heirs or self._trie.holds(block_id))
-            table.num_dropped = index + 1
+            table.num_dropped += 1

@@ -16,6 +16,7 @@ from backend.core.sequence import Sequence
 from backend.core.step import BlockId, SequenceId
 from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.state import CacheState
+from backend.kvcache.tables import count_dropped
 
 
 class Admission(enum.Enum):
@@ -42,7 +43,7 @@ class Grant:
     @property
     def num_held(self) -> int:
         """Blocks that an admitted sequence holds when the plan is committed."""
-        return self.num_new + sum(handle is not DROPPED for handle in self.kept)
+        return self.num_new + len(self.kept) - count_dropped(self.kept)
 
 
 @dataclass(slots=True)
@@ -191,7 +192,8 @@ class KVPlan:
         return self._ref_count(block_id) > 0 or self._state.blocks.is_shareable(block_id)
 
     def _fits(self, found: _Found, needed_cells: int, headroom: int) -> bool:
-        new = max(0, self._geometry.blocks_needed(needed_cells) - sum(handle is not DROPPED for handle in found.kept))
+        held = len(found.kept) - count_dropped(found.kept)
+        new = max(0, self._geometry.blocks_needed(needed_cells) - held)
         pinned = self._num_idle(found.kept) + (
             1 if found.partial and self._ref_count(found.partial.block_id) == 0 else 0
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from backend.core.step import BlockId
@@ -9,9 +10,17 @@ from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.prefix_trie import TrieNode
 
 
+def count_dropped(handles: Iterable[BlockHandle]) -> int:
+    """Entries whose block has been let go."""
+    return sum(handle is DROPPED for handle in handles)
+
+
 @dataclass(slots=True)
 class BlockTable:
-    """Written by the KVCacheManager alone. Entries that have left the sliding window are DROPPED, all of them at the front."""
+    """Written by the KVCacheManager alone.
+
+    Entries that have left the sliding window are DROPPED: one gap, behind the entries that hold sink tokens (geometry.py).
+    """
 
     handles: list[BlockHandle] = field(default_factory=list)
     is_locked: bool = False  # its blocks carry references: the sequence is running
@@ -36,6 +45,6 @@ class BlockTable:
         """Keep the first entries; return the others."""
         cut = self.handles[num_entries:]
         del self.handles[num_entries:]
-        self.num_dropped = min(self.num_dropped, num_entries)
+        self.num_dropped = count_dropped(self.handles)
         self.node, self.depth = None, 0
         return cut

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from backend.api.config import Windows
 from backend.api.errors import ConfigError
 from backend.api.model_files import REMEDY, convert, parse_object, read_object, shown, token_ids
 from backend.layers.rotary import RopeConfig
@@ -98,6 +100,7 @@ class ModelConfig(Struct, frozen=True):
     eos_ids: tuple[int, ...]
     quantization: QuantizedLayers | None  # format of the checkpoint's linear layers; None = floats
     kv_cache_dtype: KvDtype | None  # the type that the checkpoint asks for; None = none named
+    sink_tokens: int = 0  # first tokens of a sequence, which all others attend to, also from outside of a window
 
     @property
     def sliding_window(self) -> int | None:
@@ -105,12 +108,18 @@ class ModelConfig(Struct, frozen=True):
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.windows) else None
 
-    def with_window(self, num_tokens: int | None) -> ModelConfig:
-        """The same, with no layer that attends to more than the last `num_tokens` tokens; None changes nothing."""
-        if num_tokens is None:
-            return self
-        windows = tuple(num_tokens if window is None else min(window, num_tokens) for window in self.windows)
-        return msgspec.structs.replace(self, windows=windows)
+    def with_windows(self, caps: Windows | None, sink_tokens: int) -> ModelConfig:
+        """The same, with layers that attend to no more than the last tokens, and to the sink tokens.
+
+        Of several caps layer i has entry i modulo their number, after TensorRT-LLM; None: the windows stay as they are.
+        """
+        windows = self.windows
+        if caps is not None:
+            of_layers = itertools.cycle(caps if isinstance(caps, tuple) else (caps,))
+            windows = tuple(
+                cap if window is None else min(window, cap) for window, cap in zip(windows, of_layers, strict=False)
+            )
+        return msgspec.structs.replace(self, windows=windows, sink_tokens=sink_tokens)
 
 
 def read_model_config(directory: Path) -> ModelConfig:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from backend.api.config import Windows
 from backend.api.errors import ConfigError
 from backend.api.gguf import eos_ids, gguf_file, read_header
 from backend.api.model_files import read_object, shown, token_ids
@@ -67,9 +68,9 @@ class Checkpoint:
         self.config = config
         self.tensors = tensors
 
-    def cap_windows(self, num_tokens: int | None) -> None:
-        """Let no layer of a model that is built from now on attend to more than `num_tokens` tokens. None: as it is."""
-        self.config = self.config.with_window(num_tokens)
+    def limit_attention(self, windows: Windows | None, sink_tokens: int) -> None:
+        """Windows and sink tokens of a model that is built from now on; see `ModelConfig.with_windows`."""
+        self.config = self.config.with_windows(windows, sink_tokens)
 
     def compute_dtype(self, dtype: str) -> torch.dtype:
         """The dtype to compute in; `auto` is the checkpoint's own. Raises ConfigError for one that is not supported."""

@@ -181,12 +181,13 @@ class DeviceRunner:
         block = tables.gather(1, (position // block_size)[:, None])[:, 0].long()
         cells = torch.where(known > 0, block * block_size + position % block_size, -1)
         rows = DeviceRows(None, known.int(), tables)
-        has_kernel = self._model.config.head_dim in DECODE_HEAD_DIMS
+        config = self._model.config
+        has_kernel = config.head_dim in DECODE_HEAD_DIMS
         if not has_kernel:
             rows = rows._replace(starts=torch.arange(inputs.rows + 1, dtype=torch.int32, device=self._device))
         plans = {
-            window: DevicePlan(rows, None, window, self._split) if has_kernel else DevicePlan(None, rows, window)
-            for window in set(self._model.config.windows)
+            window: DevicePlan(*((rows, None) if has_kernel else (None, rows)), window, self._split, config.sink_tokens)
+            for window in set(config.windows)
         }
         hidden = self._model.forward(token_ids, position, cells, plans, self._views)
         return self._model.logits(hidden)
@@ -219,7 +220,16 @@ class DeviceRunner:
         config, batch = self._model.config, self.batch
         flat = batch.flatten(rows, num_logits)
         block_size, dtype = self._layout.block_size, self._model.dtype
-        plans = plan_attention(flat.rows, block_size, config.windows, config.head_dim, dtype, self._device, self._split)
+        plans = plan_attention(
+            flat.rows,
+            block_size,
+            config.windows,
+            config.head_dim,
+            dtype,
+            self._device,
+            self._split,
+            config.sink_tokens,
+        )
         return self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views), flat
 
     def _choose_and_append(self, slots: list[SlotId], logits: Tensor) -> tuple[list[SlotId], Chosen]:

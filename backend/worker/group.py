@@ -97,7 +97,7 @@ class InProcessWorkerGroup:
         else:
             checkpoint = loader.open_directory(self.model_path)
             eos_ids = loader.read_eos_ids(self.model_path)
-        checkpoint.cap_windows(self._kv_cache.max_attention_window)
+        checkpoint.limit_attention(self._kv_cache.max_attention_window, self._kv_cache.sink_tokens)
         config, dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
         self._choice = choose_tier(section, self._kv_cache, self.device, config, dtype, self._progress)
         if self._choice.name == "triton" and not section.cuda_graphs:

@@ -76,6 +76,7 @@ class NativeTier:
             config.norm_eps,
             block_size,
             int8_kv,
+            config.sink_tokens,
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
         lm_head, screen = _packed(model.lm_head), None

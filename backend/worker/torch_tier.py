@@ -39,7 +39,9 @@ class TorchTier:
         model, config = self._model, self._model.config
         flat = batch.flatten(rows, num_logits)
         device, dtype = model.embedding.device, model.embedding.dtype
-        plans = plan_attention(flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device)
+        plans = plan_attention(
+            flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device, sink_tokens=config.sink_tokens
+        )
         views = [self._layout.view(pool) for pool in pools]
         hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded)
         if len(flat.logits_index) == 0:

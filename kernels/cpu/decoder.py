@@ -52,6 +52,7 @@ class NativeShape:
     norm_eps: float
     block_size: int  # tokens, a multiple of UNIT
     int8_kv: bool
+    sink_tokens: int = 0  # in layers with a window
 
 
 class NativeDecoder:
@@ -87,6 +88,7 @@ class NativeDecoder:
             shape.heads,
             self.vocab_size,
             cos.shape[0],
+            shape.sink_tokens,
             self.layout,
             shape.norm_eps,
             embedding.data_ptr(),

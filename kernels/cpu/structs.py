@@ -57,6 +57,7 @@ class ModelStruct(Structure):
         ("heads", c_int64),
         ("vocab", c_int64),
         ("max_seq_len", c_int64),
+        ("sink_tokens", c_int64),
         ("kv", KVLayout),
         ("eps", c_float),
         ("embedding", c_void_p),

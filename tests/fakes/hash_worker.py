@@ -28,6 +28,12 @@ def seed_of(namespace: str) -> int:
     return mix(*namespace.encode())
 
 
+def in_reach(cells: Sequence[int], window: int | None, sink_tokens: int = 0) -> list[int]:
+    """Of all cells so far those that the next token depends on: the window's, and in front those of sink tokens."""
+    first = max(0, len(cells) - window) if window else 0
+    return [*cells[: min(sink_tokens, first)], *cells[first:]]
+
+
 def next_token(cells: Sequence[int], seed: int, counter: int, vocab_size: int) -> int:
     return mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), seed, counter) % vocab_size
 
@@ -65,6 +71,7 @@ def oracle(
     seed: int = 0,
     counter: int = 0,
     window: int | None = None,
+    sink_tokens: int = 0,
 ) -> list[int]:
     """The outputs that follow `token_ids` when nothing is ever evicted."""
     cells, before, outputs = [], 0, []
@@ -73,7 +80,7 @@ def oracle(
         for position in range(len(cells), len(ids)):
             before = cell_of(before, ids[position], position, seed_of(namespace))
             cells.append(before)
-        token = next_token(cells[-window:] if window else cells, seed, counter + step, vocab_size)
+        token = next_token(in_reach(cells, window, sink_tokens), seed, counter + step, vocab_size)
         outputs.append(token)
         ids.append(token)
     return outputs
@@ -92,6 +99,7 @@ class HashWorkerGroup:
         keep_trace: bool = True,
         takes_extra_inputs: bool = False,
         looks_ahead: bool = False,
+        sink_tokens: int = 0,
     ) -> None:
         self.info = ModelInfo(
             "hash",
@@ -102,6 +110,7 @@ class HashWorkerGroup:
             takes_extra_inputs=takes_extra_inputs,
             looks_ahead=looks_ahead,
         )
+        self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()
         self.free_bytes = free_bytes
         self.trace: list[StepInput] = []
@@ -188,8 +197,7 @@ class HashWorkerGroup:
         if not row.samples:
             return None
         assert end == len(state.token_ids), "samples before the whole context is computed"
-        window = self.info.sliding_window
-        cells = [self._read(state, position) for position in range(max(0, end - window) if window else 0, end)]
+        cells = self._cells(state, end)
         counter = state.num_sampled_before + end - state.num_prompt_tokens
         if state.top_log_probs:
             top = top_tokens(cells, counter, state.top_log_probs, self.info.vocab_size)
@@ -198,6 +206,11 @@ class HashWorkerGroup:
         token = next_token(cells, state.sampling.seed or 0, counter, self.info.vocab_size)
         state.token_ids.append(token)
         return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)
+
+    def _cells(self, state: NewRow, end: int) -> list[int]:
+        """What the token behind position `end` - 1 depends on."""
+        positions = in_reach(range(end), self.info.sliding_window, self.sink_tokens)
+        return [self._read(state, position) for position in positions]
 
     def _read(self, state: NewRow, position: int) -> int:
         block, offset = divmod(position, self.block_size)

@@ -26,16 +26,17 @@ CONTEXT_CASES = [case for case in context_attention.CASES if case.dtype is torch
 @each("bits", BITS)
 @each("case", decode_attention.CASES)
 def test_decode_attention(
-    case: tuple[int, int, int, int, tuple[int, ...], int | None], bits: int, dtype: torch.dtype
+    case: tuple[int, int, int, int, tuple[int, ...], int | None, int], bits: int, dtype: torch.dtype
 ) -> None:
-    heads, kv_heads, head_dim, block_size, lengths, window = case
+    heads, kv_heads, head_dim, block_size, lengths, window, sink_tokens = case
     width = -(-max(lengths) // block_size)
     pool = make_pool(len(lengths) * width, block_size, kv_heads, head_dim, bits, dtype)
-    q, sinks = random(len(lengths), heads, head_dim, dtype=dtype), random(heads, seed=1)
+    q = random(len(lengths), heads, head_dim, dtype=dtype)
     given = (q, pool, ints(lengths), make_tables(len(lengths), width), head_dim**-0.5)
+    seen = dict(window=window, sinks=random(heads, seed=1), sink_tokens=sink_tokens)
     for split_tokens in (128, decode_attention.SPLIT_TOKENS):
-        measured = decode_attention.decode_attention(*given, window=window, sinks=sinks, split_tokens=split_tokens)
-        assert_near(measured, decode_attention.reference(*given, window=window, sinks=sinks))
+        measured = decode_attention.decode_attention(*given, split_tokens=split_tokens, **seen)
+        assert_near(measured, decode_attention.reference(*given, **seen))
 
 
 @each("dtype", HALVES)
@@ -51,7 +52,7 @@ def test_context_attention(case: context_attention.Case, dtype: torch.dtype) -> 
     q = random(starts[-1], heads, case.head_dim, dtype=dtype)
     sinks = random(heads, seed=1) if case.sinks else None
     tables = make_tables(len(lengths), width)
-    given = (q, pool, ints(starts), ints(lengths), tables, case.head_dim**-0.5, case.window, sinks)
+    given = (q, pool, ints(starts), ints(lengths), tables, case.head_dim**-0.5, case.window, sinks, case.sink_tokens)
     assert_near(context_attention.context_attention(*given), context_attention.reference(*given))
 
 

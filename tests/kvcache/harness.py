@@ -46,7 +46,7 @@ class Cache:
     ) -> None:
         config = KvCacheConfig(block_size=block_size, watermark=watermark, **{"sharing": "all", **config})
         self.kv = KVCacheManager(config, num_blocks, slots, window, max_chunk_tokens, max_events)
-        self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window)
+        self.workers = HashWorkerGroup(vocab_size=vocab_size, window=window, sink_tokens=config.sink_tokens)
         self.workers.initialize_kv_cache(num_blocks, block_size, self.kv.num_backed_blocks)
         self.copies: list[tuple[int, int]] = []  # the copies of the last step
         self._step_id = 0

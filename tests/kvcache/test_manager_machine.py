@@ -39,11 +39,19 @@ class Manager(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         chunk=st.sampled_from([-1, 0, 1, 3]),
         window=st.sampled_from([None, None, 3, 6]),
+        sink_tokens=st.sampled_from([0, 0, 1, 4, 5]),
         reuse=st.booleans(),
         partial=st.booleans(),
     )
     def build(
-        self, num_blocks: int, block_size: int, chunk: int, window: int | None, reuse: bool, partial: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        chunk: int,
+        window: int | None,
+        sink_tokens: int,
+        reuse: bool,
+        partial: bool,
     ) -> None:
         self.cache = Cache(
             num_blocks,
@@ -55,6 +63,7 @@ class Manager(RuleBasedStateMachine):
             chunk_blocks=chunk,
             enable_block_reuse=reuse,
             enable_partial_reuse=partial,
+            sink_tokens=sink_tokens,
         )
         self.kv = self.cache.kv
         self.num_blocks = num_blocks

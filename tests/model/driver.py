@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, Windows
 from backend.api.sampling import SamplingConfig
 from backend.core.step import NewRow, Row, SampledToken, StepInput
 from backend.worker.group import InProcessWorkerGroup
@@ -30,11 +30,20 @@ def poison(memory: Tensor) -> None:
 
 class Driver:
     def __init__(
-        self, runner: ModelRunner, block_size: int, num_blocks: int = 100, seed: int = 0, window: int | None = None
+        self,
+        runner: ModelRunner,
+        block_size: int,
+        num_blocks: int = 100,
+        seed: int = 0,
+        window: int | None = None,
+        sink_tokens: int = 0,
     ) -> None:
-        """`window`: blocks that have left it are given back and become NaN, like any block of a new owner."""
+        """`window`: blocks that have left it are given back and become NaN, like any block of a new owner.
+
+        Blocks with sink tokens are kept.
+        """
         self.runner = runner
-        self.block_size, self.num_blocks, self.window = block_size, num_blocks, window
+        self.block_size, self.num_blocks, self.window, self.sink_tokens = block_size, num_blocks, window, sink_tokens
         runner.storage.grow(num_blocks)
         for pool in runner.storage.pools:
             poison(pool)
@@ -110,7 +119,7 @@ class Driver:
     def _let_go(self, slot: int) -> None:
         """The token at position `computed` sees positions from computed - window + 1 on."""
         gone = 0 if self.window is None else max(0, self.computed[slot] - self.window + 1) // self.block_size
-        for index in range(gone):
+        for index in range(-(-self.sink_tokens // self.block_size), gone):
             block = self.tables[slot][index]
             if block >= 0:
                 for pool in self.runner.storage.pools:
@@ -140,11 +149,13 @@ class GroupDriver(Driver):
         tier: TierCase = TORCH,
         dtype: str = "float32",
         block_size: int | None = None,
-        max_attention_window: int | None = None,
+        max_attention_window: Windows | None = None,
+        sink_tokens: int = 0,
         **options: object,
     ) -> GroupDriver:
-        group = make_group(directory, tier, block_size, dtype=dtype, max_attention_window=max_attention_window)
-        return cls(group, block_size or tier.block, **options)
+        attention = dict(max_attention_window=max_attention_window, sink_tokens=sink_tokens)
+        group = make_group(directory, tier, block_size, dtype=dtype, **attention)
+        return cls(group, block_size or tier.block, sink_tokens=sink_tokens, **options)
 
 
 def make_group(
@@ -153,11 +164,14 @@ def make_group(
     block_size: int | None = None,
     max_batch_size: int = 8,
     max_num_tokens: int = 1024,
-    max_attention_window: int | None = None,
+    max_attention_window: Windows | None = None,
+    sink_tokens: int = 0,
     **fields: object,
 ) -> InProcessWorkerGroup:
     """A worker group on one thread of the CPU. `fields`: those of the model's section."""
     section = ModelConfigSection(path=str(directory), kernels=tier.kernels, num_threads=1, device="cpu", **fields)
     scheduler = SchedulerConfig(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
-    kv_cache = KvCacheConfig(block_size=block_size or tier.block, max_attention_window=max_attention_window)
+    kv_cache = KvCacheConfig(
+        block_size=block_size or tier.block, max_attention_window=max_attention_window, sink_tokens=sink_tokens
+    )
     return InProcessWorkerGroup(section, scheduler, kv_cache)

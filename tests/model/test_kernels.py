@@ -89,19 +89,23 @@ class Scene:
         self.rows = paged_attention.AttentionRows(starts, np.array(lengths), tables)
         self.q = random_tensor(sum(queries), case.kv_heads * case.group, case.head_dim, dtype=case.dtype, seed=99)
 
-    def first_visible(self, row: int) -> int:
-        queries, length = self.case.rows[row]
-        return 0 if self.case.window is None else max(0, length - queries - self.case.window + 1)
+    def visible(self, position: int, length: int) -> list[int]:
+        """The keys before `length` that the query at `position`, or a later one, may see."""
+        window = length if self.case.window is None else self.case.window
+        return [key for key in range(length) if key > position - window or key < self.case.sink_tokens]
 
     def _fill(self, row: int, table: np.ndarray) -> None:
-        for position in range(self.first_visible(row), self.case.rows[row][1]):
-            self.pool[table[position // self.case.block_size], position % self.case.block_size] = self.kv[row][position]
-        table[: self.first_visible(row) // self.case.block_size] = -1
+        queries, length = self.case.rows[row]
+        visible, size = self.visible(length - queries, length), self.case.block_size
+        for position in visible:
+            self.pool[table[position // size], position % size] = self.kv[row][position]
+        unused = set(range(len(table))) - {position // size for position in visible}
+        table[list(unused)] = -1
 
     def attend(self) -> Tensor:
         case, cpu = self.case, torch.device("cpu")
         (plan,) = paged_attention.plan_attention(
-            self.rows, case.block_size, [case.window], case.head_dim, case.dtype, cpu
+            self.rows, case.block_size, [case.window], case.head_dim, case.dtype, cpu, sink_tokens=case.sink_tokens
         ).values()
         return paged_attention.paged_attention(self.q, plain_pool(self.pool), plan)
 
@@ -111,16 +115,16 @@ class Scene:
         for row, (queries, length) in enumerate(case.rows):
             for query in range(queries):
                 token, position = int(self.rows.starts[row]) + query, length - queries + query
-                first = 0 if case.window is None else max(0, position - case.window + 1)
+                seen = self.visible(position, position + 1)
                 for head in range(case.kv_heads * case.group):
-                    keys, values = self.kv[row][first : position + 1, :, head // case.group].double().unbind(1)
+                    keys, values = self.kv[row][seen][:, :, head // case.group].double().unbind(1)
                     scores = keys @ self.q[token, head].double() / math.sqrt(case.head_dim)
                     weights = torch.exp(scores - scores.max())
                     out[token, head] = weights / weights.sum() @ values
         return out
 
 
-@pytest.mark.feature("004-19", "004-20", "001-29")
+@pytest.mark.feature("004-19", "004-20", "001-29", "001-30")
 @pytest.mark.parametrize("case", paged_attention.CASES, ids=str)
 def test_paged_attention_follows_its_formula_and_reads_nothing_else(case: paged_attention.Case) -> None:
     scene = Scene(case)

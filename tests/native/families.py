@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tests.model.driver import Driver
-from tests.native.harness import NUM_SLOTS, prompt
+from tests.native.harness import NUM_SLOTS, Attention, prompt
 from tools.make_random_model import make_random_model
 
 VOCAB, LONGEST = 131, 420
@@ -17,8 +18,17 @@ PANEL = 32
 NUM_FAMILIES = 8
 
 
-def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
-    """Returns (checkpoint in bfloat16, its window). Head sizes, heads for each kv head and families differ by the seed."""
+class Family(NamedTuple):
+    directory: Path  # a checkpoint in bfloat16
+    window: int | None  # of the layer that sees most; None: all tokens
+    attention: Attention = Attention()
+
+
+def random_family(directory: Path, seed: int) -> Family:
+    """Head sizes, heads for each kv head, windows and families differ by the seed.
+
+    Family 0 has windows for each layer and sink tokens, 3 and 6 have a layer that sees all; there are sink tokens in 3.
+    """
     rng = random.Random(seed)
     head_dim, ratio = (6, 20, 80, 128)[seed % 4], (1, 3, 7, 8)[(seed + seed // 4) % 4]
     kv_heads = rng.choice([1, 2, 3])
@@ -50,7 +60,9 @@ def random_family(directory: Path, seed: int) -> tuple[Path, int | None]:
         dtype="bfloat16",
         **extra.get(family, {}),
     )
-    return path, window if family == "mistral" else None
+    if seed == 0:
+        return Family(path, 2 * window, Attention((window, 2 * window), sink_tokens=rng.randint(1, 40)))
+    return Family(path, window if family == "mistral" else None, Attention(sink_tokens=5 if seed == 3 else 0))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from backend.api.config import Windows
 from backend.layers.linear import MakeLinear, make_torch_linear
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
@@ -41,15 +42,35 @@ class Format(NamedTuple):
         return "-".join([self.dtype, self.quantization, *(["int8_kv"] if self.int8_kv else [])])
 
 
-def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
+class Attention(NamedTuple):
+    """What `kv_cache` says of it."""
+
+    windows: Windows | None = None
+    sink_tokens: int = 0
+
+
+def native_driver(
+    directory: Path,
+    library: CDLL,
+    form: Format,
+    block_size: int = 32,
+    attention: Attention = Attention(),  # noqa: B008 (immutable)
+    **options: object,
+) -> Driver:
     """`options` go to the Driver."""
-    model = load(directory, form, PackLinears(library))
+    model = load(directory, form, PackLinears(library), attention)
     return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
 
 
-def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
+def torch_driver(
+    directory: Path,
+    form: Format,
+    block_size: int = 32,
+    attention: Attention = Attention(),  # noqa: B008 (immutable)
+    **options: object,
+) -> Driver:
     """KV in the model's dtype, whatever `form` says of it."""
-    model = load(directory, form, make_torch_linear)
+    model = load(directory, form, make_torch_linear, attention)
     return drive(TorchTier(model, kv_layout(model.config, block_size, model.dtype)), model, None, block_size, **options)
 
 
@@ -59,12 +80,20 @@ def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, 
     storage = KVStorage(model.config.num_layers, block.shape, block.dtype, CPU)
     batch = InputBatch(NUM_SLOTS, model.cos.shape[0], block_size, CPU)
     sampler = Sampler(NUM_SLOTS, model.config.vocab_size, CPU, library)
+    options = {"sink_tokens": model.config.sink_tokens, **options}
     return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
 
 
-def load(directory: Path, form: Format, make: MakeLinear) -> Llama:
+def load(
+    directory: Path,
+    form: Format,
+    make: MakeLinear,
+    attention: Attention = Attention(),  # noqa: B008 (immutable)
+) -> Llama:
     options = LinearOptions(form.quantization, form.group, make)
-    return open_directory(directory).build(None, getattr(torch, form.dtype), CPU, options)
+    checkpoint = open_directory(directory)
+    checkpoint.limit_attention(*attention)
+    return checkpoint.build(None, getattr(torch, form.dtype), CPU, options)
 
 
 def prompt(length: int, vocab: int, seed: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.kv_append import kv_append
 from tests.model.driver import Driver
-from tests.native.families import NUM_FAMILIES, VOCAB, Play, random_family
+from tests.native.families import NUM_FAMILIES, VOCAB, Family, Play, random_family
 from tests.native.harness import SANITIZE, Format, native_driver, prompt, threads, torch_driver
 from tests.weight_formats.checkpoints import ACTIVATIONS, ODD, quantization_config, write_pair
 from tools.make_random_model import make_random_model
@@ -33,7 +33,7 @@ NUM_BLOCKS = 130
 class Scenes:
     """Plays of random models for one variant, and what the torch tier says to them, found out once for all variants."""
 
-    def __init__(self, families: list[tuple[Path, int | None]]) -> None:
+    def __init__(self, families: list[Family]) -> None:
         self._families = families
         self._known: dict[tuple, Tensor] = {}
 
@@ -52,15 +52,17 @@ class Scenes:
         return torch.cat(play.run(self.driver(kernels, family, form)))
 
     def driver(self, kernels: CDLL, family: int, form: Format) -> Driver:
-        directory, window = self._families[family]
+        directory, window, attention = self._families[family]
         options = dict(num_blocks=NUM_BLOCKS, window=window, seed=family)
-        return native_driver(directory, kernels, form, 32 << family % 2, **options)
+        return native_driver(directory, kernels, form, 32 << family % 2, attention, **options)
 
     def torch(self, family: int, form: Format, play: Play) -> Tensor:
         key = (family, form, play)
         if key not in self._known:
-            directory, window = self._families[family]
-            driver = torch_driver(directory, form, num_blocks=NUM_BLOCKS, window=window, seed=9)
+            directory, window, attention = self._families[family]
+            driver = torch_driver(
+                directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9
+            )
             with rounded_kv() if form.int8_kv else nullcontext():
                 self._known[key] = torch.cat(play.run(driver))
         return self._known[key]

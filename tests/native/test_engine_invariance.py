@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 from backend.api import EngineConfig, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.worker.group import InProcessWorkerGroup
-from tests.native.families import VOCAB, random_family
+from tests.native.families import VOCAB, Family, random_family
 from tests.native.harness import Format, prompt
 from tests.parity.scenario import RecordingEngine
 
 BLOCK, NUM_TOKENS, WATCHED = 32, 40, 3
 COMMON = prompt(4 * BLOCK + 17, VOCAB)
-FAMILIES = {"qk_norm_no_window": 2, "window": 1}  # seeds of random_family
+FAMILIES = {"qk_norm_no_window": 2, "window": 1, "windows_and_sink_tokens": 0}  # seeds of random_family
 FORMATS = [Format("bfloat16"), Format("bfloat16", "w8a8", int8_kv=True)]
 # max_num_tokens, whether the prompt's head is cached, steps from one eviction of everybody to the next, requests, threads
 ARRANGEMENTS = [
@@ -30,19 +29,19 @@ ARRANGEMENTS = [
 @pytest.fixture(scope="module", params=itertools.product(FAMILIES, FORMATS), ids=lambda pair: f"{pair[0]}-{pair[1]}")
 def model(
     request: pytest.FixtureRequest, native_kernels: None, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Format]:
+) -> tuple[Family, Format]:
     family, form = request.param
-    return random_family(tmp_path_factory.mktemp(family), FAMILIES[family])[0], form
+    return random_family(tmp_path_factory.mktemp(family), FAMILIES[family]), form
 
 
 @pytest.fixture(scope="module")
-def plain(model: tuple[Path, Format]) -> tuple[list[int], Tensor]:
+def plain(model: tuple[Family, Format]) -> tuple[list[int], Tensor]:
     """The watched request alone, its prompt at once, never evicted, nothing cached, one thread."""
     return arranged(model, 512, False, False, 1, 1)
 
 
 def arranged(
-    model: tuple[Path, Format],
+    model: tuple[Family, Format],
     max_num_tokens: int,
     is_cached: bool,
     is_evicted: bool,
@@ -51,7 +50,7 @@ def arranged(
     look_ahead: bool = False,
 ) -> tuple[list[int], Tensor]:
     """Returns (tokens, logits [tokens, vocab]) of the watched request."""
-    directory, form = model
+    (directory, _, attention), form = model
     config = EngineConfig(
         ModelConfigSection(
             path=str(directory),
@@ -61,7 +60,13 @@ def arranged(
             num_threads=num_threads,
             device="cpu",
         ),
-        KvCacheConfig(block_size=BLOCK, max_tokens=BLOCK * 400, dtype="int8" if form.int8_kv else "auto"),
+        KvCacheConfig(
+            block_size=BLOCK,
+            max_tokens=BLOCK * 400,
+            max_attention_window=attention.windows,
+            sink_tokens=attention.sink_tokens,
+            dtype="int8" if form.int8_kv else "auto",
+        ),
         SchedulerConfig(
             max_batch_size=8, max_num_tokens=max_num_tokens, policy="max_utilization", look_ahead=look_ahead
         ),
@@ -87,10 +92,10 @@ def arranged(
     return recordings[WATCHED].tokens, torch.stack(recordings[WATCHED].logits)
 
 
-@pytest.mark.feature("004-14", "001-33")
+@pytest.mark.feature("001-30", "004-14", "001-33")
 @pytest.mark.parametrize("max_num_tokens, is_cached, is_evicted, num_requests, num_threads", ARRANGEMENTS[1:])
 def test_logits_and_tokens_are_the_same_bits(
-    model: tuple[Path, Format],
+    model: tuple[Family, Format],
     plain: tuple[list[int], Tensor],
     max_num_tokens: int,
     is_cached: bool,
@@ -104,6 +109,6 @@ def test_logits_and_tokens_are_the_same_bits(
     assert torch.equal(logits, plain[1])
 
 
-def test_looking_ahead_changes_no_bit(model: tuple[Path, Format], plain: tuple[list[int], Tensor]) -> None:
+def test_looking_ahead_changes_no_bit(model: tuple[Family, Format], plain: tuple[list[int], Tensor]) -> None:
     tokens, logits = arranged(model, 16, True, False, 7, 1, look_ahead=True)
     assert tokens == plain[0] and torch.equal(logits, plain[1])

@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Callable
 from ctypes import CDLL
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from tests.model.driver import Driver
-from tests.native.families import VOCAB, random_family
+from tests.native.families import VOCAB, Family, random_family
 from tests.native.harness import Format, native_driver, prompt, threads
 
 FORMATS = [
@@ -33,16 +32,15 @@ NUM_NEW = 12
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int | None]]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[Family]:
     return [random_family(tmp_path_factory.mktemp(f"invariant{seed}"), seed) for seed in range(4)]
 
 
 class Scene:
     """One family in one format: what a sequence that runs alone, whole, on one thread yields."""
 
-    def __init__(self, kernels: CDLL, family: tuple[Path, int | None], form: Format, length: int) -> None:
-        self._kernels, self._form = kernels, form
-        self._directory, self._window = family
+    def __init__(self, kernels: CDLL, family: Family, form: Format, length: int) -> None:
+        self._kernels, self._form, self._family = kernels, form, family
         self.tokens = prompt(length, VOCAB)
         driver = self.driver()
         driver.begin(0, self.tokens)
@@ -52,8 +50,9 @@ class Scene:
         assert not self.of_prompt.isnan().any() and not self.of_output.isnan().any()
 
     def driver(self, seed: int = 0, block_size: int = 32) -> Driver:
-        options = dict(num_blocks=4096 // block_size, window=self._window, seed=seed)
-        return native_driver(self._directory, self._kernels, self._form, block_size, **options)
+        directory, window, attention = self._family
+        options = dict(num_blocks=4096 // block_size, window=window, seed=seed)
+        return native_driver(directory, self._kernels, self._form, block_size, attention, **options)
 
     def check(self, driver: Driver, chunks: list[int], slot: int = 0) -> None:
         driver.begin(slot, self.tokens)
@@ -73,7 +72,7 @@ def assert_same(measured: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def scene(
-    request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[tuple[Path, int | None]]
+    request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[Family]
 ) -> Scene:
     """The formats take the families in turn. The emulation is slow, and gets a short prompt and small heads."""
     isa, form = request.param
@@ -148,10 +147,10 @@ def test_a_head_that_was_found_in_the_cache_changes_nothing(scene: Scene) -> Non
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.dtype == "bfloat16"], ids=str)
 def test_the_kv_of_a_prefix_is_the_same_bytes_however_it_was_computed(
-    best_kernels: CDLL, families: list[tuple[Path, int | None]], form: Format
+    best_kernels: CDLL, families: list[Family], form: Format
 ) -> None:
     def kv(chunks: list[int], others: int, seed: int) -> list[Tensor]:
-        driver = native_driver(families[0][0], best_kernels, form, num_blocks=100, seed=seed)
+        driver = native_driver(families[0].directory, best_kernels, form, num_blocks=100, seed=seed)
         for slot in range(others + 1):
             driver.begin(slot, prompt(200, VOCAB, seed=slot))
         for chunk in chunks:

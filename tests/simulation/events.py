@@ -261,5 +261,5 @@ class Generator:
         namespace = session.namespace if session else request.cache_salt
         turn = Turn(request, history, new_ids, min(request.max_tokens, 8), seed, counter, namespace, 0)
         if request.sampling_config.beam_width > 1:
-            return [token for beam in reference_beams(turn, self._setup.window)[-1:] for token in beam.tokens]
-        return reference_output(turn, self._setup.window)[0]
+            return [token for beam in reference_beams(turn, self._setup)[-1:] for token in beam.tokens]
+        return reference_output(turn, self._setup)[0]

@@ -13,7 +13,7 @@ from backend.api import FinishReason, Request
 from backend.engine.groups import stream_seed
 from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
 from tests.fakes.beam_oracle import Beam, beam_search
-from tests.fakes.hash_worker import cell_of, cells_of, next_token, seed_of, top_tokens
+from tests.fakes.hash_worker import cell_of, cells_of, in_reach, next_token, seed_of, top_tokens
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
 
@@ -70,7 +70,7 @@ class Turn:
         return len(self.prompt) + max(0, self.max_output - 1)
 
 
-def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishReason]:
+def reference_output(turn: Turn, setup: Setup) -> tuple[list[int], FinishReason]:
     """Output and finish reason of a request alone."""
     ids, outputs, cells = list(turn.prompt), [], []
     sampling = turn.request.sampling_config
@@ -78,7 +78,7 @@ def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishR
         for position in range(len(cells), len(ids)):
             cells.append(cell_of(cells[-1] if cells else 0, ids[position], position, seed_of(turn.namespace)))
         seed = penalised_seed(turn.seed, outputs, sampling.presence_penalty)
-        token = next_token(cells[-window:] if window else cells, seed, turn.counter + len(outputs), VOCAB)
+        token = next_token(in_reach(cells, setup.window, setup.sink_tokens), seed, turn.counter + len(outputs), VOCAB)
         outputs.append(token)
         ids.append(token)
         if len(outputs) < (sampling.min_tokens or 0):
@@ -90,13 +90,14 @@ def reference_output(turn: Turn, window: int | None) -> tuple[list[int], FinishR
     return outputs, FinishReason.LENGTH
 
 
-def reference_beams(turn: Turn, window: int | None) -> list[Beam]:
+def reference_beams(turn: Turn, setup: Setup) -> list[Beam]:
     """The hypotheses of a beam search alone, the best first."""
     request, config = turn.request, turn.request.sampling_config
 
     def top(ids: list[int], count: int) -> list[tuple[int, float]]:
         cells = cells_of(ids, turn.namespace)
-        return top_tokens(cells[-window:] if window else cells, len(ids) - len(turn.prompt), count, VOCAB)
+        seen = in_reach(cells, setup.window, setup.sink_tokens)
+        return top_tokens(seen, len(ids) - len(turn.prompt), count, VOCAB)
 
     found = beam_search(
         turn.prompt,
@@ -190,10 +191,10 @@ class Model:
             own = stream_seed(seed, index)
             turn = Turn(request, history, new_ids, max_output, own, counter, namespace, deadline_ns, before)
             if has_beams:
-                turn.beams = reference_beams(turn, self._setup.window)
+                turn.beams = reference_beams(turn, self._setup)
                 turn.reason = FinishReason[turn.beams[0].reason] if turn.beams else FinishReason.LENGTH
             else:
-                turn.tokens, turn.reason = reference_output(turn, self._setup.window)
+                turn.tokens, turn.reason = reference_output(turn, self._setup)
             turn.index, turn.family = index, family
             family.append(turn)
         turn = self.live[request_id] = family[0]

@@ -21,7 +21,7 @@ from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
 from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable, stays
-from backend.kvcache.block import BlockHandle
+from backend.kvcache.block import DROPPED, BlockHandle
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager, KVCommit
@@ -200,8 +200,24 @@ def unlocked_head_first(set_attribute: SetAttribute) -> None:
 
 
 def window_drops_a_block_too_early(set_attribute: SetAttribute) -> None:
-    original = Geometry.num_outside_window
-    set_attribute(Geometry, "num_outside_window", lambda self, position: original(self, position + 1))
+    original = Geometry.gap
+    set_attribute(Geometry, "gap", lambda self, position: original(self, position + 1))
+
+
+def sink_blocks_are_let_go(set_attribute: SetAttribute) -> None:
+    set_attribute(Geometry, "sink_blocks", 0)
+
+
+def a_block_with_the_last_sink_token_is_let_go(set_attribute: SetAttribute) -> None:
+    set_attribute(Geometry, "sink_blocks", property(lambda self: self.sink_tokens // self.block_size))
+
+
+def a_prefix_that_is_found_loses_its_sink_blocks(set_attribute: SetAttribute) -> None:
+    def inside_window(self: Geometry, handles: list[BlockHandle]) -> list[BlockHandle]:
+        gone = self.gap(len(handles) * self.block_size).stop
+        return [DROPPED] * gone + handles[gone:]
+
+    set_attribute(Geometry, "inside_window", inside_window)
 
 
 def keep_flag_lost(set_attribute: SetAttribute) -> None:

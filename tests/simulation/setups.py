@@ -24,11 +24,25 @@ class Setup:
     has_beams: bool = False
     twins: bool = False  # sessions that begin alike and rewind a little under a window, so that tables share blocks
 
+    @property
+    def sink_tokens(self) -> int:
+        return self.config.kv_cache.sink_tokens
 
-def random_setup(rng: Random, more: Random) -> Setup:
-    """`more` decides whether there are beams, which need more room; without them a setup is the same as if there were none."""
+
+def random_setup(rng: Random, more: Random, sinks: Random) -> Setup:
+    """`more` decides whether there are beams, which need more room, `sinks` whether there are sink tokens.
+
+    Without them a setup is the same as if there were none.
+    """
     setup = _plain_setup(rng)
-    return setup if setup.twins or more.random() < 0.75 else _widened(setup, more)
+    if not setup.twins and more.random() >= 0.75:
+        setup = _widened(setup, more)
+    return _with_sinks(setup, sinks.randint(1, 6)) if setup.window and sinks.random() < 0.5 else setup
+
+
+def _with_sinks(setup: Setup, sink_tokens: int) -> Setup:
+    kv_cache = msgspec.structs.replace(setup.config.kv_cache, sink_tokens=sink_tokens)
+    return replace(setup, config=msgspec.structs.replace(setup.config, kv_cache=kv_cache))
 
 
 def tuned(setup: Setup, rng: Random) -> Setup:

@@ -35,7 +35,8 @@ class Simulation:
         self._drops_plans = drops_plans
         self.rng = Random(seed)
         more = Random(f"several {seed}")
-        self.setup = tuned(random_setup(self.rng, more), Random(f"tuned {seed}"))
+        setup = random_setup(self.rng, more, Random(f"sink tokens {seed}"))
+        self.setup = tuned(setup, Random(f"tuned {seed}"))
         self.clock = ManualClock()
         self.workers = CheckedWorkers(self.setup)
         self.core = EngineCore(self.setup.config, self.workers, self.clock)

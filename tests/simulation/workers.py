@@ -23,7 +23,8 @@ class CheckedWorkers(HashWorkerGroup):
     """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, keep_trace=False, looks_ahead=setup.looks_ahead)
+        options = dict(keep_trace=False, looks_ahead=setup.looks_ahead, sink_tokens=setup.sink_tokens)
+        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, **options)
         self._setup = setup
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
@@ -69,8 +70,7 @@ class CheckedWorkers(HashWorkerGroup):
         if sampled is None or state.sampling.presence_penalty is None:
             return sampled
         end = row.num_computed + row.num_tokens
-        window = self.info.sliding_window
-        cells = [self._read(state, position) for position in range(max(0, end - window) if window else 0, end)]
+        cells = self._cells(state, end)
         seed = penalised_seed(state.sampling.seed or 0, state.token_ids[state.num_prompt_tokens : end], 1.0)
         counter = state.num_sampled_before + end - state.num_prompt_tokens
         token = next_token(cells, seed, counter, VOCAB)

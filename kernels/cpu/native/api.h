@@ -14,6 +14,7 @@ struct everbatch_layer {
 
 struct everbatch_model {
     int64_t hidden, intermediate, num_layers, heads, vocab, max_seq_len;
+    int64_t sink_tokens;     // the first tokens of a sequence, which layers with a window see too
     everbatch::KVLayout kv;  // element_bytes says what type is computed in: 4 float32, 2 bfloat16
     float eps;
     const void* embedding;   // [vocab][hidden] in that type

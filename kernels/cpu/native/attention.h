@@ -8,8 +8,9 @@
 // `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.
 // The queries of a few tokens and of all heads that share a kv head are the rows of a product. The softmax is online (Milakov and
 // Gimelshein, 2018) over segments of SEGMENT positions: for each row, m_i is the greatest score so far, l_i the sum of its
-// exponentials, acc the sum of its weighted values. Segments begin at multiples of SEGMENT of the absolute position, so a token's
-// result does not depend on the chunk in which it is computed.
+// exponentials, acc the sum of its weighted values. Segments begin at multiples of SEGMENT of the absolute position, and where the
+// panels of the sink tokens end (a query sees those from outside of its window too), so a token's result does not depend on the
+// chunk in which it is computed.
 #pragma once
 #include "rows.h"
 
@@ -145,20 +146,26 @@ ALWAYS_INLINE void with_prefetch(bool wanted, F f) {
 // the panels of keys and then those of values.
 class Walk {
 public:
-    // table: the sequence's block ids. window: tokens that a query sees, itself included; 0 = all.
-    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, int64_t window)
-        : position(position), tokens(tokens), end(position + tokens), window(window),
-          first_key_(window ? std::max<int64_t>(0, position - window + 1) : 0), l_(l), pool_(const_cast<char*>(pool)),
-          kv_head_(kv_head), table_(table) {}
+    // table: the sequence's block ids. window: tokens that a query sees, itself included, besides the sink tokens; 0 = all.
+    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, int64_t window,
+         int64_t sink_tokens)
+        : position(position), tokens(tokens), end(position + tokens), window(window), sink_tokens(window ? sink_tokens : 0),
+          first_key_(window ? std::max<int64_t>(0, position - window + 1) : 0),
+          sink_end_((this->sink_tokens + PANEL - 1) / PANEL * PANEL), l_(l), pool_(const_cast<char*>(pool)), kv_head_(kv_head),
+          table_(table) {}
 
     const int64_t position;
     const int tokens;
     const int64_t end;  // one past the last key that is seen
-    const int64_t window;
+    const int64_t window, sink_tokens;
 
-    int64_t first_segment() const { return first_key_ / SEGMENT * SEGMENT; }
-    int64_t from(int64_t segment) const { return std::max(segment, first_key_ / PANEL * PANEL); }
-    int64_t to(int64_t segment) const { return std::min(segment + SEGMENT, (end + PANEL - 1) / PANEL * PANEL); }
+    int64_t first_segment() const { return sink_end_ ? 0 : from_window(); }
+    int64_t next_segment(int64_t segment) const {
+        const int64_t next = segment_end(segment);
+        return next < sink_end_ ? next : std::max(next, from_window());
+    }
+    int64_t from(int64_t segment) const { return segment < sink_end_ ? segment : std::max(segment, first_key_ / PANEL * PANEL); }
+    int64_t to(int64_t segment) const { return std::min(segment_end(segment), (end + PANEL - 1) / PANEL * PANEL); }
 
     KVHead head(int64_t key) const {
         return {l_, pool_ + table_[key / l_.block_size] * l_.block_bytes() + kv_head_ * l_.head_bytes()};
@@ -177,7 +184,15 @@ public:
     }
 
 private:
-    const int64_t first_key_;
+    int64_t segment_end(int64_t segment) const {
+        const int64_t next = segment / SEGMENT * SEGMENT + SEGMENT;
+        return segment < sink_end_ ? std::min(next, sink_end_) : next;
+    }
+    // The segment in which the window begins.
+    int64_t from_window() const { return std::max(sink_end_, first_key_ / SEGMENT * SEGMENT); }
+
+    const int64_t first_key_;  // the first that is in the window of the first query
+    const int64_t sink_end_;   // one past the panels of the sink tokens
     const KVLayout& l_;
     char* const pool_;
     const int kv_head_;
@@ -197,8 +212,9 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
     std::fill_n(s.m_i.data(), rows, -INFINITY);
     std::fill_n(s.l_i.data(), rows, 0.0f);
     float *m_i = s.m_i.data(), *l_i = s.l_i.data();
-    for (int64_t base = walk.first_segment(); base < walk.end; base += SEGMENT) {
+    for (int64_t base = walk.first_segment(), following; base < walk.end; base = following) {
         const int64_t from = walk.from(base), to = walk.to(base);
+        following = walk.next_segment(base);
         // The panels in the order in which they are read. While one is used, the one AHEAD places later is fetched.
         const char* order[2 * SEGMENT / PANEL + AHEAD];
         const int count = int(to - from) / PANEL;
@@ -207,7 +223,7 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
             const KVHead head = walk.head(key);
             order[i] = (const char*)head.keys<E>(walk.unit(key)), order[count + i] = (const char*)head.values<E>(walk.unit(key));
         }
-        const Ahead next = base + SEGMENT < walk.end ? walk.first_panels<E>(base + SEGMENT) : after;
+        const Ahead next = following < walk.end ? walk.first_panels<E>(following) : after;
         std::copy_n(next.at, AHEAD, order + 2 * count);
         if (order[0] != s.fetched)
             for (int i = 0; i < AHEAD; i++)
@@ -230,11 +246,11 @@ void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float sc
         }
         const int lo = int(from - base), hi = int(to - base);
         for (int r = 0; r < rows; r++) {
-            const int64_t at = walk.position + r / group;  // sees keys (at - window, at]
+            const int64_t at = walk.position + r / group;  // sees keys (at - window, at], and those before sink_tokens
             const int seen_to = int(std::min<int64_t>(hi, at + 1 - base));
             const int seen_from = walk.window ? int(std::max<int64_t>(lo, at - walk.window + 1 - base)) : lo;
             float* x = s.scores.data() + size_t(r) * SEGMENT;
-            for (int i = lo; i < std::min(seen_from, hi); i++) x[i] = -INFINITY;
+            for (int i = std::max<int64_t>(lo, walk.sink_tokens - base); i < std::min(seen_from, hi); i++) x[i] = -INFINITY;
             for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
             Vec greatest = splat(-INFINITY);
             for (int i = lo; i < hi; i += LANES) greatest = vmax(greatest, load<Vec>(x + i));

@@ -249,7 +249,7 @@ private:
         auto walk_of = [&](int64_t item) {
             const Piece& piece = queries_[item / kv_heads];
             const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
-            return Walk(kv_, pool, int(item % kv_heads), table, piece.position, piece.count, l.window);
+            return Walk(kv_, pool, int(item % kv_heads), table, piece.position, piece.count, l.window, m_.sink_tokens);
         };
         team.for_each(items, [&](int64_t item) {
             const Walk walk = walk_of(item), next = walk_of(std::min(item + 1, items - 1));
@@ -349,14 +349,18 @@ private:
 int64_t first_bad_row(const everbatch_model& m, const everbatch_batch& b) {
     int64_t widest = 1;  // the widest window of a layer, in tokens
     for (int64_t i = 0; i < m.num_layers; i++) widest = std::max(widest, m.layers[i].window ? m.layers[i].window : m.max_seq_len);
+    const int64_t sink_blocks = (m.sink_tokens + m.kv.block_size - 1) / m.kv.block_size;
     for (int64_t r = 0; r < b.num_rows; r++) {
         const everbatch_row& row = b.rows[r];
         const int64_t end = int64_t(row.num_computed) + row.num_tokens, block_size = m.kv.block_size;
         if (row.num_computed < 0 || row.num_tokens < 1 || end > m.max_seq_len) return r;
         if (row.num_logits < 0 || row.num_logits > row.num_tokens || (end + block_size - 1) / block_size > b.max_blocks) return r;
         const int32_t* table = b.block_tables + row.slot * b.max_blocks;
-        for (int64_t block = std::max<int64_t>(0, row.num_computed - widest + 1) / block_size; block * block_size < end; block++)
+        const int64_t in_window = std::max<int64_t>(0, row.num_computed - widest + 1) / block_size;
+        for (int64_t block = 0; block * block_size < end; block++) {
+            if (block == sink_blocks) block = std::max(block, in_window);  // blocks in between may have been let go
             if (table[block] < 0 || table[block] >= b.num_blocks) return r;
+        }
         for (int64_t t = row.num_computed; t < end; t++) {
             const int64_t id = b.token_ids[row.slot * m.max_seq_len + t];
             if (id < 0 || id >= m.vocab) return r;

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     scale: float
     window: int | None
     sinks: Tensor | None
+    sink_tokens: int
 
 
 def made(case: Case) -> Inputs:
@@ -48,9 +49,9 @@ def made(case: Case) -> Inputs:
         pool = layout.view(torch.full((num_blocks, 2, layout.block_bytes), 255, dtype=torch.uint8)[:, 1])
     for row, (num_queries, length) in enumerate(case.rows):
         first = 0 if case.window is None else max(0, length - num_queries + 1 - case.window)
-        blocks = slice(first // case.block_size, -(-length // case.block_size))
-        tables[row, blocks] = free[row * most_blocks :][blocks]
-        seen = torch.arange(first, length)
+        seen = torch.tensor([key for key in range(length) if key >= first or key < case.sink_tokens], dtype=torch.int64)
+        blocks = (seen // case.block_size).unique()
+        tables[row, blocks] = free[row * most_blocks + blocks]
         at = tables[row, seen // case.block_size].long(), seen % case.block_size
         kv = random_tensor(len(seen), 2, case.kv_heads, case.head_dim, seed=row) + 0.3
         if case.bits == 16:
@@ -60,7 +61,8 @@ def made(case: Case) -> Inputs:
             pool.data[at] = pack(n, case.bits).view(*kv.shape[:3], layout.row_bytes)
             pool.params[at] = torch.stack((scale, least), dim=1).view(*kv.shape[:3], 2)
     sinks = random_tensor(heads) if case.sinks else None
-    return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, case.window, sinks)
+    seen_by_all = case.window, sinks, case.sink_tokens
+    return Inputs(qkv[:, :heads], pool, starts, lengths, tables[:, :-1], case.head_dim**-0.5, *seen_by_all)
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles) -> None:
@@ -76,26 +78,27 @@ def test_tokens_attend_what_they_may_see(case: Case) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("window", [None, 5, 16, 37])
-def test_rows_have_as_many_tiles_as_they_need(window: int | None, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window, sink_tokens", [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)])
+def test_rows_have_as_many_tiles_as_they_need(
+    window: int | None, sink_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tiles(monkeypatch, SMALL)
-    case = Case(
-        [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)], 1, 3, block_size=32, bits=bits, window=window, sinks=True
-    )
+    rows = [(19, 19), (1, 50), (0, 0), (8, 40), (16, 33)]
+    case = Case(rows, 1, 3, block_size=32, bits=bits, window=window, sinks=True, sink_tokens=sink_tokens)
     inputs = made(case)
     out, expected = kernel.context_attention(*inputs)[:44], kernel.reference(*inputs)[:44]
     assert_near(out, expected)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window, sink_tokens", [(None, 0), (40, 0), (40, 7)])
 @pytest.mark.parametrize("tiles", [None, Tiles(64, 32, 4, 2)], ids=["own tiles", "small tiles"])
 def test_a_token_gets_the_same_in_every_chunk(
-    tiles: Tiles | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+    tiles: Tiles | None, window: int | None, sink_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tiles:
         use_tiles(monkeypatch, tiles)
     length = 150
-    whole = made(Case([(length, length)], 1, 4, window=None))._replace(window=window)
+    whole = made(Case([(length, length)], 1, 4, window=None))._replace(window=window, sink_tokens=sink_tokens)
     expected = kernel.context_attention(*whole)[:length]
     stops = [1, 2, 37, 101, length]
     for start, stop in zip([0, *stops], stops):

@@ -33,6 +33,7 @@ def made(
     bits: int,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    sink_tokens: int = 0,
 ) -> tuple[Tensor, KVPool, Tensor, Tensor, float]:
     """Returns q, pool, lengths, tables, scale; what no query may see is NaN."""
     width = -(-max(lengths) // block_size)
@@ -50,7 +51,8 @@ def made(
         pool.params.copy_(torch.stack((scale, least), 1).view(pool.params.shape))
     unseen = torch.ones(num_blocks, block_size, dtype=torch.bool)
     for table, length in zip(tables.long(), lengths, strict=True):
-        position = torch.arange(0 if window is None else max(0, length - window), length)
+        position = torch.arange(length)
+        position = position[(position >= length - (window or length)) | (position < sink_tokens)]
         unseen[table[position // block_size], position % block_size] = False
     (pool.data if bits == 16 else pool.params)[unseen] = torch.nan
     q = random_tensor(len(lengths), heads, head_dim, dtype=dtype, seed=1)
@@ -61,13 +63,13 @@ def made(
 @pytest.mark.parametrize("case", kernel.CASES)
 @pytest.mark.parametrize("split_tokens", [SPLIT, kernel.SPLIT_TOKENS])
 def test_every_pool_gives_the_reference_and_unseen_nan_does_not_matter(
-    case: tuple[int, int, int, int, tuple[int, ...], int | None], bits: int, split_tokens: int
+    case: tuple[int, int, int, int, tuple[int, ...], int | None, int], bits: int, split_tokens: int
 ) -> None:
-    *shape, window = case
-    given = made(*shape, bits, window=window)
-    sinks = random_tensor(shape[0], seed=2)
-    measured = kernel.decode_attention(*given, window=window, sinks=sinks, split_tokens=split_tokens)
-    assert_near(measured, kernel.reference(*given, window=window, sinks=sinks))
+    *shape, window, sink_tokens = case
+    given = made(*shape, bits, window=window, sink_tokens=sink_tokens)
+    seen = dict(window=window, sinks=random_tensor(shape[0], seed=2), sink_tokens=sink_tokens)
+    measured = kernel.decode_attention(*given, split_tokens=split_tokens, **seen)
+    assert_near(measured, kernel.reference(*given, **seen))
     assert not measured[given[2] == 0].any()
 
 

@@ -11,7 +11,13 @@ from tests.kernels.numbers import assert_near, random_tensor
 
 
 def made(
-    heads: int, head_dim: int, split: int, lengths: tuple[int, ...], window: int | None, room: int = 0
+    heads: int,
+    head_dim: int,
+    split: int,
+    lengths: tuple[int, ...],
+    window: int | None,
+    sink_tokens: int = 0,
+    room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns parts, stats, lengths, out; what belongs to no split of a row is NaN. room: splits beyond the longest row's."""
     splits = -(-max(lengths) // split) + room
@@ -21,7 +27,7 @@ def made(
     )
     for row, length in enumerate(lengths):
         first = max(0, length - window) // split if window else 0
-        for unused in (slice(0, first), slice(-(-length // split), None)):
+        for unused in (slice(-(-sink_tokens // split), max(first, -(-sink_tokens // split))), slice(-(-length // split), None)):
             parts[row, :, unused], stats[row, :, unused] = torch.nan, torch.nan
     out = torch.full((len(lengths), heads, head_dim), torch.nan)
     return parts, stats, torch.tensor(lengths, dtype=torch.int32), out
@@ -30,14 +36,14 @@ def made(
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_the_splits_of_each_row_are_weighed_and_no_others_are_read(
-    case: tuple[int, int, int, tuple[int, ...], int], with_sinks: bool
+    case: tuple[int, int, int, tuple[int, ...], int, int], with_sinks: bool
 ) -> None:
-    heads, head_dim, split, lengths, window = case
+    heads, head_dim, split, lengths, window, sink_tokens = case
     *given, out = made(*case)
     expected = out.clone()
     sinks = random_tensor(heads, seed=3) if with_sinks else None
-    kernel.merge_splits(*given, out, split, window, sinks)
-    kernel.reference(*given, expected, split, window, sinks)
+    kernel.merge_splits(*given, out, split, window, sinks, sink_tokens)
+    kernel.reference(*given, expected, split, window, sinks, sink_tokens)
     assert_near(out, expected)
     assert not out[given[2] == 0].any()
 
