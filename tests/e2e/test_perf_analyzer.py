@@ -86,7 +86,9 @@ def measure(model: str, url: str, load: list[str], directory: Path) -> list[dict
         assert done.returncode == 0, (done.stdout + done.stderr)[:1000]
         if (requests := exported(export)) is not None:
             return requests
-    raise AssertionError(f"perf_analyzer wrote no whole report in five runs; the last one printed {done.stdout[-1000:]}")
+    raise AssertionError(
+        f"perf_analyzer wrote no whole report in five runs; the last one printed {done.stdout[-1000:]}"
+    )
 
 
 def exported(report: Path) -> list[dict[str, Any]] | None:
