@@ -11,6 +11,7 @@ from client.errors import Cancelled, ClientError, no_http, no_server, no_tls, no
 from client.http_messages import (
     FinalMark,
     broken,
+    comes_in_parts,
     decode_answer,
     parse_event,
     read_answer,
@@ -46,10 +47,10 @@ class AsyncHttpTransport:
                 if response.status != 200:
                     has_key = bool(self._settings.api_key)
                     raise status_error(response.status, await response.read(), self._url, has_key=has_key)
-                if not request.stream:
+                if not comes_in_parts(request):
                     yield read_answer(await response.read())
                     return
-                mark = FinalMark()
+                mark = FinalMark(request.num_streams)
                 async for line in response.content:
                     if (answer := parse_event(line)) is not None:
                         for chunk in mark.push(decode_answer(answer, final=False)):

@@ -15,7 +15,7 @@ from client.messages import GenerateRequest, TextChunk
 
 _OURS = frozenset(
     "text_output finish_reason num_output_tokens num_input_tokens num_cached_tokens num_context_tokens"
-    " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs".split()
+    " num_recomputed_tokens first_token_time_ns last_token_time_ns output_log_probs sequence_index".split()
 )
 # What statuses mean that say more than that there is an error: Triton's own, and those of a gateway or proxy in front of it.
 _CODES = {404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
@@ -38,17 +38,20 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 class FinalMark:
     """Marks the last chunk as final: over HTTP the end of the stream is the only sign, so a chunk without text is held
-    until the next comes. A chunk that carries a finish reason is known to be the last and is not held back.
+    until the next comes. A chunk that carries a finish reason, the last one of `num_ends`, is known to be the last and is not
+    held back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ends: int = 1) -> None:
         self._held: list[TextChunk] = []
+        self._num_ends = num_ends
 
     def push(self, chunk: TextChunk) -> list[TextChunk]:
         """The chunks that may be handed over now."""
         before, self._held = self._held, []
         if chunk.finish_reason is not None:
-            return [*before, replace(chunk, final=True)]
+            self._num_ends -= 1
+            return [*before, replace(chunk, final=self._num_ends == 0)]
         if chunk.text:
             return [*before, chunk]
         self._held = [chunk]
@@ -59,9 +62,9 @@ class FinalMark:
         return replace(self._held[0], final=True) if self._held else TextChunk("", final=True)
 
 
-def with_final_mark(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
-    """The chunks, of which the last is marked as final."""
-    mark = FinalMark()
+def with_final_mark(chunks: Iterator[TextChunk], num_ends: int = 1) -> Iterator[TextChunk]:
+    """The chunks, of which the last is marked as final: the last of the `num_ends` that have a finish reason."""
+    mark = FinalMark(num_ends)
     for chunk in chunks:
         for ready in mark.push(chunk):
             yield ready
@@ -76,8 +79,13 @@ def request_body(request: GenerateRequest, timeout_s: float, request_id: str) ->
     return json.dumps(body | {"id": request_id} if request_id else body).encode()
 
 
+def comes_in_parts(request: GenerateRequest) -> bool:
+    """Whether there may be several responses: generate takes one, also where each is a whole output."""
+    return request.stream or request.num_streams > 1
+
+
 def request_path(request: GenerateRequest, model: str) -> str:
-    verb = "generate_stream" if request.stream else "generate"
+    verb = "generate_stream" if comes_in_parts(request) else "generate"
     return f"/v2/models/{urllib.parse.quote(model, safe='')}/{verb}"
 
 

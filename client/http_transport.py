@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from client.errors import Cancelled, ClientError, no_http, no_server, no_tls, no_trust, too_late
 from client.http_messages import (
     broken,
+    comes_in_parts,
     decode_answer,
     parse_event,
     read_answer,
@@ -57,8 +58,8 @@ class HttpTransport:
         connection, sock = self._connect(timeout_s)
         try:
             response = self._send(connection, request_path(request, self._settings.model), body)
-            if request.stream:
-                yield from with_final_mark(self._events(sock, response, deadline))
+            if comes_in_parts(request):
+                yield from with_final_mark(self._events(sock, response, deadline), request.num_streams)
             else:
                 yield read_answer(response.read())
         except TimeoutError:

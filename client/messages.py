@@ -27,6 +27,9 @@ INPUTS: dict[str, tuple[str, str]] = {
     "seed": ("UINT64", "seed"),
     "min_tokens": ("INT32", "min_tokens"),
     "end_id": ("INT32", "end_id"),
+    "num_return_sequences": ("INT32", "n"),
+    "beam_width": ("INT32", "beam_width"),
+    "length_penalty": ("FP32", "length_penalty"),
     "stop_words": ("BYTES", "stop_words"),
     "bad_words": ("BYTES", "bad_words"),
     "exclude_input_in_output": ("BOOL", "exclude_input"),
@@ -77,6 +80,9 @@ class GenerateRequest:
     seed: int | None = None
     min_tokens: int | None = None
     end_id: int | None = None
+    n: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
     stop_words: Sequence[str] = field(default_factory=list)
     bad_words: Sequence[str] = field(default_factory=list)
     exclude_input: bool = True
@@ -84,6 +90,11 @@ class GenerateRequest:
     stream: bool = True
     session: Session | None = None
     namespace: str | None = None  # None stands for the client's own namespace
+
+    @property
+    def num_streams(self) -> int:
+        """How many outputs come in chunks of their own; all beams come in one."""
+        return 1 if (self.beam_width or 1) > 1 else max(1, self.n or 1)
 
     @property
     def repeatable(self) -> bool:
@@ -151,7 +162,8 @@ class GenerateRequest:
 class TextChunk:
     """A piece of generated text. The last chunk of an answer has `final` set and knows why it ended.
 
-    `num_output_tokens` counts the tokens of this chunk; the other counts belong to the whole request.
+    `num_output_tokens` counts the tokens of this chunk; the other counts belong to the whole request. With `n` a chunk is of
+    one `sequence`. With beams `texts` holds those of all of them from their beginnings, and `text` is that of the best.
     """
 
     text: str
@@ -165,15 +177,17 @@ class TextChunk:
     first_token_time_ns: int | None = None  # by the server's monotonic clock
     last_token_time_ns: int | None = None
     log_probs: list[float] | None = None
+    sequence: int = 0
+    texts: Sequence[str] = ()
 
     @classmethod
     def from_outputs(cls, outputs: Mapping[str, list[Any]], final: bool) -> TextChunk:
         """`outputs`: wire name -> flat list of values; outputs that were not sent are absent. No text = an empty
         chunk.
         """
-        reason = _first(outputs, "finish_reason")
+        reason, texts = _first(outputs, "finish_reason"), outputs.get("text_output", [])
         return cls(
-            text="".join(outputs.get("text_output", [])),
+            text=texts[0] if texts else "",
             final=final,
             finish_reason=None if reason in (None, "", "None") else reason,
             num_output_tokens=_first(outputs, "num_output_tokens"),
@@ -183,13 +197,19 @@ class TextChunk:
             num_recomputed_tokens=_first(outputs, "num_recomputed_tokens"),
             first_token_time_ns=_first(outputs, "first_token_time_ns"),
             last_token_time_ns=_first(outputs, "last_token_time_ns"),
-            log_probs=outputs.get("output_log_probs"),
+            log_probs=None if len(texts) > 1 else outputs.get("output_log_probs"),
+            sequence=_first(outputs, "sequence_index") or 0,
+            texts=texts if len(texts) > 1 else (),
         )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer: all chunks put together."""
+    """A whole answer: all chunks put together.
+
+    With `n` or beams `texts` holds all outputs, beams the best first; `text`, `finish_reason` and `log_probs` are those of the
+    first one (of a beam there are no `log_probs`), and `num_output_tokens` counts those of all.
+    """
 
     text: str
     finish_reason: str | None
@@ -200,16 +220,19 @@ class Completion:
     num_recomputed_tokens: int | None
     generation_s: float | None  # from the first to the last token, as the server saw it
     log_probs: list[float] | None
+    texts: list[str]
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[TextChunk]) -> Completion:
-        """Texts and counts of output tokens add up; of the rest the last value that was sent holds."""
+        """Texts and counts of output tokens add up; of the rest, and of beams, the last value that was sent holds."""
         parts = list(chunks)
         first, last = _last(parts, "first_token_time_ns"), _last(parts, "last_token_time_ns")
-        probs = [value for part in parts for value in part.log_probs or ()]
+        of_first = [part for part in parts if part.sequence == 0]
+        probs = [value for part in of_first for value in part.log_probs or ()]
+        texts = _texts(parts)
         return cls(
-            text="".join(part.text for part in parts),
-            finish_reason=_last(parts, "finish_reason"),
+            text=texts[0],
+            finish_reason=_last(of_first, "finish_reason"),
             num_output_tokens=sum(part.num_output_tokens or 0 for part in parts),
             num_input_tokens=_last(parts, "num_input_tokens"),
             num_cached_tokens=_last(parts, "num_cached_tokens"),
@@ -217,7 +240,18 @@ class Completion:
             num_recomputed_tokens=_last(parts, "num_recomputed_tokens"),
             generation_s=(last - first) / 1e9 if first and last and last >= first else None,
             log_probs=probs or None,
+            texts=texts,
         )
+
+
+def _texts(parts: list[TextChunk]) -> list[str]:
+    beams = next((part.texts for part in reversed(parts) if len(part.texts) > 1), None)
+    if beams is not None:
+        return list(beams)
+    texts = [""] * max((part.sequence + 1 for part in parts), default=1)
+    for part in parts:
+        texts[part.sequence] += part.text
+    return texts
 
 
 def _first(outputs: Mapping[str, list[Any]], name: str) -> Any:

@@ -33,6 +33,7 @@ class EndedRow(NamedTuple):
     ended_ns: int
     wall_time: float  # seconds since 1970, when it ended
     account: PerfMetrics | None  # the engine's; None when the engine has not accepted it, or has died
+    num_sequences: int = 1
 
     @property
     def total_s(self) -> float:
@@ -109,6 +110,7 @@ class EndedRows:
                 ended_ns=time.monotonic_ns(),
                 wall_time=time.time(),
                 account=account,
+                num_sequences=1 if row is None else row.num_sequences,
             )
         )
 

@@ -111,7 +111,7 @@ def vllm_histograms(max_seq_len: int) -> tuple[Histogram, ...]:
             "Histogram of time per output token in seconds.",
             PER_TOKEN_BUCKETS,
             lambda row: row.inter_token_s,
-            times=lambda row: max(0, row.num_output_tokens - 1),
+            times=lambda row: max(0, row.num_output_tokens - row.num_sequences),
         ),
         Histogram(
             "vllm:e2e_request_latency_seconds",
@@ -131,7 +131,9 @@ def vllm_histograms(max_seq_len: int) -> tuple[Histogram, ...]:
             lengths,
             lambda row: row.num_output_tokens,
         ),
-        Histogram("vllm:request_params_n", "Histogram of the n request parameter.", N_BUCKETS, lambda row: 1),
+        Histogram(
+            "vllm:request_params_n", "Histogram of the n request parameter.", N_BUCKETS, lambda row: row.num_sequences
+        ),
     )
 
 

@@ -257,7 +257,7 @@ class ModelServer:
 
     def _hand_over(self, stream: Stream, works: list[Work]) -> None:
         """Start all rows of a stream, unless it is over by now."""
-        rows = [Row(work.output, _num_input_tokens(work), isinstance(work.request, Request)) for work in works]
+        rows = [_row_of(work) for work in works]
         if not self._pump.begin(stream, rows):
             return
         for work, row in zip(works, rows):
@@ -370,5 +370,8 @@ class ModelServer:
         os._exit(1)
 
 
-def _num_input_tokens(work: Work) -> int:
-    return len(work.request.input_token_ids) if isinstance(work.request, Request) else 0
+def _row_of(work: Work) -> Row:
+    if not isinstance(work.request, Request):
+        return Row(work.output, is_request=False)
+    config = work.request.sampling_config
+    return Row(work.output, len(work.request.input_token_ids), config.num_return_sequences or config.beam_width)

@@ -59,9 +59,12 @@ class Row:
     `request_id` is set by the thread that submits the request, or with the first response. The sender sets all else.
     """
 
-    def __init__(self, output: RowOutput, num_input_tokens: int = 0, is_request: bool = True) -> None:
+    def __init__(
+        self, output: RowOutput, num_input_tokens: int = 0, num_sequences: int = 1, is_request: bool = True
+    ) -> None:
         self.output = output
         self.num_input_tokens = num_input_tokens
+        self.num_sequences = num_sequences  # that the engine returns, beams included
         self.is_request = (
             is_request  # whether tokens are asked for; a row that stops a session, or is answered at once, is none
         )

@@ -54,6 +54,11 @@ def test_without_a_finish_reason_the_end_of_the_stream_is_the_final_chunk() -> N
     assert list(with_final_mark(iter([]))) == [TextChunk("", final=True)]
 
 
+def test_the_last_of_several_ends_is_the_final_one() -> None:
+    ends = [TextChunk("a", finish_reason="stop"), TextChunk("b"), TextChunk("", finish_reason="length")]
+    assert [chunk.final for chunk in with_final_mark(iter(ends), 2)] == [False, False, True]
+
+
 def test_text_is_not_held_back_until_the_next_chunk() -> None:
     def chunks() -> Iterator[TextChunk]:
         yield TextChunk("a")

@@ -139,7 +139,7 @@ def test_a_count_of_zero_is_told_and_the_last_one_holds() -> None:
 
 
 def test_no_chunks_are_an_empty_completion() -> None:
-    assert Completion.from_chunks([]) == Completion("", None, 0, None, None, None, None, None, None)
+    assert Completion.from_chunks([]) == Completion("", None, 0, None, None, None, None, None, None, [""])
 
 
 @pytest.mark.parametrize("reason", ["", "None"])
@@ -204,3 +204,33 @@ def test_a_response_becomes_a_chunk_with_the_servers_final_flag() -> None:
 def test_an_empty_final_response_is_an_empty_final_chunk() -> None:
     assert grpc_messages.decode_response(response(True)) == TextChunk("", final=True)
     assert grpc_messages.decode_response(response(None)).final is False
+
+
+def chunks(*parts: tuple[int, str, str | None]) -> list[TextChunk]:
+    found = [
+        TextChunk.from_outputs({"sequence_index": [n], "text_output": [text], "finish_reason": [end]}, final=False)
+        for n, text, end in parts
+    ]
+    return found
+
+
+def test_outputs_of_several_sequences_are_put_together_one_by_one() -> None:
+    assert GenerateRequest(prompt="x", n=3).tensors()["num_return_sequences"] == ("INT32", [3])
+    whole = Completion.from_chunks(chunks((1, "b", None), (0, "a", None), (1, "c", "stop"), (0, "d", "length")))
+    assert whole.texts == ["ad", "bc"] and whole.text == "ad" and whole.finish_reason == "length"
+
+
+def test_of_beams_the_last_chunk_holds() -> None:
+    """In a stream each chunk has all beams from their beginnings; their log-probabilities come padded, in one list."""
+    tensors = GenerateRequest(prompt="x", beam_width=2, length_penalty=0.5).tensors()
+    assert tensors["beam_width"] == ("INT32", [2]) and tensors["length_penalty"] == ("FP32", [0.5])
+    told = [{"text_output": ["a", "b"]}, {"text_output": ["bc", "a"], "finish_reason": ["stop", "length"]}]
+    parts = [TextChunk.from_outputs({**each, "output_log_probs": [-1.0, -2.0]}, final=False) for each in told]
+    whole = Completion.from_chunks(parts)
+    assert parts[0].texts == ["a", "b"] and whole.texts == ["bc", "a"] and whole.text == "bc"
+    assert whole.finish_reason == "stop" and whole.log_probs is None
+
+
+def test_only_sequences_come_in_streams_of_their_own() -> None:
+    counts = [(None, None), (3, None), (1, None), (None, 4), (2, 4)]
+    assert [GenerateRequest(prompt="x", n=n, beam_width=k).num_streams for n, k in counts] == [1, 3, 1, 1, 1]

@@ -35,7 +35,7 @@ BAD = {
         {"embedding_bias": np.zeros((1, 7), np.float32)},
         "embedding bias shape is not as expected",
     ),
-    "beams": ({"beam_width": column(4)}, "beam_width"),
+    "more beams than there may be": ({"beam_width": column(9)}, "beam_width is 9, allowed is 1 to 8"),
     "an end id out of range": ({"end_id": column(99_999)}, "99999"),
 }
 

@@ -265,9 +265,9 @@ def test_each_optional_input_of_preprocessing_may_be_left_out(client: Any, left_
                 "input_ids": one(1, np.int32),
                 "input_lengths": one(1, np.int32),
                 "request_output_len": one(1, np.int32),
-                "len_penalty": one(0.5, np.float32),
+                "num_return_sequences": one(2, np.int32),
             },
-            "len_penalty asks for beam search",
+            "num_return_sequences is 2, and each sequence has a response of its own",
         ),
     ],
 )

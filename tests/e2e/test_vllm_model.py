@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import queue
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-import tritonclient.grpc.aio as aio
 from tritonclient.utils import InferenceServerException
 
 from backend.api import OutputConfig, Request, Response, Result, SamplingConfig, load_config
@@ -25,11 +22,11 @@ from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
 from tests.e2e.test_page_examples import answers
-from tests.e2e.wire import events, eventually, post, to_input
+from tests.e2e.vllm_client import PROMPT, ask, inputs_of, is_final, request, text_of, value_of, values_of
+from tests.e2e.wire import events, eventually, post
 
 pytestmark = pytest.mark.feature("W-07")
 MODELS = ("vllm_model", "vllm_opt")
-PROMPT = "In this example,"
 GREEDY = {"temperature": "0", "top_p": "1", "max_tokens": "16"}
 # As in upstream's samples: no name, no tensors, no transaction policy.
 CONFIG = """
@@ -77,65 +74,10 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
-def inputs_of(prompt: str = PROMPT, **inputs: Any) -> list[grpcclient.InferInput]:
-    """Rank-1 tensors, without those that are None."""
-    given = {name: value for name, value in {"text_input": prompt, **inputs}.items() if value is not None}
-    return [
-        to_input(name, np.array([value]) if isinstance(value, bool) else np.array([value.encode()], dtype=np.object_))
-        for name, value in given.items()
-    ]
-
-
-def request(
-    model: str, sampling: dict[str, Any] | None = None, *, as_tensor: bool = True, **inputs: Any
-) -> dict[str, Any]:
-    """As samples/client.py makes it: the sampling parameters always go as parameters too."""
-    if as_tensor and sampling is not None:
-        inputs["sampling_parameters"] = json.dumps(sampling)
-    return {"model_name": model, "inputs": inputs_of(**inputs), "parameters": sampling}
-
-
-def ask(server: TritonServer, *requests: dict[str, Any]) -> list[list[grpcclient.InferResult | Exception]]:
-    """All requests at once on one stream; the responses (or the error) of each, up to its final one."""
-    return asyncio.run(_ask(server.grpc_url, list(requests)))
-
-
-async def _ask(url: str, requests: list[dict[str, Any]]) -> list[list[grpcclient.InferResult | Exception]]:
-    """One stream for each request: an error says nothing of the request it belongs to."""
-    async with aio.InferenceServerClient(url) as client:
-        return list(await asyncio.gather(*(_responses(client, one) for one in requests)))
-
-
-async def _responses(
-    client: aio.InferenceServerClient, one: dict[str, Any]
-) -> list[grpcclient.InferResult | Exception]:
-    async def send() -> AsyncIterator[dict[str, Any]]:
-        yield {**one, "request_id": "1"}
-
-    return [result if error is None else error async for result, error in client.stream_infer(send())]
-
-
-def text_of(responses: list[Any]) -> str:
-    return "".join(value_of(response, "text_output") for response in responses)
-
-
-def value_of(response: grpcclient.InferResult, name: str) -> Any:
-    """The only element of an output; None when it was not sent."""
-    array = response.as_numpy(name)
-    if array is None:
-        return None
-    assert array.shape == (1,)
-    return array[0].decode() if array.dtype == np.object_ else array[0].item()
-
-
 def error_of(server: TritonServer, **fields: Any) -> str:
     ((error,),) = ask(server, request("vllm_model", **fields))
     assert isinstance(error, InferenceServerException)
     return str(error.message())
-
-
-def is_final(response: grpcclient.InferResult) -> bool:
-    return bool(response.get_response().parameters["triton_final_response"].bool_param)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -246,11 +188,6 @@ def _check_log_probs(case: dict[str, Any], response: Any) -> None:
 
 SEVERAL = {"max_tokens": "8", "ignore_eos": "true", "seed": "7"}
 TOLD = {"exclude_input_in_output": True, "return_cumulative_logprob": True, "return_num_output_tokens": True}
-
-
-def values_of(response: Any, name: str) -> list[Any]:
-    """All elements of an output."""
-    return [one.decode() if isinstance(one, bytes) else one for one in response.as_numpy(name).tolist()]
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,10 @@ def test_a_line_names_route_status_error_and_parameter_in_none_of_the_clients_wo
 
 
 def test_a_line_has_its_values_as_fields(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """Two choices of four tokens each are told, and one more was discarded after 100 tokens."""
     caplog.set_level(logging.INFO, "everbatch.gateway")
     with serve() as served:
-        first = served.request("POST", "/v1/completions", {**COMPLETION, "max_tokens": 9})[2]["x-request-id"]
+        first = served.request("POST", "/v1/completions", {**COMPLETION, "n": 2, "best_of": 3})[2]["x-request-id"]
         second = served.request("POST", "/v1/completions", {**COMPLETION, "n": 0})[2]["x-request-id"]
     fields = {record.fields["request_id"]: record.fields for record in caplog.records if hasattr(record, "fields")}
     common = {"event": "http_request", "method": "POST", "route": "/v1/completions"}
@@ -98,7 +99,7 @@ def test_a_line_has_its_values_as_fields(serve: Serve, caplog: pytest.LogCapture
         **common,
         "status": 200,
         "prompt_tokens": 7,
-        "completion_tokens": 4,
+        "completion_tokens": 108,
         "request_id": first,
     }
     failure = {"error": "invalid_value", "param": "n"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from client import async_client, cli, client, messages, terminal
 from client.grpc_transport import GrpcTransport
 from client.history import History
+from client.http_messages import FinalMark
 from client.http_transport import HttpTransport
 from client.statistics import AnswerClock
 from tests.mutants.changes import Plant, change
@@ -63,5 +64,9 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "failed_turn_keeps_old_turns_out": (
         change(History, "_finish", ("self.messages, self.left_out = self._before", "self.messages.pop()")),
         ["tests/client/test_conversation.py::test_a_turn_that_fits_nowhere_is_refused_and_no_old_turn_is_lost"],
+    ),
+    "the_first_of_several_ends_is_the_last": (
+        change(FinalMark, "push", ("self._num_ends == 0", "True")),
+        ["tests/client/test_http.py::test_the_last_of_several_ends_is_the_final_one"],
     ),
 }

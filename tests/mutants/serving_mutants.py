@@ -10,15 +10,19 @@ from tests.serving import conftest  # noqa: F401
 from backend.serving import requests
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
+from backend.serving.fronts import llmapi, trtllm_tokens
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
-from backend.serving.news import TextReporter
+from backend.serving.news import Progress, TextReporter
+from backend.serving.outputs import BeamsOutput, JointOutput, SeparateOutput
 from backend.serving.pump import ResponsePump
 from backend.serving.text_pool import TextPool
 from tests.mutants.changes import Plant, change
 
 DETAILS = "tests/serving/test_stub_details.py::"
+INPUTS = "tests/serving/test_trtllm_inputs.py::"
+SEVERAL = "tests/serving/test_several_sequences.py::"
 RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
@@ -77,5 +81,41 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "signs_of_life_by_the_wall_clock": (
         change(RunDirectory, "report_health", ("time.monotonic_ns()", "time.time_ns()")),
         [DETAILS + "test_a_sign_of_life_has_the_time_of_the_clock_that_the_launcher_reads"],
+    ),
+    "every_sequence_is_told_of_with_every_response": (
+        change(SeparateOutput, "render", (" if reporter.is_due", "")),
+        [SEVERAL + "test_each_sequence_streams_for_itself_and_its_end_is_told_once"],
+    ),
+    "an_end_is_told_again": (
+        change(Progress, "take", ("self._has_told_end = self.has_ended", "pass")),
+        [SEVERAL + "test_each_sequence_streams_for_itself_and_its_end_is_told_once"],
+    ),
+    "a_joint_answer_goes_with_the_first_end": (
+        change(JointOutput, "render", ("all(", "any(")),
+        [SEVERAL + "test_a_joint_answer_waits_for_the_last_sequence"],
+    ),
+    "beams_that_were_told_are_told_again": (
+        change(BeamsOutput, "render", ("    self._is_fresh = False\n", "")),
+        [SEVERAL + "test_beams_are_told_from_their_beginning_in_one_response"],
+    ),
+    "a_stop_string_stops_the_first_sequence": (
+        change(ResponsePump, "_feed", ("response.result.sequence_index", "0")),
+        [SEVERAL + "test_a_stop_string_stops_its_sequence_in_the_engine_and_the_last_end_is_final"],
+    ),
+    "logits_of_what_was_cut_off_stay": (
+        change(Progress, "add", ("[0, : len(kept)]", "[0]")),
+        [SEVERAL + "test_logits_come_with_the_tokens_that_they_belong_to"],
+    ),
+    "lengths_count_the_padding": (
+        change(trtllm_tokens, "token_output", ("[len(beam) for beam in ids]", "[max(map(len, ids))] * len(ids)")),
+        [INPUTS + "test_beams_are_rows_of_one_response_padded_with_minus_one"],
+    ),
+    "the_least_likely_sequence_is_the_best": (
+        change(llmapi, "_most_likely", ("max(", "min(")),
+        ["tests/serving/test_llmapi_model.py::test_the_most_likely_of_several_sequences_is_the_answer"],
+    ),
+    "ranges_of_retention_keep_the_clients_order": (
+        change(trtllm_tokens, "read_retention", ("sorted(ranges, key=lambda each: each.token_start)", "ranges")),
+        [INPUTS + "test_retention_ranges_are_put_in_order_and_minus_one_means_no_end"],
     ),
 }

@@ -36,6 +36,7 @@ class ScriptedExecutor:
         self.requests: dict[RequestId, Request] = {}
         self.live: dict[RequestId, OnResponse] = {}
         self.cancelled: list[tuple[RequestId, int | None]] = []
+        self.cancelled_sequences: list[int | None] = []  # of each of these calls
         self.stopped_sessions: list[tuple[SessionId, bool, str]] = []
         self.has_given_up = False
         self.refuse: list[EverbatchError | None] = []  # answers to the next submits, in order
@@ -63,7 +64,10 @@ class ScriptedExecutor:
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
     ) -> None:
         self.cancelled.append((request_id, keep_output_tokens))
-        self.end(request_id, reason=FinishReason.CANCELLED, sequence_index=sequence_index or 0)
+        self.cancelled_sequences.append(sequence_index)
+        several = (self.requests[request_id].sampling_config.num_return_sequences or 1) > 1
+        goes_on = several and sequence_index is not None  # the other sequences do
+        self.end(request_id, reason=FinishReason.CANCELLED, is_final=not goes_on, sequence_index=sequence_index or 0)
 
     def stop_session(self, session_id: SessionId, end: bool, on_response: OnResponse, namespace: str = "") -> RequestId:
         self.stopped_sessions.append((session_id, end, namespace))
@@ -89,7 +93,8 @@ class ScriptedExecutor:
         self._put(request_id, Response(RequestId(request_id), result_or_none=Result([list(ids)], **fields)))
 
     def end(self, request_id: int, *ids: int, reason: FinishReason = FinishReason.LENGTH, **fields: object) -> None:
-        result = Result([list(ids)], is_final=True, is_sequence_final=True, finish_reasons=[reason], **fields)
+        fields = {"is_final": True, **fields}
+        result = Result([list(ids)], is_sequence_final=True, finish_reasons=[reason], **fields)
         self._put(request_id, Response(RequestId(request_id), result_or_none=result))
 
     def error(self, request_id: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> None:

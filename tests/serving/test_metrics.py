@@ -152,6 +152,16 @@ def test_vllms_families_carry_its_names_buckets_and_counts() -> None:
     assert all(metric.labels == LABELS for metric in found.values())
 
 
+def test_each_sequence_of_a_request_has_a_first_token_and_n_is_their_number() -> None:
+    """Of three sequences with 5 tokens each 12 tokens follow another one."""
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=False)
+    publisher.add_vllm(max_seq_len=120)
+    row = ended(output=5, **TIMES, last_token_ns=1_950_000_000)
+    publisher.publish_rows([row._replace(num_output_tokens=15, num_sequences=3)])
+    found = {name: metric.observed for (name, _), metric in metrics().items()}
+    assert found["vllm:request_params_n"] == [3] and len(found["vllm:time_per_output_token_seconds"]) == 12
+
+
 def test_the_buckets_of_lengths_end_at_the_limit() -> None:
     assert (up_to(1), up_to(20), up_to(49)) == ([1], [1, 2, 5, 10, 20], [1, 2, 5, 10, 20])
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from backend.api import FinishReason, Result
 from backend.api.tensor import TensorData
+from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
+from backend.serving.fronts.trtllm_tokens import parse_token_requests
+from backend.serving.model_server import ModelServer
 from backend.serving.news import News, TextReporter, TokenReporter
 from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, RowOutput, SeparateOutput
+from backend.serving.reading import Batch
+from backend.serving.requests import Parameters, ServingContext, Work
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
+from tests.serving.fake_triton import InferenceRequest
+from tests.serving.helpers import ints, token_request
+from tests.serving.scripted import ScriptedExecutor
+from tests.serving.test_pump import until
 
 TOKENIZER = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "x": 2}, unk_token="a")))
 
@@ -144,3 +154,51 @@ def test_logits_come_with_the_tokens_that_they_belong_to() -> None:
     last = reporter.take()
     assert last.context_logits is None
     assert last.generation_logits is not None and last.generation_logits.tolist() == [[0, 1, 2]]
+
+
+# ---- in a server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(make_server: Callable[..., ModelServer]) -> ModelServer:
+    """Text of the words a, b and x; ` b` is a stop string."""
+
+    def parse(batch: Batch, context: ServingContext, parameters: Parameters) -> list[Work]:
+        (work,) = parse_token_requests(batch, context, parameters)
+        settings = RowSettings(streaming=True, num_sequences=2)
+        return [work._replace(output=text_output(settings, lambda: TextStream(TOKENIZER, stops=[" b"])))]
+
+    return make_server(parse=parse)
+
+
+def texts(request: InferenceRequest) -> list[tuple[int, bytes]]:
+    """Sequence and text of each response, once the last has been sent."""
+    found = [response.outputs() for response in request.sender.wait()]
+    return [(told["sequence_index"].item(), told["text_output"].item()) for told in found]
+
+
+@pytest.mark.feature("W-02", "W-05")
+def test_a_stop_string_stops_its_sequence_in_the_engine_and_the_last_end_is_final(
+    server: ModelServer, executor: ScriptedExecutor
+) -> None:
+    request = token_request([[1]], num_return_sequences=ints(2))
+    server.execute([request])
+    executor.tokens(1, 0, 1, sequence_index=1)
+    until(lambda: executor.cancelled == [(1, 2)] and executor.cancelled_sequences == [1])
+    executor.tokens(1, 0, sequence_index=0)
+    executor.end(1, 2, sequence_index=0)
+    told = texts(request)
+    assert b"".join(text for sequence, text in told if sequence == 0) == b"a x"
+    assert [text for sequence, text in told if sequence == 1] == [b"a"]
+    assert told[-1][0] == 0, "with the end of the last one the request is over"
+
+
+@pytest.mark.feature("W-05")
+def test_a_client_that_leaves_cancels_all_sequences(server: ModelServer, executor: ScriptedExecutor) -> None:
+    request = token_request([[1]], num_return_sequences=ints(2))
+    server.execute([request])
+    assert executor.submitted.acquire(timeout=10)
+    executor.tokens(1, 0, sequence_index=1)
+    request.sender.client_gone = True
+    until(lambda: executor.cancelled == [(1, None)] and executor.cancelled_sequences == [None])
+    request.sender.wait()

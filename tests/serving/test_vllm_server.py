@@ -64,6 +64,21 @@ def test_a_request_whose_client_is_gone_is_logged_as_upstreams_tests_look_for(
     assert said == ["[vllm] Cancelling the request", "[vllm] Successfully cancelled the request"]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "count"), [({}, 1), ({"n": 2}, 2), ({"n": 2, "best_of": 4}, 4), ({"n": 2, "use_beam_search": True}, 2)]
+)
+def test_the_books_know_how_many_sequences_there_were(
+    server: ModelServer, executor: ScriptedExecutor, sampling: dict[str, Any], count: int
+) -> None:
+    request = InferenceRequest(tensors(sampling=sampling))
+    server.execute([request])
+    assert executor.submitted.acquire(timeout=10)
+    (stream,) = server._pump.live_streams()
+    assert [row.num_sequences for row in stream.rows] == [count]
+    executor.error(1, "the end")
+    request.sender.wait()
+
+
 def test_steps_that_wait_for_a_busy_sender_are_not_joined(server: ModelServer, executor: ScriptedExecutor) -> None:
     request = InferenceRequest(tensors(stream=True, return_num_output_tokens=True))
     request.sender.gate = gate = threading.Event()

@@ -69,9 +69,7 @@ class NamedSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 beam_width=self.num_generated,
                 length_penalty=self.length_penalty,
                 early_stopping=_EARLY_STOPPING[self.early_stopping],
-                temperature=0.0
-                if self.num_generated == 1
-                else None,  # one beam is greedy decoding, others draw nothing
+                temperature=0.0 if self.num_generated == 1 else None,  # one beam is greedy decoding
             )
         temperature = default_temperature if self.temperature is None else self.temperature
         return self._config(
