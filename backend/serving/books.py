@@ -20,13 +20,20 @@ PUBLISH_S = 0.1  # for so long at a time ended rows are published; those that ar
 
 class Books:
     def __init__(
-        self, labels: dict[str, str], log_requests: bool, owner: bool, vllm_hello: Callable[[], Hello | None]
+        self,
+        labels: dict[str, str],
+        log_requests: bool,
+        owner: bool,
+        vllm_hello: Callable[[], Hello | None],
+        is_static: bool = False,
     ) -> None:
         """`labels` name the model and its version. The `owner` publishes the engine's metrics too. `vllm_hello` is asked for the
-        engine's description, and once it returns one vLLM's metrics are published besides.
+        engine's description, and once it returns one vLLM's metrics are published besides. `is_static`: whether the engine's
+        batches are.
         """
         self.ended = EndedRows()
-        self._metrics = MetricsPublisher(pb.new_metric_family, labels, engine=owner)
+        self._metrics = MetricsPublisher(pb.new_metric_family, labels, owner, is_static)
+        self._is_static = is_static
         self._log = RequestLog(labels.get("model", "")) if log_requests else None
         self._vllm_hello = vllm_hello
 
@@ -41,7 +48,7 @@ class Books:
         """Publish what has changed of the engine's, and write it to Triton's verbose log."""
         self._metrics.publish_engine(stats, ready)
         if stats is not None:
-            pb.log_verbose(statistics_line(stats))
+            pb.log_verbose(statistics_line(stats, self._is_static))
 
     def close(self) -> None:
         """Log the rows that are left. Nothing is published any more, because Triton is about to forget the model."""

@@ -93,19 +93,6 @@ _TRT_LLM = (
         ),
     ),
     Family(
-        "nv_trt_llm_inflight_batcher_metrics",
-        "TRT LLM inflight_batcher-specific metrics",
-        "GAUGE",
-        "inflight_batcher_specific_metric",
-        {
-            "total_context_tokens": lambda s: s.latest.num_ctx_tokens,
-            "generation_requests": lambda s: s.latest.num_gen_requests,
-            "micro_batch_id": lambda s: s.latest.micro_batch_id,
-            "paused_requests": lambda s: s.latest.num_paused_requests,
-        },
-        ("Total Context Tokens", "Generation Requests", "MicroBatch ID", "Paused Requests"),
-    ),
-    Family(
         "nv_trt_llm_general_metrics",
         "General TRT LLM metrics",
         "GAUGE",
@@ -216,14 +203,48 @@ _OURS = (
     Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
 )
 
-ENGINE_FAMILIES = _TRT_LLM + _OURS
+_INFLIGHT = Family(
+    "nv_trt_llm_inflight_batcher_metrics",
+    "TRT LLM inflight_batcher-specific metrics",
+    "GAUGE",
+    "inflight_batcher_specific_metric",
+    {
+        "total_context_tokens": lambda s: s.latest.num_ctx_tokens,
+        "generation_requests": lambda s: s.latest.num_gen_requests,
+        "micro_batch_id": lambda s: s.latest.micro_batch_id,
+        "paused_requests": lambda s: s.latest.num_paused_requests,
+    },
+    ("Total Context Tokens", "Generation Requests", "MicroBatch ID", "Paused Requests"),
+)
+
+_STATIC = Family(
+    "nv_trt_llm_v1_metrics",
+    "TRT LLM v1-specific metrics",
+    "GAUGE",
+    "v1_specific_metric",
+    {
+        "total_context_tokens": lambda s: s.latest.num_ctx_tokens,
+        "total_generation_tokens": lambda s: s.latest.num_gen_requests,  # each gets one token in a step
+        "empty_generation_slots": lambda s: s.latest.num_empty_gen_slots,
+    },
+    ("Total Context Tokens", "Total Generation Tokens", "Empty Generation Slots"),
+)
 
 
-def statistics_line(stats: EngineStats) -> str:
+def _trt_llm(is_static: bool) -> tuple[Family, ...]:
+    return (*_TRT_LLM, _STATIC if is_static else _INFLIGHT)
+
+
+def engine_families(is_static: bool) -> tuple[Family, ...]:
+    """All families of an engine; those of its batches differ where they are static."""
+    return _trt_llm(is_static) + _OURS
+
+
+def statistics_line(stats: EngineStats, is_static: bool = False) -> str:
     """TensorRT-LLM's statistics as one line of JSON: each value of its metric families, under its name there."""
     values = {
         name: read(stats)
-        for family in _TRT_LLM
+        for family in _trt_llm(is_static)
         for name, read in zip(family.stats, family.values.values(), strict=True)
     }
     seconds, microseconds = divmod(stats.latest.timestamp_ns // 1000, 1_000_000)

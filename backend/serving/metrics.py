@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from backend.api import EngineStats
 from backend.serving.ended import EndedRow
-from backend.serving.families import ENGINE_FAMILIES, FINISHED, Family
+from backend.serving.families import FINISHED, Family, engine_families
 
 TOKEN_BUCKETS = [10.0, 50.0, 100.0, 500.0, 1000.0]
 # The buckets of vLLM, which everbatch_* share so that both can be compared; queues and totals may be as short as a first token.
@@ -152,11 +152,11 @@ class Totals(NamedTuple):
 class MetricsPublisher:
     """Sends metrics to Triton. After its construction only one thread may use it."""
 
-    def __init__(self, new_family: NewFamily, labels: dict[str, str], engine: bool) -> None:
+    def __init__(self, new_family: NewFamily, labels: dict[str, str], engine: bool, is_static: bool = False) -> None:
         """Register the families with Triton.
 
         `labels` name the model and its version. With `engine` the engine's families are published too, which exactly one
-        model of a server does.
+        model of a server does; `is_static`: whether its batches are.
         """
         self._new_family = new_family
         self._labels = labels
@@ -164,7 +164,8 @@ class MetricsPublisher:
         self._sent: dict[tuple[str, str], float] = {}
         self._metrics: dict[tuple[str, str], MetricHandle] = {}
         self._before: EngineStats | None = None  # the statistics that were published last
-        for family in ENGINE_FAMILIES if engine else ():
+        self._engine_families = engine_families(is_static) if engine else ()
+        for family in self._engine_families:
             handle = self._register(family.name, family.description, family.kind)
             for value in family.values:
                 extra = {family.label: value} if family.label else {}
@@ -212,7 +213,7 @@ class MetricsPublisher:
         if self._before is not None and stats.started_ns != self._before.started_ns:
             self._begin_anew(self._before.latest.num_active_requests)
         self._before = stats
-        for family in ENGINE_FAMILIES:
+        for family in self._engine_families:
             for label, read in family.values.items():
                 self._send(family, label, float(read(stats)))
 
@@ -237,7 +238,7 @@ class MetricsPublisher:
                     metric.observe(float(value))
 
     def _begin_anew(self, num_lost: int) -> None:
-        for family in ENGINE_FAMILIES:
+        for family in self._engine_families:
             if family.kind == "COUNTER":
                 self._sent.update({(family.name, label): 0.0 for label in family.values})
         if num_lost:

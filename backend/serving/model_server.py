@@ -114,7 +114,8 @@ class ModelServer:
         self._draining = False
         self._drain_ends: float | None = None
         vllm_hello = (lambda: executor.hello) if reports_vllm else (lambda: None)
-        self._books = Books(labels or {}, config.triton.log_requests, owner, vllm_hello)
+        is_static = config.scheduler.batching == "static"
+        self._books = Books(labels or {}, config.triton.log_requests, owner, vllm_hello, is_static)
         self._free_parameters = (
             None if dialect.reads_parameters else FreeParameters(tensors, config.triton.strict_parameters)
         )

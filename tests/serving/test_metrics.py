@@ -12,7 +12,7 @@ from backend.serving import pb
 from backend.serving.assembly import is_true
 from backend.serving.books import Books
 from backend.serving.ended import EndedRow
-from backend.serving.families import ENGINE_FAMILIES, statistics_line
+from backend.serving.families import engine_families, statistics_line
 from backend.serving.metrics import MetricsPublisher, up_to
 from tests.serving.fake_triton import Logger, Metric, MetricFamily
 from tests.serving.scripted import MODEL
@@ -185,7 +185,19 @@ def test_the_statistics_line_has_a_key_for_each_of_tensorrt_llms_values() -> Non
     moment = datetime.strptime(line.pop("Timestamp"), "%m-%d-%Y %H:%M:%S.%f")
     assert moment.timestamp() * 1e6 == shown.pop(("nv_trt_llm_general_metrics", "timestamp"))
     assert sorted(line.values()) == sorted(shown.values())
-    assert all(len(family.stats) == len(family.values) for family in ENGINE_FAMILIES if family.stats)
+    assert all(len(family.stats) == len(family.values) for family in engine_families(False) if family.stats)
+
+
+@pytest.mark.feature("W-06")
+def test_static_batches_have_a_family_in_place_of_that_of_inflight_batching() -> None:
+    publisher = MetricsPublisher(pb.new_metric_family, LABELS, engine=True, is_static=True)
+    now = stats(num_ctx_tokens=7, num_gen_requests=3, num_empty_gen_slots=2)
+    publisher.publish_engine(now, ready=True)
+    shown = {label: metric.current for (name, label), metric in metrics().items() if name == "nv_trt_llm_v1_metrics"}
+    assert shown == {"total_context_tokens": 7, "total_generation_tokens": 3, "empty_generation_slots": 2}
+    assert "nv_trt_llm_inflight_batcher_metrics" not in {name for name, _ in metrics()}
+    line = json.loads(statistics_line(now, is_static=True))
+    assert line["Empty Generation Slots"] == 2 and "Paused Requests" not in line
 
 
 def test_the_time_of_a_step_is_told_in_microseconds() -> None:
