@@ -382,16 +382,6 @@ def test_the_llmapi_form_answers_a_stop_request_with_cancelled(client: Any, serv
     running.close()
 
 
-@pytest.mark.feature("W-10")
-def test_the_llmapi_form_answers_with_the_best_of_several_or_with_all_beams(client: Any) -> None:
-    asked = {"text_input": texts(PROMPT), "sampling_param_max_tokens": np.array([6], np.int32)}
-    sampled = {"sampling_param_top_k": np.array([50], np.int32), "sampling_param_best_of": np.array([3], np.int32)}
-    (best,) = streamed(client, "llmapi", **asked, **sampled)
-    assert best.as_numpy("text_output").shape == (1,) and best.as_numpy("cumulative_logprob") is None
-    (beams,) = streamed(client, "llmapi", **asked, sampling_param_beam_width=np.array([2], np.int32))
-    assert len(set(beams.as_numpy("text_output").tolist())) == 2
-
-
 @pytest.mark.feature("W-10", "W-04")
 @pytest.mark.parametrize(
     ("arrays", "message"),
