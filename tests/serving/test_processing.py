@@ -47,6 +47,17 @@ def ask(tools: TextTools, *queries: str, **inputs: Any) -> dict[str, np.ndarray]
 
 
 @pytest.mark.feature("W-02")
+def test_extra_ids_stand_where_tokens_lie_beyond_the_vocabulary(tools: TextTools) -> None:
+    """The vocabulary is said to end at the first token's id, so that greater ids are beyond it."""
+    ids = tools.tokenizer.encode("x = 1")
+    outputs = ask(tools, "x = 1", "x", vocab_size=ids[0] + 1, PROMPT_TABLE_EXTRA_ID=uint64(7, 2**63))
+    extra = outputs["OUT_PROMPT_TABLE_EXTRA_IDS"]
+    beyond = outputs["INPUT_ID"] > ids[0]
+    assert extra.dtype == np.uint64 and beyond[0].any() and not beyond[0].all()
+    assert extra.tolist() == [[7 if each else 0 for each in beyond[0]], [2**63 if each else 0 for each in beyond[1]]]
+
+
+@pytest.mark.feature("W-02")
 def test_every_output_has_upstreams_type_and_shape(tools: TextTools) -> None:
     ids = tools.tokenizer.encode("x = 1")
     outputs = ask(tools, "x = 1")
@@ -149,7 +160,6 @@ def test_a_bias_is_added_to_every_token_of_its_word(tools: TextTools) -> None:
         ({"QUERY": np.empty((1, 0), dtype=object)}, InvalidRequest, "the shape is"),
         ({"IMAGE_BYTES": np.ones((1, 1, 1, 1, 3), np.uint8)}, Unsupported, "IMAGE_BYTES asks for image or video"),
         ({"IMAGES": strings("a.png")}, Unsupported, "IMAGES asks for image or video input"),
-        ({"PROMPT_TABLE_EXTRA_ID": uint64(3)}, Unsupported, "PROMPT_TABLE_EXTRA_ID asks for prompt tuning"),
     ],
 )
 def test_preprocessing_names_what_is_wrong(

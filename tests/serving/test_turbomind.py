@@ -116,13 +116,22 @@ def test_without_top_k_and_top_p_decoding_is_greedy(fields: dict[str, float], is
     [
         ({"beam_width": 2}, "beam_width asks for beam search"),
         ({"len_penalty": 0.5}, "len_penalty asks for beam search"),
-        ({"top_p_decay": 0.9}, "top_p_decay asks for top-p decay"),
         ({"input_embeddings": [1, 2]}, "input_embeddings asks for embeddings"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         work(**fields)
+
+
+def test_top_p_decays_only_where_a_decay_is_given() -> None:
+    decay = {"runtime_top_p": 0.5, "top_p_min": 0.25, "top_p_reset_ids": 7}
+    config = asked(**decay, top_p_decay=0.75).sampling_config
+    assert (config.top_p, config.top_p_decay, config.top_p_min, config.top_p_reset_ids) == (0.5, 0.75, 0.25, 7)
+    for value in (0.0, 1.0):
+        assert asked(**decay, top_p_decay=value).sampling_config == asked(runtime_top_p=0.5).sampling_config
+    unset = asked(runtime_top_p=0.5, top_p_decay=0.75, top_p_min=0.0, top_p_reset_ids=2**32 - 1).sampling_config
+    assert (unset.top_p_min, unset.top_p_reset_ids) == (None, None)
 
 
 def test_neutral_values_of_what_is_not_built_pass() -> None:

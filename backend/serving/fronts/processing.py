@@ -35,7 +35,7 @@ PREPROCESSING_TENSORS = ModelTensors(
         Input("EMBEDDING_BIAS_WEIGHTS", "FP32", ANY, "request"),
         Input("END_ID", "INT32", ONE, "request"),
         Input("PAD_ID", "INT32", ONE, "request"),
-        *refused("prompt tuning", ("PROMPT_TABLE_EXTRA_ID", "UINT64", ONE), neutral=(0,)),
+        Input("PROMPT_TABLE_EXTRA_ID", "UINT64", ONE, "request"),
         *refused(
             "image or video input",
             ("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1)),
@@ -54,7 +54,7 @@ PREPROCESSING_TENSORS = ModelTensors(
         Output("REQUEST_OUTPUT_LEN", "INT32", ANY, "always"),
         Output("OUT_END_ID", "INT32", ONE, "always: END_ID, or else the tokenizer's"),
         Output("OUT_PAD_ID", "INT32", ONE, "always: PAD_ID, or else the tokenizer's"),
-        Output("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", ANY, "never yet"),
+        Output("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", ANY, "PROMPT_TABLE_EXTRA_ID"),
     ),
     always="unary",
 )
@@ -123,6 +123,10 @@ def parse_preprocessing(batch: Batch, context: ServingContext, parameters: Param
         ("OUT_END_ID", _column(end_ids)),
         ("OUT_PAD_ID", _column(pad_ids)),
     ]
+    if batch.has("PROMPT_TABLE_EXTRA_ID"):
+        extra_ids = np.array([[required(batch, "PROMPT_TABLE_EXTRA_ID", row)] for row in rows], np.uint64)
+        is_virtual = _padded(prompts, pad_ids) >= context.model.vocab_size
+        arrays.append(("OUT_PROMPT_TABLE_EXTRA_IDS", np.where(is_virtual, extra_ids, np.uint64(0))))
     return [Work(None, Answer(arrays))]
 
 

@@ -59,9 +59,9 @@ TENSORS = ModelTensors(
         *refused("beam search", ("beam_width", "UINT32", ONE), neutral=(1,)),
         *refused("beam search", ("beam_search_diversity_rate", "FP32", ONE), neutral=(0.0,)),
         *refused("beam search", ("len_penalty", "FP32", ONE), neutral=(1.0, 0.0)),
-        *refused("top-p decay", ("top_p_decay", "FP32", ONE), neutral=(1.0, 0.0)),
-        *refused("top-p decay", ("top_p_min", "FP32", ONE), neutral=(0.0,)),
-        *refused("top-p decay", ("top_p_reset_ids", "UINT32", ONE), neutral=(0, UINT32_MINUS_ONE)),
+        Input("top_p_decay", "FP32", ONE, "sampling.top_p_decay"),
+        Input("top_p_min", "FP32", ONE, "sampling.top_p_min"),
+        Input("top_p_reset_ids", "UINT32", ONE, "sampling.top_p_reset_ids"),
         *refused("prompt tuning", ("prompt_learning_task_name_ids", "UINT32", ONE), neutral=(0,)),
         *refused(
             "embeddings as input", ("input_embeddings", "INT8", ANY), ("input_embedding_ranges", "UINT32", (-1, 2))
@@ -155,11 +155,20 @@ def _read_session(batch: Batch, max_tokens: int) -> SessionConfig:
     return SessionConfig(**fields, session_len=most if session_len else None)
 
 
+_DECAY = ("top_p_decay", "top_p_min", "top_p_reset_ids")
+
+
 def _read_sampling(batch: Batch) -> SamplingConfig:
     """Without top-k and top-p (0 is none) decoding is greedy, whatever the temperature, as in TurboMind."""
     fields = batch.fields("sampling", 0)
     if fields.get("top_p", 1.0) <= 0.0:
         del fields["top_p"]
+    if fields.get("top_p_min") == 0.0:
+        del fields["top_p_min"]
+    if fields.get("top_p_reset_ids") == UINT32_MINUS_ONE:
+        del fields["top_p_reset_ids"]
+    if fields.get("top_p_decay", 1.0) in (0.0, 1.0):  # Without a decay the other two mean nothing.
+        fields = {name: value for name, value in fields.items() if name not in _DECAY}
     if not fields.get("top_k") and "top_p" not in fields:
         fields["top_k"] = 1
     return SamplingConfig(**fields)
