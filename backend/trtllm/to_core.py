@@ -7,10 +7,10 @@ from typing import Any
 
 from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.executor.own_processors import OF_REQUEST
 from backend.trtllm import request as theirs
 from backend.trtllm import request_configs as configs
 from backend.trtllm.enums import KvCacheTransferMode, RequestType
-from backend.trtllm.processors import OF_REQUEST
 from backend.trtllm.request_configs import KvCacheRetentionConfig
 
 # Attributes of one name and meaning on both sides.

@@ -51,7 +51,9 @@ MUTANTS = {
     ),
     "prompt_log_probs_are_computed_for_ever": (
         change(Gathered, "_misses", ("self._next[name] < self._ends[name]", "True")),
-        ["tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"],
+        [
+            "tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"
+        ],
     ),
     "every_sequence_tells_the_prompt": (
         change(Gathered, "leave_prompt_log_probs", ("self._names.pop(PROMPT_LOG_PROBS, None)", "pass")),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from backend.executor import own_processors
 from backend.trtllm import (
     engine_config,
     executor,
     from_core,
     gpt_manager,
     inference_request,
-    processors,
     record,
     request_configs,
     to_core,
@@ -102,7 +102,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Executor, "_told", ("if answer.is_final:", "if False:")),
         TENSORS,
     ),
-    "four_arguments_are_five": (change(processors, "_takes_five", ("return False", "return True")), TENSORS),
+    "four_arguments_are_five": (
+        change(own_processors, "_num_arguments", ("_NUM_ARGUMENTS - 1", "_NUM_ARGUMENTS")),
+        TENSORS,
+    ),
     "context_rows_under_the_output_s_name": (change(from_core, "_additional", ("context_{name}", "{name}")), TENSORS),
     "logits_without_the_engine_s_flag": (
         change(GptManager, "_converted", (" &= params.gather_context_logits", " &= True")),
