@@ -1,4 +1,4 @@
-"""Tensors of results as torch's. Importing this loads no torch."""
+"""Tensors of requests and results, from torch's and as torch's. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def as_tensor(data: TensorData) -> Tensor:
     import torch
 
     return torch.frombuffer(bytearray(data.data), dtype=torch.float32).reshape(data.shape)
+
+
+def as_data(tensor: Tensor) -> TensorData:
+    """A copy of a tensor of any type and device, in float32."""
+    return TensorData("float32", tuple(tensor.shape), tensor.detach().float().cpu().contiguous().numpy().tobytes())

@@ -104,6 +104,14 @@ MUTANTS = {
         change(Request, "namespace", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
         [PROMPTS + "test_tables_that_differ_never_share_kv_and_equal_ones_do"],
     ),
+    "extra_ids_share_kv": (
+        change(Request, "namespace", ("items()), extra_ids, self", "items()), self")),
+        ["tests/trtllm/test_prompt_inputs.py"],
+    ),
+    "zeros_behind_extra_ids_keep_kv_apart": (
+        change(Request, "namespace", ("while extra_ids and not", "while False and not")),
+        ["tests/api/test_limits.py"],
+    ),
     "a_slot_keeps_its_last_owners_positions": (
         change(PromptInputs, "set_row", ("self._slots.pop(row.slot, None)", "pass")),
         [PROMPTS + "test_the_slot_of_a_prompt_with_inputs_goes_to_one_without"],
