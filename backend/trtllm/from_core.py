@@ -90,7 +90,8 @@ def _additional(given: core.Result) -> list[AdditionalOutput]:
 
 
 def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
-    new, reused = given.num_new_blocks, given.num_reused_blocks
+    """As TensorRT-LLM counts, a block that began as a copy is one that was reused."""
+    new, reused = given.num_new_blocks - given.num_copied_blocks, given.num_reused_blocks + given.num_copied_blocks
     return RequestPerfMetrics(
         TimingMetrics(
             _span(given.arrival_ns),

@@ -93,6 +93,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FIGURES,
     ),
     "seconds_for_microseconds": (change(from_core, "_span", ("microseconds=ns / 1000", "seconds=ns % 1000")), FIGURES),
+    "copies_count_as_new": (
+        change(from_core, "perf_metrics", ("given.num_new_blocks - given.num_copied_blocks", "given.num_new_blocks")),
+        FIGURES,
+    ),
     "an_id_is_taken_for_a_list": (
         change(executor, "_awaited", ("_IDS if isinstance(which, list | tuple) else _ID", "_IDS")),
         EXECUTOR,
