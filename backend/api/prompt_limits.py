@@ -8,10 +8,12 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.request import Request
 
 FLOAT_BYTES = 4
+UINT64 = 1 << 64
 
 
 def check_prompt_inputs(request: Request, width: int, max_seq_len: int, max_bytes: int) -> None:
     """Raise for embeddings or positions that cannot be taken. `width`: the model's hidden size, 0 if the tier takes neither."""
+    _check_extra_ids(request)
     if request.prompt_embeddings is None and request.position_ids is None:
         return
     if not width:
@@ -55,6 +57,20 @@ def _check_embeddings(request: Request, width: int, max_bytes: int) -> None:
         raise Unsupported(
             "prompt_embeddings do not go with penalties or no_repeat_ngram_size in this version; leave one of them out"
         )
+
+
+def _check_extra_ids(request: Request) -> None:
+    ids = request.extra_ids
+    if not ids:
+        return
+    if len(ids) != len(request.input_token_ids):
+        raise InvalidRequest(
+            f"there are {len(ids)} extra_ids for {len(request.input_token_ids)} input tokens; give one for each"
+        )
+    if min(ids) < 0 or max(ids) >= UINT64:
+        raise InvalidRequest(f"extra_ids run from {min(ids)} to {max(ids)}, allowed is 0 to {UINT64 - 1}")
+    if request.session is not None:
+        raise Unsupported("a session takes tokens only in this version; send extra_ids without one")
 
 
 def _check_positions(request: Request, max_seq_len: int) -> None:

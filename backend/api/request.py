@@ -80,8 +80,10 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
+    `extra_ids`: a number for each input token, which says what else it stands for; 0 = nothing.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
-    Refused by models that take none. KV is shared only between requests that are equal in these three.
+    Refused by models that take none. KV is shared only between requests that are equal in these four; of extra ids, but for
+    zeros at the end.
     """
 
     input_token_ids: list[int]
@@ -103,14 +105,22 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     logits_post_processor: str = ""
     prompt_embeddings: TensorData | None = None
     position_ids: list[int] | None = None
+    extra_ids: list[int] = []
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 
     @property
     def namespace(self) -> str:
         """Requests with different namespaces never share KV."""
-        if not self.extra_inputs and self.prompt_embeddings is None and self.position_ids is None:
+        if (
+            not (self.extra_inputs or any(self.extra_ids))
+            and self.prompt_embeddings is None
+            and self.position_ids is None
+        ):
             return self.cache_salt
-        parts = sorted(self.extra_inputs.items()), self.prompt_embeddings, self.position_ids
+        extra_ids = list(self.extra_ids)
+        while extra_ids and not extra_ids[-1]:
+            extra_ids.pop()
+        parts = sorted(self.extra_inputs.items()), extra_ids, self.prompt_embeddings, self.position_ids
         digest = hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=32)
         return f"{self.cache_salt}\0{digest.hexdigest()}"

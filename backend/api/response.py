@@ -55,6 +55,7 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_evictions: int = 0  # how often this turn found KV of its sequence gone
     num_pauses: int = 0
     num_new_blocks: int = 0
+    num_copied_blocks: int = 0  # of the new ones, those that began as a copy of a block of which the head was right
     num_reused_blocks: int = 0
     num_output_tokens: int = 0  # sampled so far
 

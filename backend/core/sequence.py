@@ -129,6 +129,7 @@ class Sequence:
     num_evictions: int
     num_pauses: int
     num_new_blocks: int
+    num_copied_blocks: int
     num_reused_blocks: int
     gathered: Gathered | None  # tensors for the client
     _random_state_before: tuple[int, int]  # for undo_turn
@@ -186,6 +187,7 @@ class Sequence:
         self.num_evictions = 0
         self.num_pauses = 0
         self.num_new_blocks = 0
+        self.num_copied_blocks = 0
         self.num_reused_blocks = 0
         self.gathered = Gathered.of(request, self.num_history_tokens, self.num_prompt_tokens)
 

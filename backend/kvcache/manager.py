@@ -309,6 +309,8 @@ class KVCacheManager:
             num_own = min(len(grant.kept), self.geometry.blocks_for(grant.own))
             seq.num_reused_blocks += num_own
             seq.num_new_blocks += len(grant.kept) - num_own  # strangers' blocks: the client is told that they are new
+            is_own_copy = grant.copy_from is not None and self.geometry.blocks_for(grant.own) > len(grant.kept)
+            seq.num_copied_blocks += is_own_copy
             self._reused_blocks_total += len(grant.kept)
             self._missed_blocks_total += len(new)
         seq.num_new_blocks += len(new)

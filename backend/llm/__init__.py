@@ -13,12 +13,13 @@ from backend.llm.requests import (
     PromptAdapterRequest,
 )
 from backend.llm.result import CompletionOutput, GenerationResult, Logprob, RequestOutput
-from backend.llm.sampling_params import GuidedDecodingParams, SamplingParams
+from backend.llm.sampling_params import AdditionalModelOutput, GuidedDecodingParams, SamplingParams
 from backend.llm.statistics import IterationResult
 from backend.llm.worker import GenerationExecutorProxy, GenerationExecutorWorker
 
 __all__ = [
     "LLM",
+    "AdditionalModelOutput",
     "BackgroundError",
     "BatchedLogitsProcessor",
     "CompletionOutput",

@@ -12,7 +12,7 @@ from backend.api import EngineConfig
 from backend.api.config import ChunkingPolicy, KvCacheConfig, Policy, check_config
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.postprocessing import PostprocWorkerConfig
-from backend.llm.worker import PROGRAM
+from backend.llm.program import PROGRAM
 
 # argument -> key of the configuration
 KEYS = {
@@ -36,10 +36,8 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), "adapters are not served here"),
     "lora_config": ((None,), "adapters are not served here"),
     "peft_cache_config": ((None,), "adapters are not served here"),
-    "batched_logits_processor": ((None,), "logits processors are not served here"),
     "guided_decoding_backend": ((None,), "guided decoding is not set up"),
     "speculative_config": ((None,), "nothing is decoded speculatively"),
-    "gather_generation_logits": ((False,), "logits are not kept"),
     "batch_wait_timeout_ms": ((0, None), "a request never waits for others"),
 }
 # argument -> default; handled by LLM itself
@@ -53,6 +51,8 @@ OWN: dict[str, Any] = {
     "num_postprocess_workers": 0,
     "postprocess_tokenizer_dir": None,
     "return_perf_metrics": False,
+    "batched_logits_processor": None,
+    "gather_generation_logits": False,  # whether or not, requests may ask for logits
     "enable_iter_perf_stats": False,
     "enable_iter_req_stats": False,
     "disable_overlap_scheduler": False,
@@ -103,6 +103,7 @@ class LlmArguments:
         self.stream_interval = _at_least_one("stream_interval", own["stream_interval"])
         self.returns_metrics: bool = own["return_perf_metrics"]
         self.postprocess = PostprocWorkerConfig(own["num_postprocess_workers"], own["postprocess_tokenizer_dir"])
+        self.batched_logits_processor: Any = own["batched_logits_processor"]
         self.has_own_process = _has_own_process(own["orchestrator_type"])
         self.config = _config(_base(own["engine_config"]), given)
 

@@ -139,11 +139,11 @@ class GenerationExecutor(ABC):
         """An executor over a checkpoint: its directory, a hub id, or nothing for the default model.
 
         `world_size` counts processes: 0 and 1 run the engine in this process, 2 in one of its own. `engine_dir` is the same as
-        `engine`. Without `tokenizer_dir` the checkpoint's own tokenizer is used.
+        `engine`. Without `tokenizer_dir` the checkpoint's own tokenizer is used. `return_logits` says that requests will ask for
+        logits, which they may in any case.
         """
         from backend.llm.worker import GenerationExecutorProxy, GenerationExecutorWorker
 
-        refuse("batched_logits_processor", batched_logits_processor, "logits processors are not served here")
         refuse("mpi_session", mpi_session, "the ranks of a model are not joined by MPI here")
         refuse("reuse_mpi_comm", reuse_mpi_comm, "the ranks of a model are not joined by MPI here")
         if model_world_size != 1:
@@ -155,10 +155,11 @@ class GenerationExecutor(ABC):
         postprocess = postproc_worker_config or PostprocWorkerConfig(num_postprocess_workers, postprocess_tokenizer_dir)
         if return_logits and postprocess.enabled:
             raise ParameterError(LOGITS_AND_WORKERS)
-        refuse("return_logits", return_logits, "logits are not kept")
         kind = GenerationExecutorProxy if world_size == 2 else GenerationExecutorWorker
         model = engine_dir if engine is None else engine
-        return kind.of_model(model, executor_config, tokenizer_dir, postprocess)
+        return kind.of_model(
+            model, executor_config, tokenizer_dir, postprocess, batched_logits_processor=batched_logits_processor
+        )
 
     def __enter__(self) -> GenerationExecutor:
         return self
@@ -173,8 +174,8 @@ class GenerationExecutor(ABC):
 
 
 LOGITS_AND_WORKERS = (
-    "context and generation logits do not go through post-processing workers; set num_postprocess_workers to 0, or leave "
-    "the logits out"
+    "context and generation logits do not go through post-processing workers, nor do other tensors; set "
+    "num_postprocess_workers to 0, or leave them out"
 )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from os.path import commonprefix
 
 from backend.api import FinishReason, PerfMetrics, Result
-from backend.llm.updates import SequenceUpdate, TextParams, TokenLogProbs
+from backend.llm.updates import NewTensors, SequenceUpdate, TextParams, TokenLogProbs
 from backend.text.detokenizer import IncrementalDetokenizer
 from backend.text.stream import TextStream
 from backend.text.tokenizer import Tokenizer
@@ -34,6 +34,9 @@ class SequenceFold:
         self._ids_told = self._text_told = self._log_probs_told = 0
         self._cumulative: float | None = None
         self._perf: PerfMetrics | None = None
+        self._first: TokenLogProbs | None = None  # of the first output token, as one that follows the prompt
+        self._prompt_is_told = params.prompt_log_probs is None
+        self._tensors: list[NewTensors] = []
         self.finish = FinishReason.NOT_FINISHED
         self._stop_reason: str | int | None = None
         self._is_fresh = False
@@ -55,9 +58,11 @@ class SequenceFold:
         self._perf = result.perf_metrics or self._perf
         if self.has_ended:
             return
+        self._note_first(result, ids)
         self._generated += ids
         self.ids += ids
         self._note_log_probs(result, 0, ids)
+        self._note_tensors(result)
         if self._params.log_probs is not None or result.cum_log_probs is not None:
             self._cumulative = result.cum_log_probs[0] if result.cum_log_probs else self._cumulative
         self._read(ids)
@@ -87,8 +92,8 @@ class SequenceFold:
         if not self.has_ended:
             self._end(finish)
 
-    def take(self) -> SequenceUpdate:
-        """What has changed since the last call."""
+    def take(self, of_prompt: list[TokenLogProbs] | None = None) -> SequenceUpdate:
+        """What has changed since the last call. `of_prompt`: log-probabilities of the prompt, once they are known."""
         kept, text_kept = min(self._ids_told, len(self.ids)), min(self._text_told, len(self.text))
         first = min(self._log_probs_told, len(self._log_probs))
         update = SequenceUpdate(
@@ -99,13 +104,16 @@ class SequenceFold:
             text=self.text[text_kept:],
             log_probs=self._log_probs[first:],
             log_probs_kept=first,
+            prompt_log_probs=self._of_prompt(of_prompt),
+            tensors=self._tensors,
+            num_generated=len(self._generated),
             cumulative_log_prob=self._cumulative,
             finish=self.finish,
             stop_reason=self._stop_reason,
             perf=self._perf,
         )
         self._ids_told, self._text_told, self._log_probs_told = len(self.ids), len(self.text), len(self._log_probs)
-        self._is_fresh = False
+        self._is_fresh, self._tensors = False, []
         return update
 
     def _new_stream(self) -> TextStream | None:
@@ -137,6 +145,29 @@ class SequenceFold:
         for n, (token_id, log_prob) in enumerate(zip(ids, result.log_probs[beam])):
             top = [(entry.token_id, entry.log_prob) for entry in tops[n]] if n < len(tops) else []
             self._log_probs.append(TokenLogProbs(token_id, log_prob, top[: self._params.log_probs]))
+
+    def _note_first(self, result: Result, ids: list[int]) -> None:
+        """The first output token is the one behind the last token of the prompt."""
+        if self._params.prompt_log_probs is None or self._generated or not ids or not result.log_probs:
+            return
+        top = [(entry.token_id, entry.log_prob) for entry in (result.top_log_probs or [[]])[0]]
+        self._first = TokenLogProbs(ids[0], result.log_probs[0][0], top[: self._params.prompt_log_probs])
+
+    def _note_tensors(self, result: Result) -> None:
+        new = NewTensors(
+            result.context_logits,
+            result.generation_logits,
+            result.additional_context_outputs or {},
+            result.additional_outputs or {},
+        )
+        if new != NewTensors():
+            self._tensors.append(new)
+
+    def _of_prompt(self, known: list[TokenLogProbs] | None) -> list[TokenLogProbs]:
+        if known is None or self._prompt_is_told:
+            return []
+        self._prompt_is_told = True
+        return known if self._first is None else [*known, self._first]
 
     def _read(self, ids: list[int]) -> None:
         self._is_fresh = self._is_fresh or bool(ids)
@@ -212,6 +243,7 @@ class RequestFold:
         self._params = params
         self._sequences = [SequenceFold(index, params, tokenizer) for index in range(params.num_sequences)]
         self._engine_is_done = False
+        self._of_prompt: list[TokenLogProbs] | None = None
 
     @property
     def is_final(self) -> bool:
@@ -226,6 +258,11 @@ class RequestFold:
         return self.is_final and not self._engine_is_done
 
     def feed(self, result: Result) -> None:
+        if self._of_prompt is None and self._params.prompt_log_probs is not None and result.sequence_index == 0:
+            self._of_prompt = [
+                TokenLogProbs(token_id, entry.log_prob, [(top.token_id, top.log_prob) for top in entry.top], entry.rank)
+                for token_id, entry in zip(self._params.prompt_ids[1:], result.prompt_log_probs or [])
+            ]
         if self._params.beams:
             for beam in range(min(len(result.output_token_ids), len(self._sequences))):
                 self._sequences[beam].replace(result, beam)
@@ -239,7 +276,7 @@ class RequestFold:
     def take(self) -> list[SequenceUpdate]:
         """What is to be told now; of a request that does not stream nothing before its end."""
         if self.is_final:
-            return [sequence.take() for sequence in self._sequences]
+            return [sequence.take(self._of_prompt) for sequence in self._sequences]
         if not self._params.streaming:
             return []
-        return [sequence.take() for sequence in self._sequences if sequence.is_due]
+        return [sequence.take(self._of_prompt) for sequence in self._sequences if sequence.is_due]

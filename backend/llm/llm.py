@@ -63,6 +63,7 @@ class LLM:
                 self.args.postprocess,
                 with_tokenizer=not skip_tokenizer_init,
                 stream_interval=self.args.stream_interval,
+                batched_logits_processor=self.args.batched_logits_processor,
             )
 
     @classmethod

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from backend.api import OutputConfig, Request, SamplingConfig
+from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
+from backend.executor.own_processors import OF_REQUEST
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.requests import GenerationRequest
 from backend.llm.sampling_params import SamplingParams
@@ -36,13 +37,7 @@ OPTIONAL: dict[str, Any] = {
 }
 DEFAULT_PRIORITY = 0.5
 NOT_HERE = {
-    "logits_processor": "logits processors are not served here",
-    "apply_batched_logits_processor": "logits processors are not served here",
-    "prompt_logprobs": "the logits of the prompt are not kept",
-    "return_context_logits": "the logits of the prompt are not kept",
-    "return_generation_logits": "logits are not kept",
     "return_encoder_output": "the models have no encoder",
-    "additional_model_outputs": "the models have no further outputs",
     "lookahead_config": "nothing is decoded speculatively",
     "guided_decoding": "guided decoding is not set up",
 }
@@ -74,8 +69,9 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
     check_supported(request)
     params = request.sampling_params
     prompt = request.all_token_ids
-    if params.logprobs is not None and params.logprobs > caps:
-        raise ParameterError(f"logprobs is {params.logprobs}, the limit is {caps} (limits.max_top_log_probs)")
+    for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if asked is not None and asked > caps:
+            raise ParameterError(f"{name} is {asked}, the limit is {caps} (limits.max_top_log_probs)")
     max_tokens = params.max_tokens
     return Request(
         input_token_ids=prompt,
@@ -92,6 +88,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         extra_inputs=dict(request.multimodal_params or {}),
         priority=_priority(request),
         retention=retention(request.kv_cache_retention_config),
+        logits_post_processor=post_processor(params, model.post_processors),
     )
 
 
@@ -109,14 +106,43 @@ def sampling_config(params: SamplingParams) -> SamplingConfig:
 
 
 def output_config(params: SamplingParams) -> OutputConfig:
-    """The best of several sequences are chosen by their log-probabilities, which are then needed in any case."""
+    """The best of several sequences are chosen by their log-probabilities, which are then needed in any case.
+
+    The first output token is the one that follows the prompt, so that its alternatives are asked for with those of the prompt.
+    """
     chooses = params.num_sequences > params.n and not params.use_beam_search
     return OutputConfig(
-        return_log_probs=params.logprobs is not None or chooses,
-        top_log_probs=params.logprobs or 0,
+        return_log_probs=params.logprobs is not None or params.prompt_logprobs is not None or chooses,
+        top_log_probs=max(params.logprobs or 0, params.prompt_logprobs or 0),
+        prompt_log_probs=params.prompt_logprobs,
+        return_context_logits=params.return_context_logits,
+        return_generation_logits=params.return_generation_logits,
+        additional_outputs=tuple(
+            AdditionalOutput(each.name, each.gather_context) for each in params.additional_model_outputs or ()
+        ),
         exclude_input_from_output=True,  # The prompt, where it is wanted, is put in front again later.
         return_perf_metrics=params.return_perf_metrics,
     )
+
+
+def post_processor(params: SamplingParams, known: tuple[str, ...]) -> str:
+    """The name under which the engine knows what changes the logits of this request; empty for none."""
+    if params.logits_processor is None and not params.apply_batched_logits_processor:
+        return ""
+    if params.logits_processor is not None and params.apply_batched_logits_processor:
+        raise ParameterError("logits_processor and apply_batched_logits_processor are both set; leave one of them out")
+    if params.apply_batched_logits_processor:
+        if Request.BATCHED_POST_PROCESSOR_NAME not in known:
+            raise ParameterError(
+                "apply_batched_logits_processor is set, and there is no batched_logits_processor; give LLM one"
+            )
+        return Request.BATCHED_POST_PROCESSOR_NAME
+    if OF_REQUEST not in known:
+        raise NotHere(
+            "logits_processor is set, and the engine is not in this process; leave out orchestrator_type and world_size, "
+            "or give LLM a batched_logits_processor that stands at the top of a module"
+        )
+    return OF_REQUEST
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:
@@ -160,6 +186,7 @@ def text_params(request: GenerationRequest, tokenizer: Tokenizer | None, stream_
         streaming=request.streaming,
         stream_interval=stream_interval,
         log_probs=params.logprobs,
+        prompt_log_probs=params.prompt_logprobs,
         num_sequences=params.num_sequences,
         beams=params.use_beam_search,
         shows_prompt=not (params.exclude_input_from_output or request.streaming),

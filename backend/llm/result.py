@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from backend.api import FinishReason, PerfMetrics
+from backend.executor.tensors import as_tensor
 from backend.llm.errors import RequestError, ResultTimeout
 from backend.llm.requests import DisaggregatedParams, GenerationRequest
 from backend.llm.result_queue import ResultQueue
-from backend.llm.updates import Output, SequenceUpdate, TokenLogProbs
+from backend.llm.updates import NewTensors, Output, SequenceUpdate, TokenLogProbs
 
 Self = TypeVar("Self", bound="GenerationResult")
 
@@ -34,7 +35,11 @@ TokenLogprobs = list[dict[int, Logprob]]
 
 @dataclass
 class CompletionOutput:
-    """One sequence of an answer. The `_diff` properties hold what the last step of iteration has added."""
+    """One sequence of an answer. The `_diff` properties hold what the last step of iteration has added.
+
+    `logprobs`: of each output token. `prompt_logprobs`: for each token of the prompt of the one that follows it, the last one
+    of the first output token. Tensors are torch's: `generation_logits` [tokens, vocab], additional outputs [tokens, width].
+    """
 
     index: int
     text: str = ""
@@ -79,15 +84,46 @@ class CompletionOutput:
         self.token_ids[update.ids_kept :] = update.ids
         self.text = self.text[: update.text_kept] + update.text
         self.logprobs[update.log_probs_kept :] = [_alternatives(entry) for entry in update.log_probs]
+        self.prompt_logprobs = [_alternatives(entry) for entry in update.prompt_log_probs] or self.prompt_logprobs
+        for new in update.tensors:
+            self._append(new)
+        self._cut_rows(update.num_generated)
         self.cumulative_logprob = update.cumulative_log_prob
         self.finish_reason = FinishReason(update.finish).openai_name
         self.stop_reason = update.stop_reason
         self.request_perf_metrics = update.perf
 
+    def _append(self, new: NewTensors) -> None:
+        """Rows of the prompt come once, those of the output with their tokens."""
+        if new.generation_logits is not None:
+            self.generation_logits = _joined(self.generation_logits, as_tensor(new.generation_logits)[0])
+        if new.context_outputs:
+            self.additional_context_outputs = {name: as_tensor(rows) for name, rows in new.context_outputs.items()}
+        if new.generation_outputs:
+            known = self.additional_generation_outputs or {}
+            self.additional_generation_outputs = {
+                name: _joined(known.get(name), as_tensor(rows)[0]) for name, rows in new.generation_outputs.items()
+            }
+
+    def _cut_rows(self, count: int) -> None:
+        """Let go of the rows of tokens that a stop string has cut off."""
+        if self.generation_logits is not None:
+            self.generation_logits = self.generation_logits[:count]
+        if self.additional_generation_outputs is not None:
+            self.additional_generation_outputs = {
+                name: rows[:count] for name, rows in self.additional_generation_outputs.items()
+            }
+
+
+def _joined(known: Any, new: Any) -> Any:
+    import torch
+
+    return new if known is None else torch.cat([known, new])
+
 
 def _alternatives(entry: TokenLogProbs) -> dict[int, Logprob]:
     found = {token_id: Logprob(log_prob, rank) for rank, (token_id, log_prob) in enumerate(entry.top, 1)}
-    found.setdefault(entry.token_id, Logprob(entry.log_prob))
+    found.setdefault(entry.token_id, Logprob(entry.log_prob, entry.rank))
     return found
 
 
@@ -135,6 +171,7 @@ class GenerationResult:
 
     @property
     def context_logits(self) -> Any:
+        """[tokens, vocab], of the prompt's last tokens: rows of those whose KV was reused are absent."""
         return self._context_logits
 
     @property
@@ -255,6 +292,9 @@ class GenerationResult:
             output.begin_step()
         for update in news.res:
             self._outputs[update.index].apply(update)
+            for new in update.tensors if update.index == 0 else ():
+                if new.context_logits is not None:
+                    self._context_logits = as_tensor(new.context_logits)
         self._done = news.is_final
 
     def _raise_error(self) -> None:

@@ -28,6 +28,14 @@ class GuidedDecodingParams:
             raise ParameterError(f"Only one guide can be used for a request, but got {len(given)}: {', '.join(given)}")
 
 
+@dataclass(frozen=True)
+class AdditionalModelOutput:
+    """A tensor that the model marks, by its name; `gather_context`: for the tokens of the prompt, too."""
+
+    name: str
+    gather_context: bool = False
+
+
 @dataclass(kw_only=True)
 class SamplingParams:
     """Keyword arguments only. None means the default of the model or of the engine.
@@ -46,7 +54,7 @@ class SamplingParams:
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     embedding_bias: Any = None  # one number for each token of the vocabulary: a list, a numpy array or a torch tensor
-    logits_processor: Any = None
+    logits_processor: Any = None  # a LogitsProcessor, another callable of its form, or a list of them
     apply_batched_logits_processor: bool = False
     n: int = 1
     best_of: int | None = None
@@ -75,7 +83,7 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     return_encoder_output: bool = False
     return_perf_metrics: bool = False
-    additional_model_outputs: list[Any] | None = None
+    additional_model_outputs: list[AdditionalModelOutput] | None = None
     lookahead_config: Any = None
     guided_decoding: GuidedDecodingParams | None = None
     ignore_eos: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from backend.api import ErrorCode, FinishReason, PerfMetrics
+from backend.api import ErrorCode, FinishReason, PerfMetrics, TensorData
 
 
 class TextParams(Struct, frozen=True, omit_defaults=True):
@@ -19,17 +19,28 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
     streaming: bool = False
     stream_interval: int = 1  # tokens of a sequence between two updates of it
     log_probs: int | None = None  # how many alternatives are told; None: not even that of the token itself
+    prompt_log_probs: int | None = None  # the same of the prompt's tokens
     num_sequences: int = 1
     beams: bool = False  # each result has all tokens of all beams so far
     shows_prompt: bool = False  # the prompt stands in front of the output
 
 
 class TokenLogProbs(Struct, frozen=True, array_like=True):
-    """Of one output token: its own, and the most likely ones in their order."""
+    """Of one token: its own, and the most likely ones in their order. `rank`: its own, where it is known."""
 
     token_id: int
     log_prob: float
     top: list[tuple[int, float]]
+    rank: int | None = None
+
+
+class NewTensors(Struct, frozen=True, omit_defaults=True):
+    """Rows that are new: of the prompt [rows, width], of the output [1, rows, width]."""
+
+    context_logits: TensorData | None = None
+    generation_logits: TensorData | None = None
+    context_outputs: dict[str, TensorData] = {}
+    generation_outputs: dict[str, TensorData] = {}
 
 
 class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
@@ -42,6 +53,9 @@ class SequenceUpdate(Struct, frozen=True, omit_defaults=True):
     text: str
     log_probs: list[TokenLogProbs] = []  # of all tokens from `log_probs_kept` on, in their order
     log_probs_kept: int = 0
+    prompt_log_probs: list[TokenLogProbs] = []  # once: of the tokens that follow each token of the prompt
+    tensors: list[NewTensors] = []
+    num_generated: int = 0  # tokens that stay of the output: rows beyond them belong to what a stop string has cut off
     cumulative_log_prob: float | None = None
     finish: FinishReason = FinishReason.NOT_FINISHED
     stop_reason: str | int | None = None

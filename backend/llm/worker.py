@@ -21,11 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from backend.api import EngineConfig, EngineUnavailable, EverbatchError, RequestId, Response
-from backend.api.config import LimitsConfig
+from backend.api import EngineConfig, EngineUnavailable, EverbatchError, Request, RequestId, Response
 from backend.executor import Executor
+from backend.executor.own_processors import OF_REQUEST, OwnProcessors, import_path
+from backend.llm import logits
 from backend.llm.errors import BackgroundError, NotHere, ParameterError
 from backend.llm.executor import LOGITS_AND_WORKERS, GenerationExecutor
 from backend.llm.mapping import core_request, text_params
@@ -38,6 +37,7 @@ from backend.llm.postprocessing import (
     PostprocWorker,
     PostprocWorkerConfig,
 )
+from backend.llm.program import PROGRAM, with_model, with_model_fields
 from backend.llm.requests import GenerationRequest
 from backend.llm.result import GenerationResult
 from backend.llm.result_queue import ResultQueue
@@ -47,10 +47,6 @@ from backend.text.tokenizer import Tokenizer
 
 log = logging.getLogger("everbatch.llm")
 FAILED = "the thread that hands out responses has failed, and no request is answered any more; make a new executor"
-
-
-# An engine that serves this program only: as many prompts may wait as the program has, for as long as it takes.
-PROGRAM = EngineConfig(limits=LimitsConfig(max_queue_size=1 << 31, max_queued_tokens=1 << 48, default_timeout_s=1e9))
 
 
 class _Live:
@@ -80,8 +76,12 @@ class GenerationExecutorWorker(GenerationExecutor):
         stream_interval: int = 1,
         postprocess_module: str = PROCESS,
         on_shutdown: Callable[[], None] = lambda: None,
+        processors: OwnProcessors | None = None,
     ) -> None:
-        """`tokenizer_dir` is where the post-processing processes find the tokenizer, if there are any."""
+        """`tokenizer_dir` is where the post-processing processes find the tokenizer, if there are any.
+
+        `processors`: what the engine calls for logits processors of requests, if it runs in this process.
+        """
         super().__init__()
         hello = executor.hello
         if hello is None:
@@ -90,6 +90,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self.hello = hello
         self.tokenizer = tokenizer
         self._stream_interval = stream_interval
+        self._processors = OwnProcessors() if processors is None else processors
         self._results: dict[int, _Live] = {}
         self._lock = threading.Lock()
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
@@ -116,6 +117,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         postprocess: PostprocWorkerConfig | None = None,
         with_tokenizer: bool = True,
         stream_interval: int = 1,
+        batched_logits_processor: Callable[..., Any] | None = None,
     ) -> GenerationExecutorWorker:
         """Over a checkpoint: its directory, a hub id, or None for the one that the configuration names.
 
@@ -133,22 +135,31 @@ class GenerationExecutorWorker(GenerationExecutor):
             raise ParameterError(
                 "post-processing processes make text, and the tokenizer is left out; set num_postprocess_workers to 0"
             )
-        executor, clean_up = cls.start_engine(with_model(config or PROGRAM, model))
+        own = OwnProcessors()
+        executor, clean_up = cls.start_engine(with_model(config or PROGRAM, model), own, batched_logits_processor)
         try:
             given, directory = tokenizer_dir, model_directory(executor)
             if given is not None and not isinstance(given, Tokenizer):
                 given, directory = None, str(tokenizer_dir)
             tokenizer = given or (Tokenizer.from_directory(directory) if with_tokenizer else None)
-            return cls(executor, tokenizer, directory, postprocess, stream_interval, on_shutdown=clean_up)
+            return cls(
+                executor, tokenizer, directory, postprocess, stream_interval, on_shutdown=clean_up, processors=own
+            )
         except BaseException:
             executor.shutdown()
             clean_up()
             raise
 
     @classmethod
-    def start_engine(cls, config: EngineConfig) -> tuple[Executor, Callable[[], None]]:
-        """The engine of this kind of executor, ready, and what is to be done when it has been shut down."""
-        return Executor.from_directory(config.model.path, config), lambda: None
+    def start_engine(
+        cls, config: EngineConfig, own: OwnProcessors, batched: Callable[..., Any] | None
+    ) -> tuple[Executor, Callable[[], None]]:
+        """The engine of this kind of executor, ready, and what is to be done when it has been shut down.
+
+        `own` and `batched`: the logits processors of requests, and that of all who want it.
+        """
+        of_all = None if batched is None else logits.batched(batched)
+        return Executor.from_directory(config.model.path, config, {OF_REQUEST: own}, of_all), lambda: None
 
     @property
     def postprocess_pids(self) -> list[int]:
@@ -157,14 +168,23 @@ class GenerationExecutorWorker(GenerationExecutor):
     def submit(self, request: GenerationRequest) -> GenerationResult:
         self._check_open()
         params = request.sampling_params
-        if self._pool is not None and (params.return_context_logits or params.return_generation_logits):
+        returns_tensors = (
+            params.return_context_logits or params.return_generation_logits or params.additional_model_outputs
+        )
+        if self._pool is not None and returns_tensors:
             raise ParameterError(LOGITS_AND_WORKERS)
         request.set_id(self._get_next_client_id())
         caps = self.hello.config.limits.max_top_log_probs
         core = core_request(request, self.tokenizer, self.hello.model, caps)
         result = GenerationResult(request, self)
         assert request.id is not None
-        self._send(request.id, core, _Live(result.queue, text_params(request, self.tokenizer, self._stream_interval)))
+        live = _Live(result.queue, text_params(request, self.tokenizer, self._stream_interval))
+        if params.logits_processor is None:
+            self._send(request.id, core, live)
+            return result
+        processor = logits.in_order(params.logits_processor)
+        with self._processors.adding:
+            self._processors.add(self._send(request.id, core, live), processor)
         return result
 
     def abort_request(self, request_id: int) -> None:
@@ -226,7 +246,8 @@ class GenerationExecutorWorker(GenerationExecutor):
         if self._is_shut_down:
             raise EngineUnavailable("the executor has been shut down; make a new one")
 
-    def _send(self, client_id: int, core: Any, live: _Live) -> None:
+    def _send(self, client_id: int, core: Request, live: _Live) -> RequestId:
+        """Returns the id that the engine has given the request."""
         with self._lock:
             self._results[client_id] = live  # It must be there before its first response.
         try:
@@ -244,6 +265,7 @@ class GenerationExecutorWorker(GenerationExecutor):
             self.engine_executor.cancel_request(engine_id)
         if self._failure is not None:  # It came too late for those whom the failure has ended.
             self._fail_all(self._failure)
+        return engine_id
 
     def _dispatch(self) -> None:
         """Hand responses on until the end. A fault in here ends all requests, each with the same error."""
@@ -259,6 +281,8 @@ class GenerationExecutorWorker(GenerationExecutor):
     def _hand_on(self, arrival: _Arrival) -> None:
         with self._lock:
             live = self._results.get(arrival.client_id)
+        if arrival.response.is_final and len(self._processors):
+            self._processors.forget(arrival.response.request_id)
         if live is None:  # It has ended already, by a stop string for instance.
             return
         params, live.params = live.params, None
@@ -321,10 +345,14 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
     """The engine runs in a process of its own, which is started again when it dies."""
 
     @classmethod
-    def start_engine(cls, config: EngineConfig) -> tuple[Executor, Callable[[], None]]:
+    def start_engine(
+        cls, config: EngineConfig, own: OwnProcessors, batched: Callable[..., Any] | None
+    ) -> tuple[Executor, Callable[[], None]]:
         path = config.model.path
         if path and Path(path).is_dir():  # The process has a working directory of its own.
             config = with_model(config, Path(path).resolve())
+        if batched is not None:
+            config = with_model_fields(config, batched_logits_post_processor=import_path("batched", batched))
         directory = tempfile.mkdtemp(prefix="everbatch-llm-")
         clean_up = partial(shutil.rmtree, directory, ignore_errors=True)
         try:
@@ -332,13 +360,6 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
         except BaseException:
             clean_up()
             raise
-
-
-def with_model(config: EngineConfig, model: Any) -> EngineConfig:
-    """The configuration with another checkpoint; None keeps the one that it names."""
-    if model is None:
-        return config
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model)))
 
 
 def model_directory(executor: Executor) -> str:

@@ -23,13 +23,13 @@ from backend.api.request import RequestId
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
 from backend.executor import Executor as Core
+from backend.executor.own_processors import OF_REQUEST, OwnProcessors, PostProcessor, import_path
 from backend.trtllm import from_core
 from backend.trtllm.configs import ExecutorConfig
 from backend.trtllm.engine_config import engine_config, runs_in_own_process
 from backend.trtllm.enums import ModelType
 from backend.trtllm.kinds import PATH, STR, UINT64, Kind, list_of, of, optional
 from backend.trtllm.kv_cache import KVCacheEvent, KVCacheEventManager
-from backend.trtllm.processors import OwnProcessors, import_path, named
 from backend.trtllm.record import Record, field, shown
 from backend.trtllm.request import Request
 from backend.trtllm.results import Response
@@ -275,7 +275,10 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
     parallel = given.executor_config.parallel_config
     own_process = runs_in_own_process(parallel)
     processors = given.executor_config.logits_post_processor_config
-    by_name, batched = named(processors, own), None if processors is None else processors.processor_batched
+    by_name: dict[str, PostProcessor] = {OF_REQUEST: own}
+    if processors is not None:
+        by_name |= processors.processor_map or {}
+    batched = None if processors is None else processors.processor_batched
     if parallel is not None and parallel.device_ids:
         config = _on_device(config, parallel.device_ids[0])
     if isinstance(given, FromBuffers):

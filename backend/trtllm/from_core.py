@@ -11,6 +11,7 @@ from backend.api import stats as core_stats
 from backend.api.tensor import TensorData
 from backend.core.messages import Hello
 from backend.core.step import ModelInfo
+from backend.executor.tensors import as_tensor
 from backend.trtllm import kv_cache
 from backend.trtllm.enums import FinishReason, RequestStage
 from backend.trtllm.results import AdditionalOutput, KvCacheMetrics, RequestPerfMetrics, Response, Result, TimingMetrics
@@ -67,33 +68,30 @@ def result(given: core.Result) -> Result:
         output_token_ids=given.output_token_ids,
         finish_reasons=[_REASONS[reason] for reason in given.finish_reasons],
         avg_decoded_tokens_per_iter=1.0,
-        context_logits=tensor(given.context_logits),
-        generation_logits=tensor(given.generation_logits),
+        context_logits=_tensor(given.context_logits),
+        generation_logits=_tensor(given.generation_logits),
         additional_outputs=_additional(given),
         request_perf_metrics=None if perf is None else perf_metrics(perf, given.decoding_iter),
         **{name: getattr(given, name) for name in _RESULT},
     )
 
 
-def tensor(given: TensorData | None) -> Any:
-    """A float32 tensor of its own memory."""
-    if given is None:
-        return None
-    import torch
-
-    return torch.frombuffer(bytearray(given.data), dtype=torch.float32).reshape(given.shape)
+def _tensor(given: TensorData | None) -> Any:
+    return None if given is None else as_tensor(given)
 
 
 def _additional(given: core.Result) -> list[AdditionalOutput]:
     """Rows of the output under the name that was asked for, those of the prompt under `context_` and that name."""
     context = {f"context_{name}": each for name, each in (given.additional_context_outputs or {}).items()}
     return [
-        AdditionalOutput(name, tensor(each)) for name, each in {**(given.additional_outputs or {}), **context}.items()
+        AdditionalOutput(name, as_tensor(each))
+        for name, each in {**(given.additional_outputs or {}), **context}.items()
     ]
 
 
 def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
-    new, reused = given.num_new_blocks, given.num_reused_blocks
+    """As TensorRT-LLM counts, a block that began as a copy is one that was reused."""
+    new, reused = given.num_new_blocks - given.num_copied_blocks, given.num_reused_blocks + given.num_copied_blocks
     return RequestPerfMetrics(
         TimingMetrics(
             _span(given.arrival_ns),

@@ -46,17 +46,9 @@ class KvCacheConfig(Record):
     enable_block_reuse: bool = field(BOOL, default=False)
 
 
-class PeftCacheManagerConfig(Record):
-    """Sizes of the caches of LoRA weights, which this version does not use: it refuses requests with an adapter."""
+class PeftCacheManagerConfig(configs.PeftCacheConfig):
+    """A PeftCacheConfig with other defaults. This version does not use it: it refuses requests with an adapter."""
 
-    num_host_module_layer: int = constant(INT32, default=0)
-    num_device_module_layer: int = constant(INT32, default=0)
-    optimal_adapter_size: int = constant(INT32, default=8)
-    max_adapter_size: int = constant(INT32, default=64)
-    num_put_workers: int = constant(INT32, default=1)
-    num_ensure_workers: int = constant(INT32, default=1)
-    num_copy_streams: int = constant(INT32, default=1)
-    max_pages_per_block_host: int = constant(INT32, default=24)
     max_pages_per_block_device: int = constant(INT32, default=24)
     device_cache_percent: float | None = constant(optional(FLOAT), default=0.05)
     host_cache_size: int | None = constant(optional(UINT64), default=1 << 30)

@@ -17,14 +17,14 @@ from backend.api.stats import EngineStats, IterationStats
 from backend.api.tensor import TensorData
 from backend.executor.gpt_manager import GptManager as Core
 from backend.executor.gpt_manager import load_engine
-from backend.trtllm import from_core
+from backend.executor.own_processors import OF_REQUEST, OwnProcessors
+from backend.executor.tensors import as_tensor
 from backend.trtllm import tensor_names as names
 from backend.trtllm.configs import ExecutorConfig, KvCacheConfig, ParallelConfig
 from backend.trtllm.engine_config import BASE, engine_config, runs_in_own_process
 from backend.trtllm.gpt_configs import SEED_TIMESTAMP, TrtGptModelOptionalParams, TrtGptModelType
 from backend.trtllm.inference_request import InferenceRequest, NamedTensor, to_request
 from backend.trtllm.memory_counters import MemoryCounters
-from backend.trtllm.processors import OF_REQUEST, OwnProcessors
 from backend.trtllm.to_core import to_core
 
 GetInferenceRequests = Callable[[int], Iterable[InferenceRequest]]
@@ -242,8 +242,7 @@ def _or_dummy(given: TensorData | None, num_dimensions: int) -> Any:
     """The tensor behind a dimension of its own for the request, or one zero."""
     import torch
 
-    tensor = from_core.tensor(given)
-    return torch.zeros([1] * num_dimensions) if tensor is None else tensor[None]
+    return torch.zeros([1] * num_dimensions) if given is None else as_tensor(given)[None]
 
 
 def stats_json(

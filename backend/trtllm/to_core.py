@@ -7,14 +7,15 @@ from typing import Any
 
 from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.executor.own_processors import OF_REQUEST
+from backend.executor.tensors import as_data
 from backend.trtllm import request as theirs
 from backend.trtllm import request_configs as configs
 from backend.trtllm.enums import KvCacheTransferMode, RequestType
-from backend.trtllm.processors import OF_REQUEST
 from backend.trtllm.request_configs import KvCacheRetentionConfig
 
 # Attributes of one name and meaning on both sides.
-_REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority")
+_REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority", "position_ids")
 _SAMPLING = (
     "beam_width",
     "num_return_sequences",
@@ -45,9 +46,7 @@ _OUTPUT = (
 
 # Attribute -> the values that ask for nothing. Any other is refused. `pad_id` means nothing: outputs are not padded.
 _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
-    "position_ids": (None,),
     "external_draft_tokens_config": (None,),
-    "prompt_tuning_config": (None,),
     "multimodal_input": (None,),
     "multimodal_embedding": (None,),
     "mrope_config": (None,),
@@ -95,6 +94,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         bad_words=request.bad_words or [],
         timeout_s=_seconds(request.allotted_time_ms),
         retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
+        **_prompt_tuning(request.prompt_tuning_config),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
         **{name: getattr(request, name) for name in _REQUEST},
     )
@@ -128,6 +128,16 @@ def _output(given: configs.OutputConfig) -> OutputConfig:
         additional_outputs=tuple(AdditionalOutput(each.name, each.gather_context) for each in asked),
         **{name: getattr(given, name) for name in _OUTPUT},
     )
+
+
+def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:
+    """The fields of the core's request for a table [rows, hidden], or [1, rows, hidden]."""
+    if given is None:
+        return {}
+    table = given.embedding_table
+    if table.dim() == 3 and len(table) == 1:
+        table = table[0]
+    return {"prompt_embeddings": as_data(table), "extra_ids": given.input_token_extra_ids or []}
 
 
 def _processor(request: theirs.Request) -> str:

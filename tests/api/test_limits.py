@@ -184,3 +184,16 @@ def test_no_value_of_any_field_raises_anything_but_an_invalid_request(
         check_request(request(ids, number, sampling, stop_words=[ids], end_ids=tuple(ids), timeout_s=p), LIMITS)
     except InvalidRequest as error:
         assert str(error)
+
+
+def test_extra_ids_are_part_of_the_namespace_but_for_zeros_at_their_end() -> None:
+    namespaces = [Request([1] * len(ids), 1, extra_ids=ids).namespace for ids in ([4, 0], [4, 0, 0], [4, 1], [0, 4])]
+    assert namespaces[0] == namespaces[1] and len(set(namespaces)) == 3
+    assert Request([1, 1], 1, extra_ids=[0, 0]).namespace == Request([1, 1], 1).namespace == ""
+
+
+@pytest.mark.parametrize(("extra_ids", "session"), [([1], None), ([1, -1], None), ([1, 1 << 64], None), ([1, 2], 3)])
+def test_extra_ids_are_one_number_for_each_token(extra_ids: list[int], session: int | None) -> None:
+    request = Request([1, 2], 1, extra_ids=extra_ids, session=None if session is None else SessionConfig(session, True))
+    with pytest.raises(InvalidRequest, match="extra_ids"):
+        check_request(request, RequestLimits(100, 50))

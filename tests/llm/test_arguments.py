@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, RecordsConfig, SchedulerConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.llm import NotHere
 from backend.llm.arguments import LlmArguments
-from backend.llm.worker import PROGRAM
+from backend.llm.program import PROGRAM
 
 
 def config(**given: object) -> EngineConfig:
@@ -20,7 +20,8 @@ def config(**given: object) -> EngineConfig:
 
 def test_without_arguments_the_configuration_is_the_engines_own() -> None:
     assert config() == PROGRAM
-    assert msgspec.structs.replace(PROGRAM, limits=LimitsConfig()) == EngineConfig()
+    logits = ModelConfigSection(gather_context_logits=True, gather_generation_logits=True)
+    assert msgspec.structs.replace(PROGRAM, limits=LimitsConfig()) == EngineConfig(model=logits)
     with pytest.raises(TypeError, match="engine_config is a dict, a backend.api.EngineConfig is needed"):
         config(engine_config={"scheduler": {}})
     mine = EngineConfig(scheduler=SchedulerConfig(max_batch_size=3))
@@ -75,10 +76,8 @@ REFUSED = {
     "enable_lora": True,
     "lora_config": object(),
     "peft_cache_config": object(),
-    "batched_logits_processor": object(),
     "guided_decoding_backend": "xgrammar",
     "speculative_config": object(),
-    "gather_generation_logits": True,
     "batch_wait_timeout_ms": 5,
     "orchestrator_type": "ray",
     "kv_cache_config": {"host_cache_size": 1 << 20},
@@ -97,7 +96,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
         tensor_parallel_size=1, pipeline_parallel_size=1, context_parallel_size=1, enable_lora=False, lora_config=None,
         trust_remote_code=False, revision=None, guided_decoding_backend=None, batch_wait_timeout_ms=0, dtype="auto",
         max_batch_size=None, max_seq_len=None, max_input_len=None, max_beam_width=None, num_postprocess_workers=0,
-        gather_generation_logits=False, orchestrator_type=None, kv_cache_config=None, stream_interval=1,
+        gather_generation_logits=True, batched_logits_processor=None, orchestrator_type=None, kv_cache_config=None,
+        stream_interval=1,
     )  # fmt: skip
     assert config(**nothing) == PROGRAM
 

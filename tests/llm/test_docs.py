@@ -26,5 +26,5 @@ def test_an_example_runs(number: int) -> None:
 
 
 def test_the_page_has_examples_and_names_every_argument() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     assert [name for name in (KEYS | OWN) if f"`{name}" not in PAGE] == []

@@ -53,10 +53,8 @@ def test_the_engine_runs_where_the_world_size_says(model_dir: Path, monkeypatch:
     [
         {"model_world_size": 2},
         {"world_size": 3},
-        {"batched_logits_processor": object()},
         {"mpi_session": object()},
         {"reuse_mpi_comm": True},
-        {"return_logits": True},
     ],
     ids=lambda given: next(iter(given)),
 )

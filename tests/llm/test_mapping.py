@@ -141,13 +141,7 @@ def test_a_dense_bias_is_sent_as_the_entries_that_change_something() -> None:
 
 
 REFUSED = {
-    "logits_processor": lambda *arguments: None,
-    "apply_batched_logits_processor": True,
-    "prompt_logprobs": 0,
-    "return_context_logits": True,
-    "return_generation_logits": True,
     "return_encoder_output": True,
-    "additional_model_outputs": ["hidden"],
     "lookahead_config": object(),
     "guided_decoding": object(),
     "spaces_between_special_tokens": False,

@@ -13,6 +13,7 @@ import pytest
 
 from backend.api import ConfigError, EverbatchError, FinishReason, Response
 from backend.llm import (
+    AdditionalModelOutput,
     BackgroundError,
     GenerationExecutor,
     GenerationExecutorWorker,
@@ -98,10 +99,18 @@ def test_the_processes_end_with_the_executor(tokenizer: Tokenizer, directory: st
 
 
 @pytest.mark.feature("002-27")
-@pytest.mark.parametrize("logits", ["return_context_logits", "return_generation_logits"])
-def test_logits_do_not_go_through_workers(four: GenerationExecutorWorker, logits: str) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"return_context_logits": True},
+        {"return_generation_logits": True},
+        {"additional_model_outputs": [AdditionalModelOutput("logits")]},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_logits_do_not_go_through_workers(four: GenerationExecutorWorker, asked: dict) -> None:
     with pytest.raises(ValueError, match="logits do not go through post-processing workers"):
-        four.generate_async([1], params(**{logits: True}))
+        four.generate_async([1], params(**asked))
     with pytest.raises(ValueError, match="logits do not go through post-processing workers"):
         GenerationExecutor.create("nowhere", return_logits=True, num_postprocess_workers=1)
 

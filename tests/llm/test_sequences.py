@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import FinishReason, Result
-from backend.api.response import TopLogProb
+from backend.api.response import PromptLogProb, TopLogProb
 from backend.llm import GenerationResult, Logprob
 from backend.text.tokenizer import Tokenizer
 from tests.llm.helpers import PATIENCE_S, Engine, make_tokenizer, params, part
@@ -225,3 +225,26 @@ def test_half_a_character_at_the_end_is_not_lost(tokenizer: Tokenizer) -> None:
     output = said(Engine(tokenizer), part(half, finish=LENGTH, is_final=True)).outputs[0]
     assert tokenizer.decode(PROMPT) + output.text == tokenizer.decode(PROMPT + half)
     assert output.text
+
+
+def test_log_probabilities_of_the_prompt_come_with_sequence_0_and_reach_all() -> None:
+    """The prompt is [3, 1]: entry 0 is of token 1, entry 1 of each sequence's own first token. 9 is the likeliest at both."""
+    engine = Engine()
+    top = [TopLogProb(9, -0.5)]
+    of_prompt = [PromptLogProb(-2.0, 4, top)]
+    told = dict(log_probs=[[-1.0]], top_log_probs=[top], cum_log_probs=[-1.0])
+    fields = dict(n=2, top_k=5, streaming=True, prompt_logprobs=1)
+    result = submit(engine, part([7], 1, **told), part([1], 0, **told, prompt_log_probs=of_prompt), **fields)
+    steps = [[output.prompt_logprobs for output in next(result).outputs] for _ in range(2)]
+    first = {9: Logprob(-0.5, 1), 1: Logprob(-2.0, 4)}
+    behind = {9: Logprob(-0.5, 1), 1: Logprob(-1.0)}
+    assert steps == [[[], []], [[first, behind], []]], "sequence 1 was told before they were known"
+    engine.say(part([8], 1, LENGTH, **told))
+    engine.say(part([2], 0, END, is_final=True, **told))
+    ends = [each.outputs for each in result][-1]
+    assert [output.prompt_logprobs for output in ends] == [
+        [first, behind],
+        [first, {9: Logprob(-0.5, 1), 7: Logprob(-1.0)}],
+    ]
+    assert [output.logprobs for output in ends] == [[], []]
+    engine.worker.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.llm import arguments, llm, mapping
+from backend.llm import arguments, llm, logits, mapping
 from backend.llm.executor import GenerationExecutor
 from backend.llm.folding import RequestFold, SequenceFold
 from backend.llm.postprocessing import PostprocPool, PostprocProcess, PostprocWorker
@@ -16,6 +16,7 @@ from tests.mutants.changes import Plant, change
 EXECUTOR = ["tests/llm/test_executor.py"]
 RESULTS = ["tests/llm/test_results.py"]
 SEQUENCES = ["tests/llm/test_sequences.py"]
+LOGITS = ["tests/llm/test_logits.py"]
 MAPPING = ["tests/llm/test_mapping.py"]
 POSTPROCESSING = ["tests/llm/test_postprocessing.py"]
 
@@ -54,6 +55,26 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "the_timeout_begins_anew_with_each_token": (
         change(GenerationResult, "result", ("max(0.0, end - time.monotonic())", "timeout")),
         ["tests/llm/test_results.py::test_the_timeout_is_for_the_whole_result_and_not_for_each_token"],
+    ),
+    "of_several_processors_each_gets_the_models_logits": (
+        change(logits, "in_order", ("logits if returned is None else returned", "logits")),
+        LOGITS,
+    ),
+    "processors_of_requests_are_kept_for_ever": (
+        change(GenerationExecutorWorker, "_hand_on", ("arrival.response.is_final and", "False and")),
+        LOGITS,
+    ),
+    "rows_of_cut_tokens_stay": (
+        change(CompletionOutput, "_cut_rows", ("self.generation_logits[:count]", "self.generation_logits")),
+        LOGITS,
+    ),
+    "the_prompt_ends_without_its_last_entry": (
+        change(SequenceFold, "_of_prompt", ("known if self._first is None else", "known if True else")),
+        ["tests/llm/test_log_probs.py"],
+    ),
+    "who_was_told_early_never_hears_of_the_prompt": (
+        change(SequenceFold, "_of_prompt", ("known is None or self._prompt_is_told", "self._prompt_is_told")),
+        SEQUENCES,
     ),
     "only_one_waiter_hears_of_the_end": (
         change(GenerationResult, "_apply", ("if self._done:", "if False:")),

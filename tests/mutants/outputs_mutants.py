@@ -51,7 +51,9 @@ MUTANTS = {
     ),
     "prompt_log_probs_are_computed_for_ever": (
         change(Gathered, "_misses", ("self._next[name] < self._ends[name]", "True")),
-        ["tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"],
+        [
+            "tests/core/test_gathered.py::test_log_probs_of_the_prompt_end_ahead_of_its_last_position_and_need_all_before"
+        ],
     ),
     "every_sequence_tells_the_prompt": (
         change(Gathered, "leave_prompt_log_probs", ("self._names.pop(PROMPT_LOG_PROBS, None)", "pass")),
@@ -101,6 +103,14 @@ MUTANTS = {
     "tables_share_kv": (
         change(Request, "namespace", (", self.prompt_embeddings, self.position_ids\n", ", self.position_ids\n")),
         [PROMPTS + "test_tables_that_differ_never_share_kv_and_equal_ones_do"],
+    ),
+    "extra_ids_share_kv": (
+        change(Request, "namespace", ("items()), extra_ids, self", "items()), self")),
+        ["tests/trtllm/test_prompt_inputs.py"],
+    ),
+    "zeros_behind_extra_ids_keep_kv_apart": (
+        change(Request, "namespace", ("while extra_ids and not", "while False and not")),
+        ["tests/api/test_limits.py"],
     ),
     "a_slot_keeps_its_last_owners_positions": (
         change(PromptInputs, "set_row", ("self._slots.pop(row.slot, None)", "pass")),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from backend.executor import own_processors
 from backend.trtllm import (
     engine_config,
     executor,
     from_core,
     gpt_manager,
     inference_request,
-    processors,
     record,
     request_configs,
     to_core,
@@ -93,6 +93,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FIGURES,
     ),
     "seconds_for_microseconds": (change(from_core, "_span", ("microseconds=ns / 1000", "seconds=ns % 1000")), FIGURES),
+    "copies_count_as_new": (
+        change(from_core, "perf_metrics", ("given.num_new_blocks - given.num_copied_blocks", "given.num_new_blocks")),
+        FIGURES,
+    ),
     "an_id_is_taken_for_a_list": (
         change(executor, "_awaited", ("_IDS if isinstance(which, list | tuple) else _ID", "_IDS")),
         EXECUTOR,
@@ -102,7 +106,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change(Executor, "_told", ("if answer.is_final:", "if False:")),
         TENSORS,
     ),
-    "four_arguments_are_five": (change(processors, "_takes_five", ("return False", "return True")), TENSORS),
+    "four_arguments_are_five": (
+        change(own_processors, "_num_arguments", ("_NUM_ARGUMENTS - 1", "_NUM_ARGUMENTS")),
+        TENSORS,
+    ),
     "context_rows_under_the_output_s_name": (change(from_core, "_additional", ("context_{name}", "{name}")), TENSORS),
     "logits_without_the_engine_s_flag": (
         change(GptManager, "_converted", (" &= params.gather_context_logits", " &= True")),

@@ -13,8 +13,8 @@ from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingCo
 from backend.api.config import MAX_SECONDS, ModelConfigSection
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
+from backend.executor.own_processors import OF_REQUEST
 from backend.trtllm.engine_config import engine_config, runs_in_own_process
-from backend.trtllm.processors import OF_REQUEST
 from backend.trtllm.to_core import to_core
 
 POLICY = trtllm.CapacitySchedulerPolicy

@@ -40,6 +40,22 @@ def test_blocks_are_reused_and_the_metrics_say_so(executor: trtllm.Executor) -> 
     assert blocks.num_total_allocated_blocks == 3 and blocks.kv_cache_hit_rate == pytest.approx(2 / 3)
 
 
+@pytest.mark.feature("000-60")
+def test_a_block_that_begins_as_a_copy_counts_as_reused(model_path: Path) -> None:
+    """The first request computes 9 + 60 - 1 = 68 tokens, which fill two blocks of 32. The second has the first 36 of them and 4
+    more: the first block is shared, of the second one 36 - 32 = 4 tokens are right and it is copied; 40 tokens need no third.
+    """
+    asked = trtllm.OutputConfig(return_perf_metrics=True)
+    with make_executor(model_path, make_config()) as executor:
+        first = run(executor, list(range(9)), 60, output_config=asked, cache_salt_id=1)
+        previous = first.output_token_ids[0][:36]
+        others = [(token + 1) % 100 for token in first.output_token_ids[0][36:40]]
+        second = run(executor, [*previous, *others], 1, output_config=asked, cache_salt_id=1)
+    blocks = second.request_perf_metrics.kv_cache_metrics
+    assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 0, 0)
+    assert blocks.num_total_allocated_blocks == 2 and blocks.kv_cache_hit_rate == 1.0
+
+
 def test_a_cache_salt_keeps_prefixes_apart(executor: trtllm.Executor) -> None:
     asked = trtllm.OutputConfig(return_perf_metrics=True)
     prompt = list(range(10, 60))

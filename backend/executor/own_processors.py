@@ -1,4 +1,7 @@
-"""Logits post-processors: those of the configuration for the engine, and those that requests bring themselves."""
+"""Logits post-processors that requests bring themselves, as callables. The engine knows them all by one name, OF_REQUEST.
+
+For engines in this process. One in a process of its own imports what its configuration names (`import_path`).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from backend.trtllm.decoding import LogitsPostProcessorConfig
+from backend.api.errors import ConfigError
 
-OF_REQUEST = "of the request itself"  # the name under which the engine knows all that requests bring themselves
+OF_REQUEST = "of the request itself"  # what a Request gives as `logits_post_processor`
 PostProcessor = Callable[..., Any]
+_NUM_ARGUMENTS = 5
 
 
 class OwnProcessors:
@@ -18,44 +22,42 @@ class OwnProcessors:
 
     def __init__(self) -> None:
         self.adding = threading.Lock()  # held from before a request is sent until its function is known under its id
-        self._functions: dict[int, PostProcessor] = {}
+        self._functions: dict[int, tuple[PostProcessor, int]] = {}  # with how many arguments each takes
+
+    def __len__(self) -> int:
+        return len(self._functions)
 
     def add(self, request_id: int, function: PostProcessor) -> None:
         """`function` takes (id, logits, tokens of each beam, stream, client id), or the first four of them."""
-        self._functions[request_id] = function
+        self._functions[request_id] = function, _num_arguments(function)
 
     def forget(self, request_id: int) -> None:
         """The request has ended. Ids that are not known are ignored."""
-        self._functions.pop(request_id, None)
+        with self.adding:
+            self._functions.pop(request_id, None)
 
     def __call__(self, request_id: int, logits: Any, tokens: Any, stream: int, client_id: int | None) -> Any:
         with self.adding:
-            function = self._functions[request_id]
-        arguments = (request_id, logits, tokens, stream, client_id)
-        return function(*arguments[: 5 if _takes_five(function) else 4])
-
-
-def named(config: LogitsPostProcessorConfig | None, own: OwnProcessors) -> dict[str, PostProcessor]:
-    """All functions by the names that requests give, those that requests bring themselves under OF_REQUEST."""
-    return {**((config and config.processor_map) or {}), OF_REQUEST: own}
+            function, count = self._functions[request_id]
+        return function(*(request_id, logits, tokens, stream, client_id)[:count])
 
 
 def import_path(name: str, function: PostProcessor) -> str:
-    """`module:function`, by which an engine process finds it. Raises RuntimeError for what no other process can import."""
+    """`module:function`, by which an engine process finds it. Raises ConfigError for what no other process can import."""
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not qualified.isidentifier():
-        raise RuntimeError(
+        raise ConfigError(
             f"logits post-processor {name!r} is to run in an engine process, which imports it: define it at the top of "
-            f"a module, or use CommunicationMode.LEADER"
+            f"a module, or let the engine run in this process"
         )
     return f"{module}:{qualified}"
 
 
-def _takes_five(function: PostProcessor) -> bool:
+def _num_arguments(function: PostProcessor) -> int:
     try:
-        inspect.signature(function).bind(*range(5))
+        inspect.signature(function).bind(*range(_NUM_ARGUMENTS))
     except TypeError:
-        return False
+        return _NUM_ARGUMENTS - 1
     except ValueError:  # a builtin that tells no signature
-        return True
-    return True
+        return _NUM_ARGUMENTS
+    return _NUM_ARGUMENTS
