@@ -20,7 +20,7 @@ Cells that no query of a row may see are never used, whatever they hold (NaN inc
 
 Up to rounding, a token's result does not depend on the chunk in which it is computed. Tiles of keys begin at multiples of BLOCK_N
 of the position, BLOCK_N depends on GPU, pool and head_dim alone, and tiles are added in ascending order, so acc and l_i are
-rescaled at the same positions; a tile that a query does not see leaves its result unchanged. The tiles of sink tokens come last,
+rescaled at the same positions; a tile that a query does not see leaves its result unchanged. The tiles of sink tokens come first,
 with a mask, wherever the window begins. Bits may differ: tiles with and
 without a mask are compiled separately, and batches with few queries per row have a smaller BLOCK_M and another matrix
 instruction. Then a score may differ by float32 rounding, and a p between two 16-bit numbers may be rounded to the other one.
@@ -34,8 +34,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.attention_tiles import ARCHITECTURES, constants_of, tiles_for
 from kernels.common.kv_format import KVPool, dequantize_rows, load_seen, scale_and_least, unpack
-from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, next_power_of_two, runs_on, tl
+from kernels.common.triton_runtime import INTERPRETED, Variant, architecture_of, jit, runs_on, tl
 
 
 class Case(NamedTuple):
@@ -75,37 +76,6 @@ CASES = [
         for dtype in (torch.bfloat16, torch.float16)
     ),
 ]
-
-
-class Tiles(NamedTuple):
-    block_m: int  # rows of queries: tokens * query heads of a kv head
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int
-
-
-# (Architecture, whether the pool is quantised) -> tiles, for heads of at most 128. On sm_80 each warp converts quantised keys for
-# itself and would spill registers with 64 keys; on sm_90 warps share keys, and with 64 a score costs a fifth less than with 32.
-TILES = {
-    (80, False): Tiles(128, 64, 8, 3),
-    (80, True): Tiles(128, 32, 8, 3),
-    (90, False): Tiles(128, 64, 8, 3),
-    (90, True): Tiles(128, 64, 8, 3),
-}
-IN_FLOAT32 = Tiles(64, 32, 8, 2)  # tiles for float32 queries; registers do not spill for heads of up to 64
-MIN_ROWS = 32  # kernels are compiled for at least this many rows, so that small batches share one
-ARCHITECTURES = (80, 90)
-
-
-def tiles_for(
-    head_dim: int, bits: int, group: int, tokens: int, rows: int, architecture: int, in_float32: bool = False
-) -> Tiles:
-    tiles = IN_FLOAT32 if in_float32 else TILES[architecture, bits < 16]
-    if tokens * group <= 16 * rows:  # few queries a row; BLOCK_N must not change (see above)
-        tiles = tiles._replace(block_m=16, num_warps=4)
-    if head_dim > 128:
-        tiles = tiles._replace(block_m=min(tiles.block_m, 64), block_n=32, num_stages=2)
-    return tiles._replace(block_m=max(tiles.block_m, next_power_of_two(group)))
 
 
 def reference(
@@ -184,33 +154,17 @@ def context_attention(
     group = heads // kv_heads
     bits = min(pool.bits, 16)
     architecture, in_float32 = architecture_of(q, ARCHITECTURES), q.dtype == torch.float32
-    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture, in_float32)
+    sink_tokens = sink_tokens if window else 0
+    tiles = tiles_for(head_dim, bits, group, tokens, rows, architecture, in_float32, sink_tokens)
     grid = (tokens // (tiles.block_m // group) + rows, kv_heads)
     _context_attention_kernel[grid](
         q, pool.data, pool.words, starts, lengths, tables, sinks, out,
         scale * math.log2(math.e), rows, tables.stride(0), q.stride(0), q.stride(1), *pool.strides,
-        **_constants(tiles, head_dim, group, block_size, bits, window, rows, sink_tokens),
+        **constants_of(tiles, head_dim, group, block_size, bits, window, rows, sink_tokens),
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
-
-
-def _constants(
-    tiles: Tiles,
-    head_dim: int,
-    group: int,
-    block_size: int,
-    bits: int,
-    window: int | None,
-    rows: int,
-    sink_tokens: int = 0,
-) -> dict[str, object]:
-    width = head_dim // 2 if bits == 4 else head_dim
-    made: dict[str, object] = {"GROUP": group, "WIDTH": width, "BLOCK_SIZE": block_size, "BITS": bits, "WINDOW": window}
-    made["SINK_TOKENS"] = sink_tokens if window else 0
-    made |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, next_power_of_two(width))}
-    return made | {"ROWS": max(MIN_ROWS, next_power_of_two(rows))}
 
 
 @jit(do_not_specialize=["rows", "table_stride"])
@@ -293,15 +247,18 @@ def _context_attention_kernel(
         begin = tl.maximum(first_position - WINDOW + 1, 0)
         whole_begin = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N)
     first = begin // BLOCK_N
+    stop = tl.cdiv(end, BLOCK_N)
     SINK_TILES: tl.constexpr = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
+    skipped = (
+        0  # tiles between those of sink tokens and the window's; the former are counted as if they came right before
+    )
     if SINK_TILES > 0:
-        first = tl.maximum(first, SINK_TILES)
         whole_begin = tl.maximum(whole_begin, SINK_TILES)
+        skipped = tl.maximum(first, SINK_TILES) - tl.minimum(stop, SINK_TILES)
+        first = skipped
     if WINDOW is not None:
         whole_end = tl.maximum(whole_end, whole_begin)
-    last = tl.cdiv(end, BLOCK_N)
-    tiles_begin = (first, whole_begin, whole_end, 0)
-    tiles_end = (whole_begin, whole_end, last, tl.minimum(last, SINK_TILES))
+    bounds = (first, whole_begin, whole_end, stop)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -315,12 +272,15 @@ def _context_attention_kernel(
     if words is not None:
         head_words = words + kv_head.to(tl.int64) * words_stride_head
 
-    for part in tl.static_range(4 if SINK_TILES > 0 else 3):
-        for tile in tl.range(tiles_begin[part], tiles_end[part], disable_licm=True):  # hoisting would cost registers
+    for part in tl.static_range(3):
+        for tile in tl.range(bounds[part], bounds[part + 1], disable_licm=True):  # hoisting would cost registers
+            if SINK_TILES > 0 and part == 0:
+                tile = tl.where(tile - skipped < SINK_TILES, tile - skipped, tile)
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            is_seen = (key >= begin) & (key < end)
-            if part == 3:
-                is_seen |= (key < SINK_TOKENS) & (key < end)
+            newest = key  # sink tokens count as new ones, which are in every window
+            if SINK_TILES > 0 and part == 0:
+                newest = tl.where(key < SINK_TOKENS, end, key)
+            is_seen = (newest >= begin) & (key < end)
             mask = is_seen[:, None] & (d < WIDTH)[None, :]
             if BLOCK_SIZE % BLOCK_N == 0:
                 block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
@@ -344,10 +304,8 @@ def _context_attention_kernel(
                 scores = tl.dot(x_high, tl.trans(k_high), scores, input_precision="ieee")
             if part != 1:
                 may_see = key[None, :] <= position[:, None]
-                if part == 3:
-                    may_see &= (key[None, :] > position[:, None] - WINDOW) | (key[None, :] < SINK_TOKENS)
-                elif WINDOW is not None:
-                    may_see &= key[None, :] > position[:, None] - WINDOW
+                if WINDOW is not None:
+                    may_see &= newest[None, :] > position[:, None] - WINDOW
                 scores = tl.where(may_see, scores, float("-inf"))
 
             m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
@@ -403,7 +361,8 @@ def variants() -> dict[str, Variant]:
         architectures: tuple[int, ...] = (80, 90, 100),
         sink_tokens: int = 0,
     ) -> Variant:
-        tiles = tiles_for(128, bits, 4, 2048 if many else 8, 8, min(90, architectures[0]))
+        shape = (128, bits, 4, 2048 if many else 8, 8)
+        tiles = tiles_for(*shape, min(90, architectures[0]), sink_tokens=sink_tokens)
         strides = [
             name for name in _context_attention_kernel.arg_names if "stride_" in name and name != "words_stride_token"
         ]
@@ -412,13 +371,13 @@ def variants() -> dict[str, Variant]:
         floats = ("q", "out") if bits < 16 else ("q", "pool", "out")
         types = dict.fromkeys(floats, "*bf16") | dict.fromkeys(("starts", "lengths", "tables"), "*i32")
         types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-        constants = _constants(tiles, 128, 4, block_size, bits, window, 8, sink_tokens)
+        constants = constants_of(tiles, 128, 4, block_size, bits, window, 8, sink_tokens)
         constants |= {"WIDEN": False, "words_stride_token": 1}
         if bits < 16:
             types |= {"pool": "*u8", "words": "*i32"}
         else:
             constants["words"] = None
-        if window:
+        if window and not sink_tokens:  # logits of heads and sink tokens do not come together in a model that is served
             types["sinks"] = "*fp32"
         else:
             constants["sinks"] = None
@@ -429,7 +388,9 @@ def variants() -> dict[str, Variant]:
     return {
         "bf16": variant(16, 64),
         "bf16-window-sinks": variant(16, 128, window=4096),
-        "bf16-window-sink-tokens": variant(16, 64, window=4096, sink_tokens=4),
+        "bf16-sink-tokens": variant(16, 64, window=4096, architectures=(90, 100), sink_tokens=4),
+        "bf16-sink-tokens-sm80": variant(16, 64, window=4096, architectures=(80,), sink_tokens=4),
+        "int8-sink-tokens": variant(8, 64, window=4096, architectures=(90, 100), sink_tokens=4),
         "bf16-few": variant(16, 16, many=False),
         "int8": variant(8, 64, architectures=(90, 100)),
         "int8-sm80": variant(8, 64, architectures=(80,)),

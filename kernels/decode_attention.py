@@ -356,6 +356,7 @@ def variants() -> dict[str, Variant]:
         "4-bit": variant(4, 64),
         "4-bit-blocks-of-16-window": variant(4, 16, windowed=True),
         "16-bit-window-sink-tokens": variant(16, 64, windowed=True, sink_tokens=4),
+        "4-bit-window-sink-tokens": variant(4, 64, windowed=True, sink_tokens=4),
         "4-bit-32-heads": variant(4, 64, group=32),
     }
     return made

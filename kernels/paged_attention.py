@@ -273,10 +273,12 @@ def _plan_generation(
     for size in np.unique(sizes):
         chosen = np.flatnonzero(sizes == size)
         columns = np.arange(num_blocks[chosen].max())
-        columns = columns + gaps[chosen, None] * (columns >= sink_blocks)
+        columns = columns + gaps[chosen, None] * (columns >= sink_blocks if sink_blocks else 1)
         cells = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(chosen), -1)
-        is_behind = (cells < first_keys[chosen, None]) & (cells >= sink_tokens)
-        unseen = torch.from_numpy(is_behind | (cells >= ends[chosen, None]))
+        unseen = cells < first_keys[chosen, None]
+        if sink_tokens:
+            unseen &= cells >= sink_tokens
+        unseen = torch.from_numpy(unseen | (cells >= ends[chosen, None]))
         is_used = columns * block_size < ends[chosen, None]
         blocks = rows.tables[single[chosen, None], np.where(is_used, columns, 0)]
         blocks = torch.from_numpy(np.where(is_used, blocks, 0).astype(np.int64).ravel())

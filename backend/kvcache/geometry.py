@@ -17,7 +17,9 @@ from backend.kvcache.block import DROPPED, BlockHandle
 @dataclass(frozen=True, slots=True)
 class Geometry:
     block_size: int  # KV positions of one block
-    window: int | None = None  # tokens that each token attends to, itself included, in the layer that sees most; None = all
+    window: int | None = (
+        None  # tokens that each token attends to, itself included, in the layer that sees most; None = all
+    )
     max_chunk_tokens: int = 1 << 30  # of one sequence in one step
     sink_tokens: int = 0  # the first tokens of a sequence: each token attends to them, window or not
 

@@ -67,9 +67,10 @@ KV_FIELDS = {
     "free_gpu_memory_fraction": "free_memory_fraction",
     "dtype": "dtype",
     "tokens_per_block": "block_size",
+    "max_attention_window": "max_attention_window",
+    "sink_token_length": "sink_tokens",
 }
 KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "sink_token_length": (None, 0),
     "host_cache_size": (None, 0),
     "onboard_blocks": (True,),
     "cross_kv_cache_fraction": (None,),
@@ -183,9 +184,7 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return dict(value)
-    known = (
-        [*KV_FIELDS, *KV_NEUTRAL, "max_attention_window", EVENTS] if name == "kv_cache_config" else [*SCHEDULER_FIELDS]
-    )
+    known = [*KV_FIELDS, *KV_NEUTRAL, EVENTS] if name == "kv_cache_config" else [*SCHEDULER_FIELDS]
     return {field: getattr(value, field) for field in known if hasattr(value, field)}
 
 
@@ -200,22 +199,11 @@ def _kv_fields(given: dict[str, Any]) -> dict[str, Any]:
         if name in KV_FIELDS:
             if setting is not None:
                 fields[KV_FIELDS[name]] = setting
-        elif name == "max_attention_window":
-            fields |= {} if setting is None else {name: _one_window(setting)}
         elif name not in KV_NEUTRAL:
             raise TypeError(f"kv_cache_config has no field {name!r}; known are {', '.join([*KV_FIELDS, *KV_NEUTRAL])}")
         elif setting not in KV_NEUTRAL[name]:
             refuse(f"kv_cache_config.{name}", setting, "this version does not have it")
     return fields
-
-
-def _one_window(value: int | list[int]) -> int:
-    windows = set(value) if isinstance(value, list | tuple) else {value}
-    if len(windows) != 1:
-        raise NotHere(
-            "kv_cache_config.max_attention_window differs between layers, one for all is served; give one number"
-        )
-    return int(windows.pop())
 
 
 def _scheduler_fields(value: Any) -> dict[str, Any]:

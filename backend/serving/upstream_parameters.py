@@ -72,12 +72,9 @@ def _chosen(choices: Mapping[str, str]) -> Convert:
     return convert
 
 
-def _window(text: str) -> int:
-    """TensorRT-LLM takes one window for each layer, separated by commas; here all layers share one."""
-    windows = {_whole(part) for part in text.split(",")}
-    if len(windows) != 1:
-        raise ValueError("one window for all layers is expected, different ones are not supported")
-    return windows.pop()
+def _windows(text: str) -> int | tuple[int, ...]:
+    windows = tuple(_whole(part) for part in text.split(","))
+    return windows if len(windows) > 1 else windows[0]
 
 
 def _device(text: str) -> str:
@@ -117,8 +114,15 @@ _ENGINE = (
         "kv_cache_onboard_blocks",
     ),
     _honoured("enable_kv_cache_reuse", "kv_cache.enable_block_reuse", is_true),
-    *_refused("attention sinks", "sink_token_length", neutral=("0",)),
-    _honoured("max_attention_window_size", "kv_cache.max_attention_window", _window, "one number for all layers"),
+    _honoured(
+        "sink_token_length", "kv_cache.sink_tokens", _whole, "they are seen besides the window, not as a part of it"
+    ),
+    _honoured(
+        "max_attention_window_size",
+        "kv_cache.max_attention_window",
+        _windows,
+        "one number, or several separated by commas, which the layers take in turn",
+    ),
     _honoured("max_beam_width", "scheduler.max_beam_width", _whole),
     *_refused(
         "this way of decoding", "decoding_mode", neutral=("auto", "top_k", "top_p", "top_k_top_p", "beam_search")

@@ -46,7 +46,8 @@ class KvCacheConfig(Record, dynamic=True):
     """Size and behaviour of the KV cache.
 
     `max_tokens`: of all sequences together. `max_attention_window`: tokens that one may attend to, one number for each layer,
-    from the first on again where there are more layers. `free_gpu_memory_fraction`: of what is free once the model is loaded
+    from the first on again where there are more layers. `sink_token_length`: the first tokens, which all others attend to besides
+    their window. `free_gpu_memory_fraction`: of what is free once the model is loaded
     (None: 0.9 on a GPU). Of several limits the smallest holds. `event_buffer_max_size`: KV cache events that are kept.
     """
 

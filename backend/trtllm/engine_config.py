@@ -17,7 +17,6 @@ _ANY_NUMBER = 1 << 40
 
 # attribute of ExecutorConfig -> the values that are served, and what to do instead
 _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "kv_cache_config.sink_token_length": ((None, 0), "leave sink tokens out"),
     "kv_cache_config.host_cache_size": ((None, 0), "evicted KV is computed again, not kept on the host; leave it out"),
     "kv_cache_config.cross_kv_cache_fraction": ((None,), "only decoder models are served; leave it out"),
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
@@ -53,13 +52,9 @@ _CHUNKING = {
 }
 
 
-def _window(config: ExecutorConfig) -> int | None:
-    windows = config.kv_cache_config.max_attention_window
-    if not windows:
-        return None
-    if len(set(windows)) > 1:
-        raise _refusal("kv_cache_config.max_attention_window", windows, "give the same window to all layers")
-    return windows[0]
+def _windows(config: ExecutorConfig) -> tuple[int, ...] | None:
+    """An empty list says nothing, like None."""
+    return tuple(config.kv_cache_config.max_attention_window or ()) or None
 
 
 def _dynamic(name: str) -> Callable[[ExecutorConfig], Any]:
@@ -93,7 +88,8 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "kv_cache.enable_partial_reuse": lambda config: config.kv_cache_config.enable_partial_reuse,
     "kv_cache.max_tokens": lambda config: config.kv_cache_config.max_tokens,
     "kv_cache.free_memory_fraction": lambda config: config.kv_cache_config.free_gpu_memory_fraction,
-    "kv_cache.max_attention_window": _window,
+    "kv_cache.max_attention_window": _windows,
+    "kv_cache.sink_tokens": lambda config: config.kv_cache_config.sink_token_length,
     # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
     "kv_cache.sharing": lambda config: "all",
     # Nothing is kept of them unless a request asks.
@@ -156,6 +152,9 @@ def _check_served(config: ExecutorConfig) -> None:
         value = _at(config, path)
         if value is not None and value not in served:
             raise _refusal(path, value, remedy)
+    sink_tokens = config.kv_cache_config.sink_token_length
+    if sink_tokens is not None and sink_tokens < 0:
+        raise _refusal("kv_cache_config.sink_token_length", sink_tokens, "give 0 or more")
     if config.batching_type is BatchingType.STATIC and config.logits_post_processor_config is not None:
         raise _refusal(
             "logits_post_processor_config", "given", "they do not run with BatchingType.STATIC; use INFLIGHT"

@@ -186,7 +186,9 @@ class DeviceRunner:
         if not has_kernel:
             rows = rows._replace(starts=torch.arange(inputs.rows + 1, dtype=torch.int32, device=self._device))
         plans = {
-            window: DevicePlan(*((rows, None) if has_kernel else (None, rows)), window, self._split, config.sink_tokens)
+            window: DevicePlan(
+                rows if has_kernel else None, None if has_kernel else rows, window, self._split, config.sink_tokens
+            )
             for window in set(config.windows)
         }
         hidden = self._model.forward(token_ids, position, cells, plans, self._views)

@@ -40,7 +40,13 @@ class TorchTier:
         flat = batch.flatten(rows, num_logits)
         device, dtype = model.embedding.device, model.embedding.dtype
         plans = plan_attention(
-            flat.rows, self._layout.block_size, config.windows, config.head_dim, dtype, device, sink_tokens=config.sink_tokens
+            flat.rows,
+            self._layout.block_size,
+            config.windows,
+            config.head_dim,
+            dtype,
+            device,
+            sink_tokens=config.sink_tokens,
         )
         views = [self._layout.view(pool) for pool in pools]
         hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded)

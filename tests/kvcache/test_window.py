@@ -1,9 +1,12 @@
-"""A sliding window: blocks that no later token reads are let go, and the table keeps a hole for each."""
+"""A sliding window: blocks that no later token reads are let go, and the table keeps a hole for each. Sink tokens stay."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from backend.api.request import RetentionConfig
+from backend.core.sequence import Sequence
 from backend.kvcache.plan import Admission
 from tests.kvcache.harness import Cache, answer, make_sequence
 
@@ -122,3 +125,139 @@ def test_two_idle_sequences_that_share_a_block_the_trie_has_forgotten_do_not_wri
         cache.start(second)
     cache.assert_content(second)
     assert cache.generate(second, 3) == answer([*common, 31], 4, window=8)[1:]
+
+
+def used_and_gap(cache: Cache, seq: Sequence, num_steps: int) -> list[tuple[int, int, int]]:
+    """(computed tokens, blocks in use, blocks let go) after each of some steps."""
+    seen = []
+    for _ in range(num_steps):
+        cache.run(seq)
+        seen.append((seq.num_computed_tokens, cache.kv.stats().used_num_blocks, cache.blocks(seq).count(-1)))
+    return seen
+
+
+@pytest.mark.feature("001-30", "003-22")
+def test_sink_blocks_stay_and_the_gap_behind_them_grows() -> None:
+    """Blocks of 4, a window of 6, 5 sink tokens: blocks 0 and 1 hold sink tokens.
+
+    The token at position p attends to (p - 6, p]. Block 2 (positions 8 to 11) is last read by position 16, block 3 by 20.
+    The prompt of 14 takes blocks 0 to 3; position 16 needs block 4, position 20 block 5, position 24 block 6.
+    """
+    cache = Cache(num_blocks=8, window=6, sink_tokens=5, enable_block_reuse=False)
+    seq = cache.start(make_sequence(1, [1] * 14))
+    expected = [
+        (14, 4, 0),
+        (15, 4, 0),
+        (16, 4, 0),
+        (17, 4, 1),
+        (18, 4, 1),
+        (19, 4, 1),
+        (20, 4, 1),
+        (21, 4, 2),
+        (22, 4, 2),
+    ]
+    assert used_and_gap(cache, seq, 9) == expected
+    assert [block < 0 for block in cache.blocks(seq)] == [False, False, True, True, False, False]
+
+
+@pytest.mark.feature("001-30", "003-22")
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("sink_tokens", [1, 3, 4, 5, 8])
+def test_the_blocks_in_use_are_bounded_with_sink_tokens_too(window: int, sink_tokens: int) -> None:
+    """At most the sink blocks, the window's, and one more because the window begins anywhere in a block."""
+    cache = Cache(num_blocks=16, window=window, max_chunk_tokens=4, sink_tokens=sink_tokens, enable_block_reuse=False)
+    seq = cache.start(make_sequence(1, [1, 2, 3]))
+    used = []
+    for computed, blocks, _ in used_and_gap(cache, seq, 60):
+        cache.kv.check_integrity([seq])
+        used += [blocks] if computed > 40 else []
+    assert max(used) <= -(-sink_tokens // 4) + -(-window // 4) + 1
+    assert len(set(used)) <= 2, "from some point on it goes up and down by one"
+    assert seq.token_ids[3:] == answer([1, 2, 3], 60, window=window, sink_tokens=sink_tokens)
+
+
+@pytest.mark.parametrize("sink_tokens, needed", [(0, 5), (1, 6), (4, 6), (5, 7)])
+def test_an_endless_sequence_needs_its_sink_blocks_besides(sink_tokens: int, needed: int) -> None:
+    """A window of 4 and a chunk of 8 are 3 blocks, with two ragged ends 5."""
+    for num_blocks, expected in ((needed, Admission.NOW), (needed - 1, Admission.NEVER)):
+        cache = Cache(num_blocks=num_blocks, window=4, max_chunk_tokens=8, sink_tokens=sink_tokens)
+        assert cache.kv.blocks_needed(10_000) == needed
+        assert cache.kv.plan().admit(make_sequence(1, [1] * 10), 10_000, 0) is expected
+    assert cache.kv.blocks_needed(9) == 3
+
+
+def test_sink_tokens_without_a_window_change_nothing() -> None:
+    cache = Cache(num_blocks=8, sink_tokens=5)
+    assert cache.kv.blocks_needed(10_000) == 2500
+    seq = cache.start(make_sequence(1, [1, 2, 3]))
+    cache.generate(seq, 20)
+    assert cache.blocks(seq).count(-1) == 0
+
+
+def grown(num_blocks: int = 8, **options: object) -> tuple[Cache, Sequence]:
+    """Window 4, sink tokens 3, blocks of 4: 14 of 15 tokens computed, so block 1 is let go, then idle."""
+    cache = Cache(num_blocks=num_blocks, window=4, sink_tokens=3, **options)
+    seq = cache.start(make_sequence(1, [1, 2, 3]))
+    cache.generate(seq, 12)
+    cache.release(seq, keep=True)
+    assert [block < 0 for block in cache.blocks(seq)] == [False, True, False, False]
+    return cache, seq
+
+
+@pytest.mark.feature("001-30")
+def test_a_returning_sequence_needs_its_sink_blocks_and_those_in_its_window() -> None:
+    cache, seq = grown()
+    cache.start(seq)
+    assert seq.num_computed_tokens == 14
+    assert cache.generate(seq, 3) == answer([1, 2, 3], 15, window=4, sink_tokens=3)[12:]
+
+
+@pytest.mark.feature("001-30")
+def test_a_sequence_that_has_lost_a_sink_block_is_computed_again() -> None:
+    cache, seq = grown(num_blocks=6, enable_block_reuse=False)
+    first, *_ = cache.blocks(seq)
+    cache.kv.state.blocks.discard(first)
+    cache.scramble_free_blocks()
+    cache.start(seq)
+    assert seq.num_computed_tokens == 0
+    assert cache.generate(seq, 3) == answer([1, 2, 3], 15, window=4, sink_tokens=3)[12:]
+
+
+@pytest.mark.feature("001-30")
+@pytest.mark.parametrize("keep, found", [(3, 3), (6, 0), (10, 0), (11, 11), (13, 13)])
+def test_a_rewind_finds_what_the_next_token_reads_or_computes_everything_again(keep: int, found: int) -> None:
+    """Block 1 (positions 4 to 7) is gone. Position 3 reads block 0 alone, position 6 its own, 10 from 7 on, 11 from 8 on."""
+    cache, seq = grown(enable_block_reuse=False)
+    cache.kv.truncate(seq, keep)
+    seq.truncate(keep)
+    seq.token_ids += [70]
+    history = list(seq.token_ids)
+    cache.start(seq)
+    assert seq.num_computed_tokens == found
+    options = dict(window=4, sink_tokens=3, counter=seq.num_tokens - 3)
+    assert cache.generate(seq, 2) == answer(history, 2, **options)
+
+
+@pytest.mark.feature("001-30")
+def test_a_prefix_that_is_found_is_taken_with_its_sink_block_and_without_the_gap() -> None:
+    cache = Cache(num_blocks=10, window=4, sink_tokens=3)
+    first = cache.start(make_sequence(1, list(range(13))))
+    cache.run(first)
+    cache.release(first)
+    seq = cache.start(make_sequence(2, [*range(12), 50]))
+    assert seq.num_computed_tokens == 12
+    assert [block < 0 for block in cache.blocks(seq)] == [False, True, False, False]
+    assert cache.generate(seq, 4) == answer([*range(12), 50], 4, window=4, sink_tokens=3)
+
+
+@pytest.mark.feature("001-30")
+def test_a_wish_to_keep_a_prompt_reaches_the_blocks_before_the_gap() -> None:
+    """A sink block is worth as much as the blocks behind it, which are worth nothing without it."""
+    cache = Cache(num_blocks=8, window=4, sink_tokens=3)
+    seq = make_sequence(1, [1, 2, 3])
+    seq.request = msgspec.structs.replace(seq.request, retention=RetentionConfig((), decode_priority=80))
+    cache.start(seq)
+    cache.generate(seq, 12)
+    blocks = [cache.kv.state.blocks.blocks[block] for block in cache.blocks(seq) if block >= 0]
+    cache.release(seq, keep=True)
+    assert [block.priority for block in blocks] == [80, 80, 80]

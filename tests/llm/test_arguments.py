@@ -40,11 +40,12 @@ def test_arguments_change_their_keys() -> None:
 
 
 def test_the_cache_is_configured_by_a_dictionary_an_object_or_our_own_section() -> None:
-    fields = dict(enable_block_reuse=False, max_tokens=640, free_gpu_memory_fraction=0.5, max_attention_window=[64, 64])
+    fields = dict(enable_block_reuse=False, max_tokens=640, free_gpu_memory_fraction=0.5, max_attention_window=[64, 32])
+    fields |= dict(sink_token_length=4)
     by_name = config(kv_cache_config=fields).kv_cache
     assert (by_name.enable_block_reuse, by_name.max_tokens, by_name.free_memory_fraction) == (False, 640, 0.5)
-    assert by_name.max_attention_window == 64
-    theirs = SimpleNamespace(**fields, sink_token_length=None, host_cache_size=None, onboard_blocks=True, use_uvm=False)
+    assert (by_name.max_attention_window, by_name.sink_tokens) == ((64, 32), 4)
+    theirs = SimpleNamespace(**fields, host_cache_size=None, onboard_blocks=True, use_uvm=False)
     assert config(kv_cache_config=theirs).kv_cache == by_name
     assert config(kv_cache_config=KvCacheConfig(num_slots=100)).kv_cache.num_slots == 100
 

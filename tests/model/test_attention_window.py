@@ -94,13 +94,15 @@ def test_each_layer_has_its_own_window_and_all_of_them_the_sink_tokens(
     windows: list[int | None],
     sink_tokens: int,
 ) -> None:
-    """A block is gone, and NaN, once it has left the widest window and holds no sink token: the driver follows the worker's word."""
+    """A block is gone, and NaN, once it has left the widest window that the worker tells of, and holds no sink token."""
     directory = checkpoint(name)
     driver = make_driver(directory, tier, max_attention_window=asked, sink_tokens=sink_tokens)
     assert driver.info.sliding_window == (None if None in windows else max(windows))
     assert_parity(driver, masked(directory, windows, sink_tokens), tier.block)
     gone = driver.tables[0].count(-1)
-    first_seen = 5 * tier.block + 155 - (driver.info.sliding_window or 10_000)  # of position 5 * block + 154, the last to run
+    first_seen = (
+        5 * tier.block + 155 - (driver.info.sliding_window or 10_000)
+    )  # of position 5 * block + 154, the last to run
     assert gone == max(0, (first_seen + 1) // tier.block - -(-sink_tokens // tier.block))
 
 

@@ -60,9 +60,7 @@ class Scenes:
         key = (family, form, play)
         if key not in self._known:
             directory, window, attention = self._families[family]
-            driver = torch_driver(
-                directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9
-            )
+            driver = torch_driver(directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9)
             with rounded_kv() if form.int8_kv else nullcontext():
                 self._known[key] = torch.cat(play.run(driver))
         return self._known[key]

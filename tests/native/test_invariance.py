@@ -71,9 +71,7 @@ def assert_same(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def scene(
-    request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[Family]
-) -> Scene:
+def scene(request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[Family]) -> Scene:
     """The formats take the families in turn. The emulation is slow, and gets a short prompt and small heads."""
     isa, form = request.param
     is_slow = isa == AMX_EMULATED

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
+from backend.api.config import KvCacheConfig
 from backend.serving import assembly, environment
 from backend.serving.upstream_parameters import PARAMETERS, apply_parameters, set_parameters
 from tests.e2e.wire import eventually
@@ -74,7 +75,8 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("max_tokens_in_paged_kv_cache", "2560", "kv_cache.max_tokens", 2560),
         ("kv_cache_free_gpu_mem_fraction", "0.4", "kv_cache.free_memory_fraction", 0.4),
         ("enable_kv_cache_reuse", "False", "kv_cache.enable_block_reuse", False),
-        ("max_attention_window_size", "64,64, 64", "kv_cache.max_attention_window", 64),
+        ("max_attention_window_size", "64,128, 64", "kv_cache.max_attention_window", (64, 128, 64)),
+        ("sink_token_length", "4", "kv_cache.sink_tokens", 4),
         ("enable_chunked_context", "0", "scheduler.enable_chunked_context", False),
         ("exclude_input_in_output", "True", "triton.exclude_input_in_output", True),
         ("cancellation_check_period_ms", "100", "triton.cancellation_check_period_ms", 100),
@@ -129,7 +131,9 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"kv_cache_free_gpu_mem_fraction": "x"}, "a number is expected"),
         ({"kv_cache_free_gpu_mem_fraction": "nan"}, "kv_cache.free_memory_fraction is nan"),
         ({"enable_chunked_context": "perhaps"}, "true or false is expected"),
-        ({"max_attention_window_size": "64,128"}, "one window for all layers"),
+        ({"max_attention_window_size": "64,x"}, "'64,x' in config.pbtxt: a whole number is expected"),
+        ({"max_attention_window_size": "64,0"}, "kv_cache.max_attention_window is 0, allowed is 1 to"),
+        ({"sink_token_length": "-1"}, "kv_cache.sink_tokens is -1, allowed is 0 to"),
         ({"gpu_device_ids": "0,1"}, "several are not supported"),
         ({"max_beam_width": "0"}, r"config.pbtxt \(max_beam_width\): scheduler.max_beam_width is 0"),
         ({"decoding_mode": "medusa"}, "decoding_mode is 'medusa'"),
@@ -147,7 +151,14 @@ def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str]
 
 def test_neutral_values_of_what_is_refused_may_be_set() -> None:
     neutral = {"decoding_mode": "beam_search", "normalize_log_probs": "true", "num_nodes": "1"}
-    assert applied(**neutral, sink_token_length="0", gpu_weights_percent="1.0") == EngineConfig()
+    assert applied(**neutral, gpu_weights_percent="1.0") == EngineConfig()
+
+
+@pytest.mark.feature("001-29", "001-30", "W-03")
+def test_a_window_may_be_one_number_for_all_layers() -> None:
+    assert applied(max_attention_window_size="64", sink_token_length="0").kv_cache == KvCacheConfig(
+        max_attention_window=64
+    )
 
 
 def test_the_log_names_what_has_no_effect_and_what_is_not_known() -> None:

@@ -53,7 +53,8 @@ def report(seed: int) -> str | None:
     lines = [
         f"seed {seed}: {type(error).__name__}: {error}",
         f"engine: {setup.config.kv_cache} {setup.config.scheduler}",
-        f"limits: {setup.config.limits.max_queue_size} queued, {setup.config.sessions}; window {setup.window}, sinks {setup.sink_tokens}",
+        f"limits: {setup.config.limits.max_queue_size} queued, {setup.config.sessions}",
+        f"window {setup.window}, {setup.sink_tokens} sink tokens",
     ]
     lines += [f"  {event}" for event in lived]
     return "\n".join([*lines, f"{type(final_error).__name__}: {final_error}"])

@@ -64,10 +64,13 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
             False,
         ),
         (
-            {"kv_cache_config": trtllm.KvCacheConfig(max_attention_window=[7, 7])},
+            {"kv_cache_config": trtllm.KvCacheConfig(max_attention_window=[7, 9])},
             "kv_cache.max_attention_window",
-            7,
+            (7, 9),
         ),
+        ({"kv_cache_config": trtllm.KvCacheConfig(max_attention_window=[])}, "kv_cache.max_attention_window", None),
+        ({"kv_cache_config": trtllm.KvCacheConfig(sink_token_length=4)}, "kv_cache.sink_tokens", 4),
+        ({}, "kv_cache.sink_tokens", 0),
         ({"max_queue_size": 3}, "limits.max_queue_size", 3),
         ({}, "limits.default_timeout_s", MAX_SECONDS),
         ({}, "records.max_iterations", 1000),
@@ -98,12 +101,11 @@ def kv(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (kv(sink_token_length=4), "kv_cache_config.sink_token_length is 4"),
+        (kv(sink_token_length=-1), "kv_cache_config.sink_token_length is -1"),
         (kv(host_cache_size=1), "kv_cache_config.host_cache_size is 1"),
         (kv(cross_kv_cache_fraction=0.5), "kv_cache_config.cross_kv_cache_fraction is 0.5"),
         (kv(use_uvm=True), "kv_cache_config.use_uvm is True"),
         (kv(max_gpu_total_bytes=1), "kv_cache_config.max_gpu_total_bytes is 1"),
-        (kv(max_attention_window=[1, 2]), "kv_cache_config.max_attention_window is [1, 2]"),
         (
             {
                 "batching_type": trtllm.BatchingType.STATIC,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels import context_attention as kernel
+from kernels.common.attention_tiles import Tiles
 from kernels.common.kv_format import KVPool, QuantizedPool, pack, plain_pool, quantize_rows
-from kernels.context_attention import Case, Tiles
+from kernels.context_attention import Case
 from tests.kernels.numbers import assert_near, random_tensor
 
 SMALL = Tiles(16, 16, 4, 2)  # many tiles out of few tokens
@@ -78,7 +79,9 @@ def test_tokens_attend_what_they_may_see(case: Case) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("window, sink_tokens", [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)])
+@pytest.mark.parametrize(
+    "window, sink_tokens", [(None, 0), (5, 0), (16, 0), (37, 0), (5, 16), (5, 1), (16, 20), (37, 3)]
+)
 def test_rows_have_as_many_tiles_as_they_need(
     window: int | None, sink_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

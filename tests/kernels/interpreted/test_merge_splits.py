@@ -27,7 +27,10 @@ def made(
     )
     for row, length in enumerate(lengths):
         first = max(0, length - window) // split if window else 0
-        for unused in (slice(-(-sink_tokens // split), max(first, -(-sink_tokens // split))), slice(-(-length // split), None)):
+        for unused in (
+            slice(-(-sink_tokens // split), max(first, -(-sink_tokens // split))),
+            slice(-(-length // split), None),
+        ):
             parts[row, :, unused], stats[row, :, unused] = torch.nan, torch.nan
     out = torch.full((len(lengths), heads, head_dim), torch.nan)
     return parts, stats, torch.tensor(lengths, dtype=torch.int32), out

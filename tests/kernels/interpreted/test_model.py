@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.model.conftest import Oracle
-from tests.native.harness import Format, torch_driver
+from tests.model.test_attention_window import MaskedOracle
+from tests.native.harness import Attention, Format, torch_driver
 from tools.make_random_model import make_random_model
 
 LIMIT = 1e-4  # absolute, on logits of magnitude 1 to 10
@@ -22,13 +22,25 @@ def assert_equal(measured: Tensor, expected: Tensor) -> None:
     assert (measured - expected).abs().max() <= LIMIT
 
 
-@pytest.mark.parametrize("family, head_dim, window", [("llama3", 32, None), ("mistral", 32, 24), ("qwen3", 16, None)])
+@pytest.mark.parametrize(
+    "family, head_dim, windows, sink_tokens",
+    [
+        ("llama3", 32, [None, None], 0),
+        ("mistral", 32, [24, 24], 0),
+        ("qwen3", 16, [None, None], 0),
+        ("mistral", 32, [24, 10], 3),  # in decode_attention.py
+        ("mistral", 16, [24, 10], 3),  # in context_attention.py
+    ],
+)
 def test_chunks_and_decoding_of_two_sequences_have_transformers_logits(
-    tmp_path: Path, family: str, head_dim: int, window: int | None
+    tmp_path: Path, family: str, head_dim: int, windows: list[int | None], sink_tokens: int
 ) -> None:
     directory = make_random_model(tmp_path, family, head_dim=head_dim, num_hidden_layers=2)
-    oracle = Oracle(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    driver = torch_driver(directory, Format(), BLOCK_SIZE, num_blocks=40, window=window)
+    oracle = MaskedOracle(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), windows, sink_tokens)
+    attention = Attention(None if None in windows else tuple(windows), sink_tokens)
+    driver = torch_driver(
+        directory, Format(), BLOCK_SIZE, attention, num_blocks=40, window=None if None in windows else max(windows)
+    )
     first, second = ([(7 * i + seed) % 131 for i in range(length)] for seed, length in ((1, 37), (2, 21)))
     driver.begin(0, first)
     logits = [driver.step([(0, 20)])[0]]
