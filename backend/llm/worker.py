@@ -323,7 +323,7 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
     @classmethod
     def start_engine(cls, config: EngineConfig) -> tuple[Executor, Callable[[], None]]:
         path = config.model.path
-        if path and Path(path).is_dir():  # The process has a working directory of its own.
+        if path and Path(path).exists():  # The process has a working directory of its own.
             config = with_model(config, Path(path).resolve())
         directory = tempfile.mkdtemp(prefix="everbatch-llm-")
         clean_up = partial(shutil.rmtree, directory, ignore_errors=True)
