@@ -55,7 +55,7 @@ def root(
 @app.command("serve", context_settings={"allow_extra_args": True})
 def serve_command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; the default model when left out.")] = "",
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id; else the default model.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
@@ -186,7 +186,7 @@ def quantize_command(
     ],
     output: Annotated[Path, typer.Option(help="Folder to write; a new one, or an empty one.")],
     model: Annotated[
-        str, typer.Argument(help="Float checkpoint: directory or hub id; the default model when left out.")
+        str, typer.Argument(help="Float checkpoint: directory, GGUF file or hub id; else the default model.")
     ] = "",
     kv: Annotated[str | None, typer.Option(help="Type of the KV cache: int8 or int4; else the model's own.")] = None,
     calibration: Annotated[

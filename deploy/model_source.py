@@ -1,10 +1,12 @@
-"""`--model PATH_OR_HUB_ID` becomes a directory that the engine can read, before any process is started."""
+"""`--model PATH_OR_HUB_ID` becomes a directory or a GGUF file that the engine can read, before any process is started."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from backend.api.errors import ConfigError
+from backend.api.gguf import gguf_file, read_header
 from backend.api.model_files import shown
 from deploy import ROOT
 from deploy.errors import UserError
@@ -16,18 +18,22 @@ HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 
 
 def resolve_model(name: str) -> Path:
-    """The checkpoint directory for a path or a hub id (which is downloaded once, into the usual cache).
+    """The checkpoint directory or GGUF file for a path or a hub id (which is downloaded once, into the usual cache).
 
-    Empty = the default model. Raises UserError when there is no such directory, no checkpoint in it, or no network.
+    A directory that holds one GGUF file and no config.json stands for that file. Empty = the default model. Raises UserError
+    when there is no such directory, no checkpoint in it, or no network.
     """
     if not name:
         return _check_directory(
             DEFAULT_MODEL, "the default model is missing from this checkout; give one with --model PATH_OR_HUB_ID"
         )
     path = _existing(name)
+    if path is not None and (file := _gguf(name, path)) is not None:
+        return file
     if path is not None and not path.is_dir():
         raise UserError(
-            f"--model {shown(name)} is no directory; give the directory that holds config.json and *.safetensors"
+            f"--model {shown(name)} is no directory and no GGUF file; give the directory that holds config.json and "
+            "*.safetensors, or a GGUF file"
         )
     if path is not None:
         return _check_directory(
@@ -60,6 +66,17 @@ def _existing(name: str) -> Path | None:
     return path
 
 
+def _gguf(name: str, path: Path) -> Path | None:
+    """The GGUF file that a path stands for, absolute, but a link of a hub's cache keeps its name. Raises UserError."""
+    try:
+        file = gguf_file(path)
+        if file is not None:
+            read_header(file)
+    except ConfigError as error:
+        raise UserError(f"--model {shown(name)}: {error}") from None
+    return None if file is None else file.absolute()
+
+
 def _check_directory(path: Path, message: str) -> Path:
     try:
         is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
@@ -71,14 +88,15 @@ def _check_directory(path: Path, message: str) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    """Fetch the files that are used: configuration, safetensors, tokenizer; never code and never pickles."""
+    """Fetch the files that are used: configuration, safetensors, tokenizer; never code, pickles, or every GGUF file of many."""
     from huggingface_hub import snapshot_download  # This import is slow, and few starts need it.
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return _check_directory(
             Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES))),
-            f"--model {hub_id}: the hub has no safetensors checkpoint of it; choose a model that has one",
+            f"--model {hub_id}: the hub has no safetensors checkpoint of it; choose a model that has one, or fetch "
+            "one of its GGUF files and give its path",
         )
     except HfHubHTTPError as error:
         reason = (

@@ -52,8 +52,9 @@ class ServeOptions:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients may call the model: this project's name, and the hub id or the directory's name, never a path."""
-        own = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+        """What clients may call the model: this project's name, and the hub id or the name of the directory or file, no path."""
+        path = Path(self.model)
+        own = path.resolve().name if path.is_dir() else path.stem if path.is_file() else self.model
         return ("everbatch", own) if own and self.model else ("everbatch",)
 
 

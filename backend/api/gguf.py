@@ -234,9 +234,10 @@ class _Reader:
             shape = tuple(reversed([self._number("Q", place) for _ in range(num_dimensions)]))
             kind, offset = self._type(place, self._number("I", place)), self._number("Q", place)
             if shape[-1] % kind.size or 0 in shape:
-                raise ConfigError(
-                    f"{place} has shape {shown(list(shape))}, {kind.name} needs rows of a multiple of {kind.size}; {AGAIN}"
+                wanted = (
+                    f"{kind.name} needs rows of a multiple of {kind.size}" if shape[-1] % kind.size else "none may be 0"
                 )
+                raise ConfigError(f"{place} has shape {shown(list(shape))}, {wanted}; {AGAIN}")
             if offset != end:
                 raise ConfigError(f"{place} starts at {offset}, but the tensor before it ends at {end}; {AGAIN}")
             places[name] = TensorPlace(kind, shape, offset, prod(shape) // kind.size * kind.num_bytes)

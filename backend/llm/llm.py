@@ -192,15 +192,15 @@ class LLM:
         return self._executor.aget_kv_events(timeout or 0.0)
 
     def save(self, engine_dir: str | Path) -> None:
-        """Copy the checkpoint to a directory that is not there yet, or empty, from which it can be loaded again."""
+        """Copy the checkpoint or GGUF file to a directory that is not there yet, or empty, from which it can be loaded again."""
         path, target = self._executor.hello.model_path, Path(engine_dir)
         source = Path(path)
-        if path in ("", ".") or not source.is_dir():  # Tensors in memory have the path ".".
+        if path in ("", ".") or not source.exists():  # Tensors in memory have the path ".".
             raise ConfigError("the model was not loaded from a directory, so there is nothing to copy")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target.name} exists and is not empty; give a new directory")
         target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(source.iterdir()):
+        for file in sorted(source.iterdir()) if source.is_dir() else [source]:
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
 

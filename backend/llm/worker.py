@@ -349,7 +349,7 @@ class GenerationExecutorProxy(GenerationExecutorWorker):
         cls, config: EngineConfig, own: OwnProcessors, batched: Callable[..., Any] | None
     ) -> tuple[Executor, Callable[[], None]]:
         path = config.model.path
-        if path and Path(path).is_dir():  # The process has a working directory of its own.
+        if path and Path(path).exists():  # The process has a working directory of its own.
             config = with_model(config, Path(path).resolve())
         if batched is not None:
             config = with_model_fields(config, batched_logits_post_processor=import_path("batched", batched))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -50,9 +50,14 @@ _LAYER_NAMES = {
 _FUSED = (("q", "k", "v"), ("output",), ("gate", "up"), ("down",))  # projections that are one linear layer
 
 
+def raw_config(header: GgufHeader) -> dict[str, Any]:
+    """What a config.json would say. Raises ConfigError."""
+    return config_of(header, _rope_factors(header))
+
+
 def read_config(header: GgufHeader) -> ModelConfig:
     """The model's configuration. Its `quantization` says which types are quantised, if any. Raises ConfigError."""
-    config = of_object(config_of(header, _rope_factors(header)))
+    config = of_object(raw_config(header))
     _check_tensors(header, config)
     types = {place.type.name for place in header.tensors.values()}
     if types <= set(_FLOATS):

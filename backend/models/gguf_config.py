@@ -33,7 +33,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str, Any]:
-    """What a config.json would say. `rope_factors` are the values of the tensor ROPE_FACTORS. Raises ConfigError."""
+    """What a config.json would say; None where it would say nothing. Raises ConfigError.
+
+    `rope_factors` are the values of the tensor ROPE_FACTORS.
+    """
     name = header.need("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ConfigError(
@@ -43,6 +46,7 @@ def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str,
     settings = _Settings(header, name)
     _check_neutral(settings)
     heads, hidden = settings.need("attention.head_count", Size), settings.need("embedding_length", Size)
+    head_dim = _head_dim(settings, hidden, heads)
     window = settings.get("attention.sliding_window", Size)
     is_llama = name == "llama"
     if window is not None and not is_llama:
@@ -56,10 +60,10 @@ def config_of(header: GgufHeader, rope_factors: list[float] | None) -> dict[str,
         num_hidden_layers=settings.need("block_count", _Layers),
         num_attention_heads=heads,
         num_key_value_heads=_kv_heads(settings, heads),
-        head_dim=_head_dim(settings, hidden, heads),
+        head_dim=head_dim,
         max_position_embeddings=settings.need("context_length", Size),
         rms_norm_eps=settings.need("attention.layer_norm_rms_epsilon", _Float),
-        rope_parameters=_rope(settings, rope_factors),
+        rope_parameters=_rope(settings, head_dim, rope_factors),
         tie_word_embeddings=OUTPUT not in header.tensors,
         attention_bias=is_llama and "blk.0.attn_q.bias" in header.tensors,
         mlp_bias=is_llama and "blk.0.ffn_gate.bias" in header.tensors,
@@ -99,6 +103,12 @@ def _embedding_rows(header: GgufHeader) -> int:
     place = header.tensors.get(EMBEDDING)
     if place is None:
         raise ConfigError(f"{header.name} lacks the tensor {EMBEDDING}; {AGAIN}, or give a file with a language model")
+    tokens = header.get("tokenizer.ggml.tokens", list[str]) or []
+    if len(tokens) > place.shape[0]:
+        raise ConfigError(
+            f"{header.name}: tokenizer.ggml.tokens has {len(tokens)} entries, the tensor {EMBEDDING} {place.shape[0]} rows; "
+            f"{AGAIN}"
+        )
     return place.shape[0]
 
 
@@ -119,7 +129,7 @@ def _head_dim(settings: _Settings, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _rope(settings: _Settings, factors: list[float] | None) -> dict[str, Any]:
+def _rope(settings: _Settings, head_dim: int, factors: list[float] | None) -> dict[str, Any]:
     theta = settings.get("rope.freq_base", Factor) or 10000.0
     kind = settings.get("rope.scaling.type", str) or "linear"
     if kind not in ("none", "linear"):
@@ -128,6 +138,10 @@ def _rope(settings: _Settings, factors: list[float] | None) -> dict[str, Any]:
     if kind == "linear":
         factor = settings.get("rope.scaling.factor", float) or settings.get("rope.scale_linear", float) or 1.0
     if factors is not None:
+        if len(factors) != head_dim // 2:
+            raise settings.unsupported(
+                "rope.dimension_count", f"{head_dim}, and {ROPE_FACTORS} has {len(factors)} values"
+            )
         return dict(rope_type="factors", rope_theta=theta, factors=[factor * each for each in factors])
     if factor == 1.0:
         return dict(rope_type="default", rope_theta=theta)

@@ -16,8 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.models.config import read_model_config
-from backend.models.loader import DEFAULT_MODEL, resolve_model_path
+from backend.models.loader import DEFAULT_MODEL, open_directory, resolve_model_path
 from backend.quant.checkpoint import check_output
 from backend.quant.run import Made, Wanted, check_source, quantize_checkpoint
 from backend.quant.text import built_in_texts, read_text, rows_of
@@ -40,7 +39,7 @@ def calibration_rows(directory: Path, calibration: str) -> Tensor | None:
             f"there is no calibration text for {directory.name}: name one with --calibration FILE, of the kind that the "
             f"model will read; --calibration none rounds to nearest without one, which costs quality"
         )
-    return rows_of(texts, directory, read_model_config(directory).max_position)
+    return rows_of(texts, directory, open_directory(directory).config.max_position)
 
 
 def progress(layers: Sequence[int]) -> Iterator[int]:

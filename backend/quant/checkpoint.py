@@ -18,9 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.api.model_files import find_file
+from backend.api.gguf import GgufHeader, eos_ids, gguf_file, read_header
+from backend.api.model_files import find_file, read_object
+from backend.models.gguf import raw_config
 from backend.models.loader import open_directory
 from backend.quant.folds import Layer
+from backend.text.chat import FILES, templates_of
+from backend.text.gguf_tokenizer import build_tokenizer
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # tokenizer, chat template, generation_config.json
@@ -29,15 +33,15 @@ INDEX = "model.safetensors.index.json"
 
 
 class FloatCheckpoint:
-    """A checkpoint of float weights. Raises ConfigError if it is quantised or cannot be read."""
+    """A checkpoint of float weights, a folder or a GGUF file. Raises ConfigError if it is quantised or cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         checkpoint = open_directory(directory)
         if checkpoint.config.quantization is not None:
             raise ConfigError(
-                f"model {directory.name} is quantised already (quantization_config in config.json); give the float "
-                f"checkpoint that it was made from"
+                f"model {directory.name} is quantised already (by the quantization_config of its config.json, or the types of "
+                f"its GGUF file); give the float checkpoint that it was made from"
             )
         self.config = checkpoint.config
         self._tensors = checkpoint.tensors
@@ -62,7 +66,18 @@ class FloatCheckpoint:
     def embedding(self) -> Tensor:
         return self._tensors["model.embed_tokens.weight"]
 
+    def raw_config(self) -> dict[str, Any]:
+        """The content of config.json; for a GGUF file what it would be."""
+        if (file := gguf_file(self.directory)) is not None:
+            content = raw_config(read_header(file))
+            return {key: value for key, value in content.items() if value is not None}
+        raw = read_object(self.directory, "config.json")
+        assert raw is not None  # it has been read before
+        return raw
+
     def num_bytes(self) -> int:
+        if (file := gguf_file(self.directory)) is not None:
+            return file.stat().st_size
         return sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
 
 
@@ -110,12 +125,17 @@ class Writer:
 
 @contextmanager
 def new_folder(output: Path, source: Path) -> Iterator[Path]:
-    """Yields a folder that holds the source's tokenizer. It is renamed to `output` at the end, or removed after an error."""
+    """Yields a folder that holds the source's tokenizer. It is renamed to `output` at the end, or removed after an error.
+
+    The source is a folder or a GGUF file.
+    """
     check_output(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        for pattern in COPIED:
+        if (file := gguf_file(source)) is not None:
+            _write_text_files(read_header(file), scratch)
+        for pattern in COPIED if file is None else ():
             for path in source.glob(pattern):
                 if path.name not in NOT_COPIED and find_file(source, path.name) is not None:
                     shutil.copyfile(path, scratch / path.name)
@@ -124,6 +144,18 @@ def new_folder(output: Path, source: Path) -> Iterator[Path]:
         scratch.rename(output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_text_files(header: GgufHeader, folder: Path) -> None:
+    """The tokenizer and the chat template of a GGUF file in the files of a Hugging Face checkpoint."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos_ids(header))}) + "\n")
+    for name, source in templates_of(header).items():
+        (folder / FILES[name]).parent.mkdir(exist_ok=True)
+        (folder / FILES[name]).write_text(source, encoding="utf-8")
+    if header.settings.get("tokenizer.ggml.tokens"):
+        tokenizer, named = build_tokenizer(header)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
 
 
 def check_output(output: Path) -> None:

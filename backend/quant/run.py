@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
-from backend.api.model_files import read_object
 from backend.models.config import ModelConfig
 from backend.quant.calibration import Calibration
 from backend.quant.checkpoint import FloatCheckpoint, Writer, new_folder
@@ -58,9 +57,7 @@ def quantize_checkpoint(
             writer.add({f"model.layers.{index}.{name}": tensor for name, tensor in made.tensors.items()})
             errors.append(made.errors)
         writer.add(source.others())
-        raw = read_object(directory, "config.json")
-        assert raw is not None  # FloatCheckpoint has read it
-        writer.finish(raw | {"quantization_config": _section(scheme, wanted.kv)})
+        writer.finish(source.raw_config() | {"quantization_config": _section(scheme, wanted.kv)})
     return Made(_mean(errors), source.num_bytes(), writer.num_bytes)
 
 

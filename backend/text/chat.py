@@ -22,7 +22,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.api.errors import ConfigError, EverbatchError, InvalidRequest, Unsupported
-from backend.api.gguf import gguf_file, read_header
+from backend.api.gguf import GgufHeader, gguf_file, read_header
 from backend.api.model_files import MAX_JSON_BYTES, REMEDY, read_object, read_text, shown
 from backend.text.tokenizer import CONFIG, Tokenizer
 
@@ -150,16 +150,19 @@ def _read_templates(path: Path) -> dict[str, str]:
     Raises ConfigError for one that cannot be read, or is too long or has too many tags to be compiled.
     """
     if (gguf := gguf_file(path)) is not None:
-        header = read_header(gguf)
-        held = {name: header.settings.get(key) for name, key in GGUF_SETTINGS.items()}
-        places = {name: f"{header.name}: {key}" for name, key in GGUF_SETTINGS.items()}
-        return {name: _checked(source, places[name]) for name, source in held.items() if source is not None}
+        return templates_of(read_header(gguf))
     found = {name: (read_text(path, file, MAX_JSON_BYTES), file) for name, file in FILES.items()}
     if not any(source for source, _ in found.values()):
         place = f"{CONFIG}: chat_template"
         listed = _listed((read_object(path, CONFIG) or {}).get("chat_template"), place)
         found = {name: (listed.get(name), place) for name in FILES}
     return {name: _checked(source, place) for name, (source, place) in found.items() if source is not None}
+
+
+def templates_of(header: GgufHeader) -> dict[str, str]:
+    """The same of a GGUF file."""
+    held = {name: (header.settings.get(key), f"{header.name}: {key}") for name, key in GGUF_SETTINGS.items()}
+    return {name: _checked(source, place) for name, (source, place) in held.items() if source is not None}
 
 
 def _listed(templates: Any, place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
+from backend.api.gguf import SUFFIX
 from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
@@ -106,7 +107,7 @@ class InProcessWorkerGroup:
         check_outputs(section.additional_outputs, self.model)
         kv_block = self._kv_block(self._kv_cache.block_size)
         return ModelInfo(
-            name=self.model_path.name or config.architecture,
+            name=self.model_path.name.removesuffix(SUFFIX) or config.architecture,
             vocab_size=config.vocab_size,
             max_seq_len=self.model.cos.shape[0],
             sliding_window=config.sliding_window,

@@ -112,6 +112,15 @@ def test_names_that_mean_the_same_words_have_them() -> None:
         assert PRE_TOKENIZERS[name] == PRE_TOKENIZERS[same]
 
 
+@pytest.mark.parametrize("pre, expected", [("llama-bpe", ["ab"]), ("tekken", ["ab"]), ("smaug-bpe", ["a", "b"])])
+def test_a_word_that_is_a_token_needs_no_merges_where_the_model_has_it_so(
+    tmp_path: Path, pre: str, expected: list[str]
+) -> None:
+    backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2, "c": 3, "bc": 4}, [("b", "c")]))
+    tokenizer = Tokenizer.from_directory(write_file(tmp_path / "a.gguf", backend, {}, pre=pre))
+    assert [tokenizer._backend.id_to_token(token_id) for token_id in tokenizer.encode("ab")] == expected
+
+
 def test_a_file_without_a_name_has_llama_cpp_s_default_words(tmp_path: Path) -> None:
     """Runs of punctuation, then GPT-2's words, then digits apart from letters, of which three are one."""
     measured = Tokenizer.from_directory(write_file(tmp_path / "a.gguf", *byte_level(WORDS)))
