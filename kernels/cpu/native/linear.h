@@ -56,7 +56,14 @@ struct Operand {
 // Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
 // where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
 constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
-constexpr int DIRECT_ROWS = 1000;  // up to so many rows multiply four bits that are unpacked in registers
+constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
+// Up to so many rows multiply four bits that are unpacked in registers. Vector instructions unpack while they multiply, at no loss for any
+// number of rows (measured on Zen 4); tiles need int8 in memory, and take longer than vectors for a few rows (not measured).
+#if defined(EVERBATCH_AMX)
+constexpr int DIRECT_ROWS = 4;
+#else
+constexpr int DIRECT_ROWS = MAX_ROWS;
+#endif
 #if defined(EVERBATCH_AMX)
 constexpr int PIECE_OF_HALVES = SHORT_PIECE;
 #else
@@ -65,8 +72,7 @@ constexpr int PIECE_OF_HALVES = LONG_PIECE;
 inline int64_t longest_piece(Format format, bool unpacks) {
     return unpacks ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
-constexpr int MAX_ROWS = 512;   // rows of one pass over the weights
-constexpr int HELD_ROWS = 96;   // rows whose sums of a panel fit the first-level cache until put() takes them
+constexpr int HELD_ROWS = 96;  // rows whose sums of a panel fit the first-level cache until put() takes them
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
 template <class T>
@@ -167,7 +173,7 @@ private:
         if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
-            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, input_group_, int(count), reinterpret_cast<int8_t*>(unpacked));
+            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, int(count), reinterpret_cast<int8_t*>(unpacked));
         return {unpacked, scales, data + next};
     }
 
@@ -199,10 +205,8 @@ private:
                 of_int8(Int4Panel<true>(part.rows));
             else if (is_direct_)
                 of_int8(Int4Panel<false>(part.rows));
-            else if (l_.format == W4A8)
-                of_int8(Int8Panel<7>{static_cast<const int8_t*>(part.rows)});
-            else if (l_.format == W8A8)
-                of_int8(Int8Panel<>{static_cast<const int8_t*>(part.rows)});
+            else if (input_group_)
+                of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
             else
                 product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
         };
