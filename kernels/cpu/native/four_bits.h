@@ -1,4 +1,8 @@
-// Weights of four bits: a weight is (q - zero) * scale, with q of 0 .. 15 and a zero point of 0 .. 16 (8 without zero points).
+// Weights of four bits, q of 0 .. 15, of one of three kinds. A weight is its scale times
+//
+//     EVEN      q - 8
+//     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
+//     VALUES    values[q]: 16 int8 that the layer chooses
 //
 // A packed panel is [k / 8][32 columns][4] bytes, in the same order with and without AMX: the low bits of a byte hold q of one of the
 // eight rows' first four, the high bits that of the row four below it. So one load yields two dwords of a dot product for each column.
@@ -10,38 +14,44 @@
 
 namespace everbatch {
 
-constexpr int ZERO_OF_FOUR_BITS = 8;  // the zero point of panels without zero points
+enum FourBits { EVEN, ZEROS, VALUES };
+constexpr int EVEN_ZERO = 8;
 
-// Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel. With zero points, q - zero + BIAS is read, else q.
-template <bool HAS_ZEROS, int BIAS = DOT_BIAS>
+// Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel: q where they are EVEN, else what q stands for, plus BIAS.
+template <FourBits KIND, int BIAS = DOT_BIAS>
 struct Int4Panel {
     static constexpr int QUADS = 2;
     const uint8_t* at;
-    Bytes offsets[COLUMN_VECS];  // BIAS - zero, in each byte of a column's dword
+    Bytes table;                 // VALUES: the values plus BIAS, again and again
+    Bytes offsets[COLUMN_VECS];  // ZEROS: BIAS - zero, in each byte of a column's dword
 
-    ALWAYS_INLINE explicit Int4Panel(const void* data) : at(static_cast<const uint8_t*>(data)) {}
-
+    ALWAYS_INLINE Int4Panel(const void* data, const int8_t* values) : at(static_cast<const uint8_t*>(data)) {
+        if constexpr (KIND == VALUES)
+            for (size_t i = 0; i < sizeof table; i++) table[i] = uint8_t(values[i % 16] + BIAS);
+    }
     ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
         constexpr int32_t IN_EACH_BYTE = 0x01010101;
-        if constexpr (HAS_ZEROS) {
+        if constexpr (KIND == ZEROS) {
             const uint8_t* zeros = scales.zeros + scales.index(row);
 #pragma GCC unroll 8
             for (int j = 0; j < COLUMN_VECS; j++) offsets[j] = uint8_t(BIAS) - (Bytes)(load_bytes(zeros + j * LANES) * IN_EACH_BYTE);
         }
     }
-    ALWAYS_INLINE IVec start(int32_t sum) const { return HAS_ZEROS ? splat(sum * DOT_BIAS) : splat(sum * ZERO_OF_FOUR_BITS); }
-    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return HAS_ZEROS ? dot_quads(acc, w, x) : dot_nibbles(acc, w, x); }
+    ALWAYS_INLINE IVec start(int32_t sum) const { return splat(sum * (KIND == EVEN ? EVEN_ZERO : DOT_BIAS)); }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return KIND == EVEN ? dot_nibbles(acc, w, x) : dot_quads(acc, w, x); }
     ALWAYS_INLINE IVec read(int q, int j) const {
         const UVec nibbles = (load<UVec>(at + 4 * j * LANES) >> 4 * q) & 0x0f0f0f0fu;
-        return HAS_ZEROS ? (IVec)((Bytes)nibbles + offsets[j]) : (IVec)nibbles;
+        if constexpr (KIND == ZEROS) return (IVec)((Bytes)nibbles + offsets[j]);
+        if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)nibbles);
+        return (IVec)nibbles;
     }
 };
 
 // Rows 0 .. count of four bits, a multiple of 32 -> a packed panel of int8.
-template <bool HAS_ZEROS>
-void unpack_int4(const void* data, const Scales& scales, int count, int8_t* out) {
-    Int4Panel<HAS_ZEROS, WEIGHT_BIAS> panel(data);
-    const Bytes offset = Bytes{} + uint8_t(HAS_ZEROS ? 0 : WEIGHT_BIAS - ZERO_OF_FOUR_BITS);
+template <FourBits KIND>
+void unpack_int4(const void* data, const int8_t* values, const Scales& scales, int count, int8_t* out) {
+    Int4Panel<KIND, WEIGHT_BIAS> panel(data, values);
+    const Bytes offset = Bytes{} + uint8_t(KIND == EVEN ? WEIGHT_BIAS - EVEN_ZERO : 0);
     for (int i = 0; i < count; i += 8, panel.at += 4 * PANEL) {
         if (i % PANEL == 0) panel.begin_group(scales, i);
         for (int q = 0; q < panel.QUADS; q++)

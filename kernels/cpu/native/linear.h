@@ -16,11 +16,13 @@ constexpr int NUM_FORMATS = 5;
 struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats
-    const uint8_t* zeros;  // the same, of W4A8; null without
+    const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
+    const int8_t* values;  // [16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 0 for float formats
 
+    FourBits kind() const { return zeros ? ZEROS : values ? VALUES : EVEN; }
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
@@ -164,6 +166,16 @@ private:
     int first_row(int tile) const { return int(int64_t(rows_) * tile / tiles_); }
     int64_t at(int64_t panel, int64_t row) const { return l_.bytes_of<T>((panel * depth_ + row) * PANEL); }
 
+    // Calls f<kind>() for the kind of four bits.
+    template <class F>
+    void with_kind(F f) const {
+        switch (l_.kind()) {
+            case EVEN: return f(std::integral_constant<FourBits, EVEN>());
+            case ZEROS: return f(std::integral_constant<FourBits, ZEROS>());
+            case VALUES: return f(std::integral_constant<FourBits, VALUES>());
+        }
+    }
+
     Part part(int64_t panel, int64_t first, int64_t count, int64_t next, T* unpacked) const {
         const char* data = static_cast<const char*>(l_.data);
         const int64_t of_panel = panel * l_.groups() * PANEL;
@@ -173,7 +185,7 @@ private:
         if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
-            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, int(count), reinterpret_cast<int8_t*>(unpacked));
+            with_kind([&](auto kind) { unpack_int4<kind()>(data + at(panel, first), l_.values, scales, int(count), reinterpret_cast<int8_t*>(unpacked)); });
         return {unpacked, scales, data + next};
     }
 
@@ -201,10 +213,8 @@ private:
                 product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
                                       c, PANEL, first == 0, n, next);
             };
-            if (is_direct_ && l_.zeros)
-                of_int8(Int4Panel<true>(part.rows));
-            else if (is_direct_)
-                of_int8(Int4Panel<false>(part.rows));
+            if (is_direct_)
+                with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(part.rows, l_.values)); });
             else if (input_group_)
                 of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
             else
