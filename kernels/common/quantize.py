@@ -39,7 +39,7 @@ def quantize_weight(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], -(-w.shape[1] // group), dtype=torch.float32, device=w.device)
     for rows in row_slices(*w.shape):
-        grouped = _grouped(w[rows], group)
+        grouped = to_groups(w[rows], group)
         scale[rows] = _up_to_bfloat16(grouped.abs().amax(2) / 127)
         q[rows] = _rounded(grouped, scale[rows], w.shape[1])
     return q, scale
@@ -56,7 +56,7 @@ def row_slices(rows: int, columns: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _grouped(x: Tensor, group: int) -> Tensor:
+def to_groups(x: Tensor, group: int) -> Tensor:
     """Views x [rows, columns] as float32 [rows, groups, group], with zeros behind the last column."""
     rows, columns = x.shape
     num_groups = -(-columns // group)

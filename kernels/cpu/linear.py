@@ -52,17 +52,20 @@ class PackedLinear:
         arena: Arena,
         weight: Tensor,
         scales: Tensor,
-        zeros: Tensor | None,
+        zeros_or_values: Tensor | None,
         group: int,
         bias: Tensor | None,
     ) -> PackedLinear:
-        """Packs weight [n, k] uint8, 0..15, which stands for (weight - zeros) * scales. Activations are quantised in groups of 32.
+        """Packs weight [n, k] uint8, 0..15, which stands for scales times
 
-        scales [n, ceil(k / group)] are exact in bfloat16; zeros, like them, are uint8, 0..16, or None: all 8. group is 32 or a
-        multiple of 64.
+            weight - 8                  None is given
+            weight - zeros              zeros [n, ceil(k / group)] uint8, 0..16
+            values[weight]              values [16] int8
+
+        scales [n, ceil(k / group)] are exact in bfloat16; group is 32 or a multiple of 64. Activations are quantised in groups of 32.
         """
         _check_group(group)
-        return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros)
+        return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
 
     @classmethod
     def _pack(
@@ -74,7 +77,7 @@ class PackedLinear:
         group: int,
         scales: Tensor | None,
         bias: Tensor | None,
-        zeros: Tensor | None = None,
+        zeros_or_values: Tensor | None = None,
     ) -> PackedLinear:
         n, k = weight.shape
         weight = weight.contiguous()
@@ -86,8 +89,12 @@ class PackedLinear:
             bias = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(n), bias.float())
         groups = library.everbatch_groups(k, group)
         packed_scales = None if scales is None else _by_panels(arena, scales, groups, torch.bfloat16)
-        packed_zeros = None if zeros is None else _by_panels(arena, zeros, groups, torch.uint8)
-        held = packed, packed_scales, packed_zeros, bias
+        zeros = values = None
+        if zeros_or_values is not None and zeros_or_values.dtype == torch.int8:
+            values = zeros_or_values.contiguous()
+        elif zeros_or_values is not None:
+            zeros = _by_panels(arena, zeros_or_values, groups, torch.uint8)
+        held = packed, packed_scales, zeros, values, bias
         return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
 
     @property

@@ -26,7 +26,7 @@ class Screen:
         columns = -(-n // PANEL) * PANEL
         self.scales = arena.empty(2 * self.packed.numel() // GROUP).view(torch.bfloat16)
         self.error, self.norm = (arena.empty(4 * columns).view(torch.float32) for _ in range(2))  # [columns]
-        linear = LinearStruct(self.packed.data_ptr(), self.scales.data_ptr(), None, None, n, k, W8A8, GROUP)
+        linear = LinearStruct(self.packed.data_ptr(), self.scales.data_ptr(), None, None, None, n, k, W8A8, GROUP)
         self.struct = ScreenStruct(linear, self.error.data_ptr(), self.norm.data_ptr())
         library.everbatch_screen(byref(lm_head.struct), byref(self.struct), torch.get_num_threads())
 

@@ -13,6 +13,7 @@ class LinearStruct(Structure):
         ("data", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
+        ("values", c_void_p),
         ("bias", c_void_p),
         ("n", c_int64),
         ("k", c_int64),

@@ -1,51 +1,61 @@
-// Weights of four bits: a weight is (q - zero) * scale, with q of 0 .. 15 and a zero point of 0 .. 16 (8 without zero points).
+// Weights of four bits, q of 0 .. 15, of one of three kinds. A weight is its scale times
+//
+//     EVEN      q - 8
+//     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
+//     VALUES    values[q]: 16 int8 that the layer chooses
 //
 // A packed panel is [k / 8][32 columns][4] bytes, in the same order with and without AMX: the low bits of a byte hold q of one of the
 // eight rows' first four, the high bits that of the row four below it. So one load yields two dwords of a dot product for each column.
 //
-// Few rows multiply what is unpacked in registers. For more, a piece of a panel is unpacked once to the int8 that it stands for, and
-// multiplied as int8 weights are. Either way the sum of a group is the same integer, and so the result is the same, bit for bit.
+// Vector instructions multiply what is unpacked in registers. For tiles, a piece of a panel is unpacked once to the int8 that it stands
+// for. Either way the sum of a group is the same integer, and so the result is the same, bit for bit.
 #pragma once
 #include "tiles.h"
 
 namespace everbatch {
 
-constexpr int ZERO_OF_FOUR_BITS = 8;  // the zero point of panels without zero points
+enum FourBits { EVEN, ZEROS, VALUES };
+constexpr int EVEN_ZERO = 8;
 
-// Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel.
-template <bool HAS_ZEROS>
+// Weights of a panel of four bits, read from row 0 on, in the way of Int8Panel: q where they are EVEN, else what q stands for, plus BIAS.
+template <FourBits KIND, int BIAS = DOT_BIAS>
 struct Int4Panel {
     static constexpr int QUADS = 2;
     const uint8_t* at;
-    IVec zero[COLUMN_VECS];  // the zero points of the group
+    Bytes table;                 // VALUES: the values plus BIAS, again and again
+    Bytes offsets[COLUMN_VECS];  // ZEROS: BIAS - zero, in each byte of a column's dword
 
-    ALWAYS_INLINE explicit Int4Panel(const void* data) : at(static_cast<const uint8_t*>(data)) {}
-
-    ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
-        const uint8_t* zeros = HAS_ZEROS ? scales.zeros + scales.index(row) : nullptr;
-#pragma GCC unroll 8
-        for (int j = 0; j < COLUMN_VECS; j++) zero[j] = HAS_ZEROS ? load_bytes(zeros + j * LANES) : splat(ZERO_OF_FOUR_BITS);
+    ALWAYS_INLINE Int4Panel(const void* data, const int8_t* values) : at(static_cast<const uint8_t*>(data)) {
+        if constexpr (KIND == VALUES)
+            for (size_t i = 0; i < sizeof table; i++) table[i] = uint8_t(values[i % 16] + BIAS);
     }
-    ALWAYS_INLINE IVec start(int32_t sum, int j) const { return HAS_ZEROS ? multiply_short(zero[j], splat(sum)) : splat(sum * ZERO_OF_FOUR_BITS); }
-    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_nibbles(acc, w, x); }
-    ALWAYS_INLINE IVec read(int q, int j) const { return (IVec)((load<UVec>(at + 4 * j * LANES) >> 4 * q) & 0x0f0f0f0fu); }
+    ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
+        constexpr int32_t IN_EACH_BYTE = 0x01010101;
+        if constexpr (KIND == ZEROS) {
+            const uint8_t* zeros = scales.zeros + scales.index(row);
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) offsets[j] = uint8_t(BIAS) - (Bytes)(load_bytes(zeros + j * LANES) * IN_EACH_BYTE);
+        }
+    }
+    ALWAYS_INLINE IVec start(int32_t sum) const { return splat(sum * (KIND == EVEN ? EVEN_ZERO : DOT_BIAS)); }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return KIND == EVEN ? dot_nibbles(acc, w, x) : dot_quads(acc, w, x); }
+    ALWAYS_INLINE IVec read(int q, int j) const {
+        const UVec nibbles = (load<UVec>(at + 4 * j * LANES) >> 4 * q) & 0x0f0f0f0fu;
+        if constexpr (KIND == ZEROS) return (IVec)((Bytes)nibbles + offsets[j]);
+        if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)nibbles);
+        return (IVec)nibbles;
+    }
 };
 
-// Rows 0 .. count of four bits -> a packed panel of int8. `group` divides scales.group and count, and is a multiple of 8.
-template <bool HAS_ZEROS>
-void unpack_int4(const void* data, const Scales& scales, int group, int count, int8_t* out) {
-    constexpr int32_t IN_EACH_BYTE = 0x01010101;
-    Int4Panel<HAS_ZEROS> panel(data);
-    for (int row = 0; row < count; row += group) {
-        Bytes offsets[COLUMN_VECS];  // WEIGHT_BIAS - zero, in each byte of a column's dword
-        panel.begin_group(scales, row);
-        for (int j = 0; j < COLUMN_VECS; j++)
-            offsets[j] = uint8_t(WEIGHT_BIAS) - (Bytes)(panel.zero[j] * IN_EACH_BYTE);
-        for (int i = row; i < row + group; i += 8) {
-            for (int q = 0; q < panel.QUADS; q++)
-                for (int j = 0; j < COLUMN_VECS; j++) store(out + packed_at<4>(i + 4 * q, j * LANES), (Bytes)panel.read(q, j) + offsets[j]);
-            panel.at += 4 * PANEL;
-        }
+// Rows 0 .. count of four bits, a multiple of 32 -> a packed panel of int8.
+template <FourBits KIND>
+void unpack_int4(const void* data, const int8_t* values, const Scales& scales, int count, int8_t* out) {
+    Int4Panel<KIND, WEIGHT_BIAS> panel(data, values);
+    const Bytes offset = Bytes{} + uint8_t(KIND == EVEN ? WEIGHT_BIAS - EVEN_ZERO : 0);
+    for (int i = 0; i < count; i += 8, panel.at += 4 * PANEL) {
+        if (i % PANEL == 0) panel.begin_group(scales, i);
+        for (int q = 0; q < panel.QUADS; q++)
+            for (int j = 0; j < COLUMN_VECS; j++) store(out + packed_at<4>(i + 4 * q, j * LANES), (Bytes)panel.read(q, j) + offset);
     }
 }
 

@@ -16,11 +16,13 @@ constexpr int NUM_FORMATS = 5;
 struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats
-    const uint8_t* zeros;  // the same, of W4A8; null without
+    const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
+    const int8_t* values;  // [16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 0 for float formats
 
+    FourBits kind() const { return zeros ? ZEROS : values ? VALUES : EVEN; }
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
@@ -56,7 +58,14 @@ struct Operand {
 // Rows of a piece of a panel. A piece fits the first-level cache (SHORT_PIECE) where the products are that fast (bfloat16 on AMX) or
 // where rows share the work of unpacking; otherwise the second-level cache is fast enough (LONG_PIECE).
 constexpr int SHORT_PIECE = 256, LONG_PIECE = 2048;
-constexpr int DIRECT_ROWS = 1000;  // up to so many rows multiply four bits that are unpacked in registers
+constexpr int MAX_ROWS = 512;  // rows of one pass over the weights
+// Up to so many rows multiply four bits that are unpacked in registers. Vector instructions unpack while they multiply, at no loss for any
+// number of rows (measured on Zen 4); tiles need int8 in memory, and take longer than vectors for a few rows (not measured).
+#if defined(EVERBATCH_AMX)
+constexpr int DIRECT_ROWS = 4;
+#else
+constexpr int DIRECT_ROWS = MAX_ROWS;
+#endif
 #if defined(EVERBATCH_AMX)
 constexpr int PIECE_OF_HALVES = SHORT_PIECE;
 #else
@@ -65,8 +74,7 @@ constexpr int PIECE_OF_HALVES = LONG_PIECE;
 inline int64_t longest_piece(Format format, bool unpacks) {
     return unpacks ? SHORT_PIECE : format == BFLOAT16 ? PIECE_OF_HALVES : LONG_PIECE;
 }
-constexpr int MAX_ROWS = 512;   // rows of one pass over the weights
-constexpr int HELD_ROWS = 96;   // rows whose sums of a panel fit the first-level cache until put() takes them
+constexpr int HELD_ROWS = 96;  // rows whose sums of a panel fit the first-level cache until put() takes them
 
 // int8 weights of one panel -> a packed panel of T. k rows, a multiple of 64; `w` and `scales` are those of the whole panel.
 template <class T>
@@ -158,6 +166,16 @@ private:
     int first_row(int tile) const { return int(int64_t(rows_) * tile / tiles_); }
     int64_t at(int64_t panel, int64_t row) const { return l_.bytes_of<T>((panel * depth_ + row) * PANEL); }
 
+    // Calls f<kind>() for the kind of four bits.
+    template <class F>
+    void with_kind(F f) const {
+        switch (l_.kind()) {
+            case EVEN: return f(std::integral_constant<FourBits, EVEN>());
+            case ZEROS: return f(std::integral_constant<FourBits, ZEROS>());
+            case VALUES: return f(std::integral_constant<FourBits, VALUES>());
+        }
+    }
+
     Part part(int64_t panel, int64_t first, int64_t count, int64_t next, T* unpacked) const {
         const char* data = static_cast<const char*>(l_.data);
         const int64_t of_panel = panel * l_.groups() * PANEL;
@@ -167,7 +185,7 @@ private:
         if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
-            (l_.zeros ? unpack_int4<true> : unpack_int4<false>)(data + at(panel, first), scales, input_group_, int(count), reinterpret_cast<int8_t*>(unpacked));
+            with_kind([&](auto kind) { unpack_int4<kind()>(data + at(panel, first), l_.values, scales, int(count), reinterpret_cast<int8_t*>(unpacked)); });
         return {unpacked, scales, data + next};
     }
 
@@ -195,14 +213,10 @@ private:
                 product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
                                       c, PANEL, first == 0, n, next);
             };
-            if (is_direct_ && l_.zeros)
-                of_int8(Int4Panel<true>(part.rows));
-            else if (is_direct_)
-                of_int8(Int4Panel<false>(part.rows));
-            else if (l_.format == W4A8)
-                of_int8(Int8Panel<7>{static_cast<const int8_t*>(part.rows)});
-            else if (l_.format == W8A8)
-                of_int8(Int8Panel<>{static_cast<const int8_t*>(part.rows)});
+            if (is_direct_)
+                with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(part.rows, l_.values)); });
+            else if (input_group_)
+                of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
             else
                 product<lines()>(a_.row<T>(row) + first, a_.ld, static_cast<const T*>(part.rows), int(count), c, PANEL, first == 0, n, next);
         };

@@ -205,12 +205,15 @@ ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
 #endif
 }
 
-// a * b for 0 <= a < 2^15 and |b| < 2^15.
-ALWAYS_INLINE IVec multiply_short(IVec a, IVec b) {
-#if defined(__AVX512VNNI__)
-    return (IVec)_mm512_dpwssd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)b);
+// table[index[i]] for each byte of index, 0 .. 15; every 16 bytes of `table` are the same.
+ALWAYS_INLINE Bytes look_up(Bytes table, Bytes index) {
+#if defined(__AVX512BW__)
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
 #else
-    return a * b;
+    for (size_t i = 0; i < sizeof index; i++) index[i] = table[index[i]];
+    return index;
 #endif
 }
 

@@ -202,15 +202,14 @@ struct Scales {
     const bf16* at(int row) const { return scales + index(row); }
 };
 
-// Weights of a panel of int8, read from row 0 on. four_bits.h has the same for four bits. The sums of activations are to be shifted by SHIFT.
-template <int SHIFT = 0>
+// Weights of a panel of int8, read from row 0 on. four_bits.h has the same for four bits.
 struct Int8Panel {
     static constexpr int QUADS = 1;  // rows in 4 * PANEL bytes, in fours
     const int8_t* at;
 
     ALWAYS_INLINE void begin_group(const Scales&, int) {}
     // What a group's integer sum begins with, if `sum` is that of the activations.
-    ALWAYS_INLINE IVec start(int32_t sum, int) const { return DOT_BIAS ? splat(sum) << SHIFT : IVec{}; }
+    ALWAYS_INLINE IVec start(int32_t sum) const { return DOT_BIAS ? splat(sum) : IVec{}; }
     ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return dot_quads(acc, w, x); }
     // The dwords of columns j * LANES .. + LANES, of the four rows q.
     ALWAYS_INLINE IVec read(int, int j) const { return load<IVec>(at + 4 * j * LANES); }
@@ -227,7 +226,7 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, Weights w, Scales s
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.start(a.sums[r * a.groups + g], j);
+            for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = w.start(a.sums[r * a.groups + g]);
         const bf16* of_columns = scales.at(i);
         for (const int end = i + group; i < end; i += 4 * Weights::QUADS) {
             prefetch<LINES>(ahead);
