@@ -15,7 +15,7 @@ class Tiles(NamedTuple):
 
 
 # (Architecture, whether the pool is quantised or there are sink tokens) -> tiles, for heads of at most 128. On sm_80 each warp
-# converts quantised keys for itself and would spill registers with 64 keys, as the mask of sink tokens would; on sm_90 warps
+# converts quantised keys for itself and would spill registers with 64 keys, and so would the mask of sink tokens; on sm_90 warps
 # share keys, and with 64 a score costs a fifth less than with 32.
 TILES = {
     (80, False): Tiles(128, 64, 8, 3),

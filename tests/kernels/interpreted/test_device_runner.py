@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def make_core(
     processors: PostProcessors | None = None,
     kv: str = "auto",
     blocks: int = 60,
+    attention: Mapping[str, object] = MappingProxyType({}),
     **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
@@ -73,7 +75,7 @@ def make_core(
             gather_generation_logits=True,
             additional_outputs=("hidden_states",),
         ),
-        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0),
+        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0, **attention),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
     )
     workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors)
@@ -133,6 +135,17 @@ def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(director
     cramped = finish(core, requests)
     assert core.counters.pauses_total > 0
     assert [result.output_token_ids for result in cramped] == [result.output_token_ids for result in roomy]
+
+
+def test_a_window_and_sink_tokens_reach_every_step_of_the_runner(directory: Path) -> None:
+    """Prompts in two chunks, then steps that only generate. Where the sink tokens were lost in either, tokens would differ."""
+    attention = dict(max_attention_window=(10,), sink_tokens=3)
+    requests = [request(30, 6, n) for n in (1, 2)]
+    expected = finish(make_core(directory, "torch", attention=attention), requests)
+    measured = finish(make_core(directory, "triton", Replays(), attention=attention, look_ahead=True), requests)
+    without = finish(make_core(directory, "torch", attention=dict(max_attention_window=10)), requests)
+    ids = [[result.output_token_ids for result in results] for results in (measured, expected, without)]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_log_says_why(
