@@ -113,7 +113,7 @@ def _refused(feature: str, *keys: str, neutral: tuple[str, ...] = ()) -> tuple[P
 _ENGINE = (
     _honoured("gpt_model_type", "scheduler.batching", _batching, "`inflight_fused_batching` or `inflight_batching`"),
     _honoured("batching_strategy", "scheduler.batching", _batching, "the newer name of `gpt_model_type`"),
-    _honoured("gpt_model_path", "model.path", str, "a Hugging Face checkpoint, no TensorRT engine"),
+    _honoured("gpt_model_path", "model.path", str, "a Hugging Face checkpoint or a GGUF file, no TensorRT engine"),
     *_refused("an encoder", "encoder_model_path"),
     _honoured("batch_scheduler_policy", "scheduler.policy", _chosen(_POLICIES)),
     _honoured("max_tokens_in_paged_kv_cache", "kv_cache.max_tokens", _whole),
