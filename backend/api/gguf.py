@@ -271,9 +271,8 @@ class _Reader:
 
     def _read(self, count: int, place: str) -> bytes:
         if count > self._most - self._position:
-            limit = (
-                "its header ends" if self._num_bytes <= MAX_HEADER_BYTES else f"the {MAX_HEADER_BYTES} that are read"
-            )
+            is_short = self._num_bytes <= MAX_HEADER_BYTES
+            limit = "the end of the file" if is_short else f"the {MAX_HEADER_BYTES} bytes of a header that are read"
             raise ConfigError(f"{self._name} is cut short, or no GGUF file: {place} goes beyond {limit}; {AGAIN}")
         content = self._file.read(count)
         if len(content) < count:  # The file has become shorter.

@@ -102,7 +102,7 @@ def _refused(feature: str, *keys: str, neutral: tuple[str, ...] = ()) -> tuple[P
 _ENGINE = (
     _honoured("gpt_model_type", "scheduler.batching", _chosen(_TYPES), "`v1`: static batches"),
     _honoured("batching_strategy", "scheduler.batching", _chosen(_TYPES), "the newer name of `gpt_model_type`"),
-    _honoured("gpt_model_path", "model.path", str, "a Hugging Face checkpoint, no TensorRT engine"),
+    _honoured("gpt_model_path", "model.path", str, "a Hugging Face checkpoint or a GGUF file, no TensorRT engine"),
     *_refused("an encoder", "encoder_model_path"),
     _honoured("batch_scheduler_policy", "scheduler.policy", _chosen(_POLICIES)),
     _honoured("max_tokens_in_paged_kv_cache", "kv_cache.max_tokens", _whole),
