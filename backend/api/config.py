@@ -16,7 +16,7 @@ from backend.api.origins import Origins
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch", "triton"]
-Quantization = Literal["none", "int8", "w8a8"]
+Quantization = Literal["none", "int8", "w8a8", "w4a8"]
 KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Batching = Literal["fused", "separate", "static"]
@@ -40,7 +40,9 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     additional_outputs: tuple[str, ...] = ()  # tensors that requests may ask for: `hidden_states`, `logits`
     logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
-    quantization: Quantization = "none"  # `int8` weights, `w8a8` int8 activations too; none = the checkpoint's own
+    quantization: Quantization = (
+        "none"  # `int8` weights, `w8a8` int8 activations too, `w4a8` 4-bit weights (CPU); none = the checkpoint's own
+    )
 
 
 class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,8 +4,8 @@
     PackedLinear      bfloat16 on a CPU; the weight is held in the order in which oneDNN's product reads it
     QuantizedLinear   int8 weight and scales; slow, and the reference of the quantised kernels
 
-A `MakeLinear` chooses among them and owns the weight it is given: a layer that packs it keeps the packed form only. Without a
-4-bit kernel, 4-bit weights are held as int8 (`in_eight_bits`), which is exact. The layers for GPUs are in device_linear.py.
+A `MakeLinear` chooses among them and owns the weight it is given: a layer that packs it keeps the packed form only. Here 4-bit
+weights are held as int8 (`in_eight_bits`), which is exact. The layers for GPUs are in device_linear.py.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kernels.common.quantize import dequantize, quantize_activations, row_slices
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
-QuantizedFormat = Literal["int8", "w8a8"]
+QuantizedFormat = Literal["int8", "w8a8", "w4a8"]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in the format of kernels/common/quantize.py; one that comes from a checkpoint may also hold -128."""
+    """A weight in the format of kernels/common/quantize.py or, for w4a8, four_bits.py; one of a checkpoint may also hold -128."""
 
     q: Tensor  # int8 [n, k]
     scale: Tensor  # float32 [n, ceil(k / group)]
     group: int  # columns; k = one scale a row
-    format: QuantizedFormat  # w8a8: activations are quantised as well, per token and group
+    format: QuantizedFormat  # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES
 
 
 Weight = Tensor | QuantizedWeight | Weight4 | Weight4A8  # [n, k]
@@ -127,7 +127,7 @@ class PackedLinear:
 
 
 class QuantizedLinear:
-    """Multiplies in float32 by the dequantised weight; for w8a8, x is quantised and dequantised as well.
+    """Multiplies in float32 by the dequantised weight; for w8a8 and w4a8, x is quantised and dequantised as well.
 
     The weight is dequantised in slices of rows, which bounds the memory.
     """
@@ -148,7 +148,7 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         q, scale, group, format = self._weight
-        values = dequantize(*quantize_activations(x, group), group) if format == "w8a8" else x.float()
+        values = dequantize(*quantize_activations(x, group), group) if format != "int8" else x.float()
         out = x.new_empty(x.shape[0], q.shape[0])
         for rows in row_slices(*q.shape):
             bias = None if self._bias is None else self._bias[rows].float()

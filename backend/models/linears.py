@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,13 @@ from backend.api.errors import ConfigError
 from backend.layers.linear import Linear, MakeLinear, QuantizedFormat, QuantizedWeight, Weight, make_torch_linear
 from backend.models.quantized import QuantizedLayers, stack
 from backend.models.tensors import TensorSource
+from kernels.common import four_bits
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 
 WHOLE_ROW = -1  # a value of LinearOptions.group: one scale a row
+
+
+Round = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (weight, group) -> (int8, scales)
 
 
 class LinearOptions(NamedTuple):
@@ -24,10 +28,14 @@ class LinearOptions(NamedTuple):
     quantization: Quantization = "none"  # what float weights are quantised to while loading; none = not at all
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
+    round_to_four_bits: Round = four_bits.round_weight
 
     def columns_per_scale(self, columns: int) -> int:
         """Columns that share a scale in a weight of `columns` columns."""
         return columns if self.group == WHOLE_ROW else self.group or DEFAULT_GROUPS[self.quantization]
+
+    def rounding_to(self, format: QuantizedFormat) -> Round:
+        return self.round_to_four_bits if format == "w4a8" else quantize_weight
 
 
 class LinearBuilder:
@@ -42,25 +50,30 @@ class LinearBuilder:
         self._checkpoint = checkpoint
         self._options = options
 
-    def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False) -> Linear:
-        """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does."""
+    def build(self, rows: Mapping[str, int], columns: int, has_bias: bool = False, is_head: bool = False) -> Linear:
+        """One layer of several projections: name -> rows, stacked in order. Raises ConfigError as TensorSource does.
+
+        `is_head`: it yields the logits, and is held in 8 bits where other layers are quantised to 4.
+        """
         if self._checkpoint is not None and self._are_quantized(rows, self._checkpoint.marker):
             weight: Weight = stack([self._checkpoint.take(self._source, *each, columns) for each in rows.items()])
             if not has_bias:  # GPTQ's writers store a bias of zeros for such a layer
                 self._source.drop_zeros(name + ".bias" for name in rows)
         elif self._checkpoint is None and self._options.quantization != "none":
-            weight = self._quantize(rows, columns, self._options.quantization)
+            weight = self._quantize(
+                rows, columns, _of_head(self._options.quantization) if is_head else self._options.quantization
+            )
         else:
             weight = self._source.take_stacked({name + ".weight": count for name, count in rows.items()}, (columns,))
         bias = {name + ".bias": count for name, count in rows.items()}
         return self._options.make(weight, self._source.take_stacked(bias, ()) if has_bias else None)
 
     def from_tensor(self, weight: Tensor) -> Linear:
-        """A layer whose weight [n, k] stays in use elsewhere (a tied embedding)."""
+        """The output head whose weight [n, k] stays in use elsewhere (a tied embedding)."""
         if self._checkpoint is None and self._options.quantization != "none":
             group = self._options.columns_per_scale(weight.shape[1])
             q, scale = quantize_weight(weight, group)
-            return self._options.make(QuantizedWeight(q, scale, group, self._options.quantization), None)
+            return self._options.make(QuantizedWeight(q, scale, group, _of_head(self._options.quantization)), None)
         return self._options.make(weight, None)
 
     def _are_quantized(self, rows: Mapping[str, int], marker: str) -> bool:
@@ -80,9 +93,14 @@ class LinearBuilder:
             self._source.check_shape(name + ".weight", (count, columns))
         q = torch.empty(num_rows, columns, dtype=torch.int8, device=device)
         scale = torch.empty(num_rows, -(-columns // group), dtype=torch.float32, device=device)
-        start = 0
+        start, rounded = 0, self._options.rounding_to(format)
         for name, count in rows.items():
             stored = self._source.take_raw(name + ".weight", (count, columns))
-            q[start : start + count], scale[start : start + count] = quantize_weight(stored, group)
+            q[start : start + count], scale[start : start + count] = rounded(stored, group)
             start += count
         return QuantizedWeight(q, scale, group, format)
+
+
+def _of_head(format: QuantizedFormat) -> QuantizedFormat:
+    """How the output head is quantised: with fewer bits than 8 it would cost more quality than it saves."""
+    return "w8a8" if format == "w4a8" else format

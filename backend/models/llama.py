@@ -126,7 +126,7 @@ def build_llama(
         source.take_copy("lm_head.weight", embedding)
         lm_head = linears.from_tensor(embedding)
     else:
-        lm_head = linears.build({"lm_head": config.vocab_size}, config.hidden_size)
+        lm_head = linears.build({"lm_head": config.vocab_size}, config.hidden_size, is_head=True)
     layers = [_layer(config, source, linears, f"model.layers.{index}.") for index in range(config.num_layers)]
     norm = source.take("model.norm.weight", (config.hidden_size,))
     source.check_all_used()

@@ -36,6 +36,7 @@ from backend.worker.prompt_inputs import PromptInputs
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
+from kernels.cpu.linear import RoundToFourBits
 
 log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens
@@ -180,8 +181,17 @@ class InProcessWorkerGroup:
         match self._choice.name:
             case "native":
                 assert self._choice.library is not None  # choose_tier chooses this tier only with it
-                return LinearOptions(quantization, make=PackLinears(self._choice.library))
+                return LinearOptions(
+                    quantization,
+                    make=PackLinears(self._choice.library),
+                    round_to_four_bits=RoundToFourBits(self._choice.library),
+                )
             case "triton":
+                if quantization == "w4a8":
+                    raise ConfigError(
+                        "model.quantization is w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that "
+                        "./everbatch quantize --scheme w4a8 makes"
+                    )
                 group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel takes
                 return LinearOptions(quantization, group, make_triton_linear(dtype))
         return LinearOptions(quantization)

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from backend.api.errors import ConfigError
 from backend.core.step import Row
-from backend.layers.linear import Linear, QuantizedWeight, Weight, in_eight_bits
+from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.models.llama import LayerWeights, Llama
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
+from kernels import w4a16
+from kernels.common import four_bits
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.screen import Screen
+from kernels.int8_rows import GROUP
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -37,22 +40,34 @@ class PackLinears:
 
     def __call__(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         if isinstance(weight, Weight4 | Weight4A8):
-            weight = in_eight_bits(weight)
+            q, scales, zeros, group = _in_four_bits(weight)
+            self._check_scales(scales)
+            return PackedLinear.of_four_bits(self._library, self._arena, q, scales, zeros, group, bias)
         if not isinstance(weight, QuantizedWeight):
             if weight.dtype not in (torch.float32, torch.bfloat16):
                 raise ConfigError(
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
-        if self._keeps_scales and not torch.equal(weight.scale.bfloat16().float(), weight.scale):
-            self._keeps_scales = False
-            log.info(_ROUNDED)
+        self._check_scales(weight.scale)
+        if weight.format == "w4a8":
+            q, scales, group = _regrouped(weight)
+            values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
+            return PackedLinear.of_four_bits(
+                self._library, self._arena, four_bits.indices(q), scales, values, group, bias
+            )
         is_w8a8 = weight.format == "w8a8"
         return PackedLinear.of_int8(self._library, self._arena, *_regrouped(weight), bias, is_w8a8)
 
+    def _check_scales(self, scales: Tensor) -> None:
+        """Say once that scales are rounded."""
+        if self._keeps_scales and not torch.equal(scales.bfloat16().float(), scales):
+            self._keeps_scales = False
+            log.info(_ROUNDED)
+
 
 _ROUNDED = (
-    "the native kernels hold the scales of int8 weights as bfloat16: this checkpoint's are rounded, each by at most 0.4 %; "
+    "the native kernels hold the scales of quantised weights as bfloat16: this checkpoint's are rounded, each by at most 0.4 %; "
     "--set model.kernels=torch keeps them"
 )
 
@@ -134,6 +149,17 @@ def _packed(linear: Linear) -> PackedLinear:
 
 def _float(tensor: Tensor) -> Tensor:
     return tensor.float().contiguous()
+
+
+def _in_four_bits(weight: Weight4 | Weight4A8) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Returns (q uint8 [n, k], scales float32 [n, groups], zeros uint8 [n, groups] or None, group): (q - zero) * scale."""
+    if isinstance(weight, Weight4):
+        zeros = None if weight.zeros is None else weight.zeros.T.to(torch.uint8)
+        return w4a16.unpack(weight.packed, weight.group), weight.scales.T.float(), zeros, weight.group
+    q, scales, zeros = w4a16.unpack(weight.packed, GROUP), weight.scale[:, None], weight.zeros.T
+    if weight.group_scales is None:
+        return q, scales, zeros, q.shape[1]
+    return q, weight.group_scales.T * scales, zeros, GROUP
 
 
 def _regrouped(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:

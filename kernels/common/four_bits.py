@@ -2,10 +2,10 @@
 
     w[r, c] ~ q[r, c] * scale[r, g]        q[r, c] one of VALUES, g = c / group; scale a bfloat16
 
-A group's scale is searched for: the largest number is mapped to 0.8 .. 1.12 of the least and of the greatest value, all numbers
-are rounded to the nearest value, and of the scales that least squares then gives, the one with the least error is taken. On normally
-distributed weights in groups of 32 the error is 7.3 %, where 16 evenly spaced values leave 8.1 %, and evenly spaced ones with a zero
-point, which take more memory, 7.7 %. VALUES are those of llama.cpp's IQ4_NL (ggml-common.h, `kvalues_iq4nl`).
+A group's scale is searched for: the largest number is mapped to 0.8 .. 1.12 of the least and of the greatest value, all
+numbers are rounded to the nearest value, and of the scales that least squares then gives, the one with the least error is taken.
+On normally distributed weights in groups of 32 the error is 7.3 %, where 16 evenly spaced values leave 8.1 %, and evenly spaced
+ones with a zero point, which take more memory, 7.7 %. VALUES are those of llama.cpp's IQ4_NL (ggml-common.h, `kvalues_iq4nl`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from ctypes import CDLL, byref
 import torch
 from torch import Tensor
 
+from kernels.common.four_bits import VALUES
+from kernels.common.quantize import row_slices
 from kernels.cpu.memory import Arena
 from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, PANEL, W4A8, W8A8, LinearStruct
 
@@ -62,7 +64,8 @@ class PackedLinear:
             weight - zeros              zeros [n, ceil(k / group)] uint8, 0..16
             values[weight]              values [16] int8
 
-        scales [n, ceil(k / group)] are exact in bfloat16; group is 32 or a multiple of 64. Activations are quantised in groups of 32.
+        scales [n, ceil(k / group)] are exact in bfloat16; group is 32 or a multiple of 64. Activations are quantised in
+        groups of 32.
         """
         _check_group(group)
         return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
@@ -91,7 +94,7 @@ class PackedLinear:
         packed_scales = None if scales is None else _by_panels(arena, scales, groups, torch.bfloat16)
         zeros = values = None
         if zeros_or_values is not None and zeros_or_values.dtype == torch.int8:
-            values = zeros_or_values.contiguous()
+            values = zeros_or_values.repeat(4)  # as four_bits.h wants it
         elif zeros_or_values is not None:
             zeros = _by_panels(arena, zeros_or_values, groups, torch.uint8)
         held = packed, packed_scales, zeros, values, bias
@@ -124,13 +127,30 @@ class PackedLinear:
         return out.to(x.dtype).view(*x.shape[:-1], self.struct.n)
 
 
+class RoundToFourBits:
+    """kernels/common/four_bits.py's `round_weight` by native/rounding.cpp: the same, but for sums in another order."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+        self._values = torch.tensor(VALUES, dtype=torch.int8)
+
+    def __call__(self, w: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        n, k = w.shape
+        q, scale = torch.empty(n, k, dtype=torch.int8), torch.empty(n, -(-k // group))
+        for rows in row_slices(n, k):
+            part, values = w[rows].float().contiguous(), self._values.data_ptr()
+            into = q[rows].data_ptr(), scale[rows].data_ptr()
+            self._library.everbatch_round(part.data_ptr(), len(part), k, group, values, *into, torch.get_num_threads())
+        return q, scale
+
+
 def _check_group(group: int) -> None:
     if group != 32 and group % 64:
         raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
 
 
 def _by_panels(arena: Arena, table: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A table [n, up to `groups`] of each column's scales or zero points as [panels, groups, PANEL], with zeros behind its end."""
+    """A table [n, up to `groups`] of scales or zero points as [panels, groups, PANEL], with zeros behind its end."""
     n, stored = table.shape
     panels = -(-n // PANEL)
     padded = torch.zeros(panels * PANEL, groups, dtype=dtype)

@@ -2,7 +2,7 @@
 //
 //     EVEN      q - 8
 //     ZEROS     q - zero, where each group of a column has its zero point of 0 .. 16
-//     VALUES    values[q]: 16 int8 that the layer chooses
+//     VALUES    values[q]: 16 int8 that the layer chooses, which lie in memory four times in a row
 //
 // A packed panel is [k / 8][32 columns][4] bytes, in the same order with and without AMX: the low bits of a byte hold q of one of the
 // eight rows' first four, the high bits that of the row four below it. So one load yields two dwords of a dot product for each column.
@@ -22,12 +22,11 @@ template <FourBits KIND, int BIAS = DOT_BIAS>
 struct Int4Panel {
     static constexpr int QUADS = 2;
     const uint8_t* at;
-    Bytes table;                 // VALUES: the values plus BIAS, again and again
+    Bytes table;                 // VALUES: the values plus BIAS
     Bytes offsets[COLUMN_VECS];  // ZEROS: BIAS - zero, in each byte of a column's dword
 
     ALWAYS_INLINE Int4Panel(const void* data, const int8_t* values) : at(static_cast<const uint8_t*>(data)) {
-        if constexpr (KIND == VALUES)
-            for (size_t i = 0; i < sizeof table; i++) table[i] = uint8_t(values[i % 16] + BIAS);
+        if constexpr (KIND == VALUES) table = load<Bytes>(values) + uint8_t(BIAS);
     }
     ALWAYS_INLINE void begin_group(const Scales& scales, int row) {
         constexpr int32_t IN_EACH_BYTE = 0x01010101;

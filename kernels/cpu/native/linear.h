@@ -17,7 +17,7 @@ struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats
     const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
-    const int8_t* values;  // [16], of W4A8 of the kind VALUES; else null
+    const int8_t* values;  // [4][16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 0 for float formats

@@ -1,47 +1,56 @@
 // Rounds weights to four bits of given values (kernels/common/four_bits.py, whose `round_weight` is the reference).
-#include "team.h"
+#include "buffer.h"
 #include "simd.h"
+#include "team.h"
 
 using namespace everbatch;
 
 namespace {
 
-constexpr int FEWEST = 20, MOST = 28;  // 25ths of a value that the largest number may be mapped to
+constexpr int FEWEST = 20, MOST = 28;  // 25ths of the least or greatest value, which the largest number is mapped to
 
 struct Values {
-    const int8_t* of;     // [16], rising
-    int8_t nearest[256];  // of an integer of -128 .. 127
+    float of[16], middle[15], step[15];  // values, rising; half-way between a value and the next; the next less this one
 
-    explicit Values(const int8_t* values) : of(values) {
-        for (int i = 0; i < 256; i++) {
-            int best = 0;
-            for (int v = 1; v < 16; v++)
-                if (std::abs(values[v] - (i - 128)) < std::abs(values[best] - (i - 128))) best = v;
-            nearest[i] = values[best];
-        }
+    explicit Values(const int8_t* values) {
+        for (int i = 0; i < 16; i++) of[i] = values[i];
+        for (int i = 0; i < 15; i++) middle[i] = (of[i] + of[i + 1]) / 2, step[i] = of[i + 1] - of[i];
     }
-    int8_t round(float x) const { return nearest[int(std::nearbyint(std::fmax(-128.0f, std::fmin(127.0f, x)))) + 128]; }
+    Vec nearest(Vec x) const {
+        Vec found = splat(of[0]);
+#pragma GCC unroll 15
+        for (int i = 0; i < 15; i++) found += floats((x > splat(middle[i])) & bits(splat(step[i])));
+        return found;
+    }
 };
 
-// Rounds x[0 .. n) to values times one scale.
+// Rounds x[0 .. n) to values times one scale. x has room for whole vectors behind its end, and zeros there.
 void round_group(const float* x, int64_t n, const Values& values, int8_t* q, float* scale) {
+    const int64_t end = (n + LANES - 1) / LANES * LANES;
+    const float of_zero = values.nearest(Vec{})[0], of_padding = float(end - n) * of_zero * of_zero;
     float largest = 0, best = 0;
     for (int64_t i = 0; i < n; i++)
         if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
     *scale = 0;
-    for (int end : {0, 15})
+    for (int outermost : {0, 15})
         for (int part = FEWEST; part <= MOST && largest != 0; part++) {
-            const float inverse = float(values.of[end]) * float(part) / 25.0f / largest;
-            float with_x = 0, with_itself = 0;  // sums of products of what x is rounded to
-            for (int64_t i = 0; i < n; i++) {
-                const float rounded = values.round(x[i] * inverse);
-                with_x += rounded * x[i], with_itself += rounded * rounded;
+            const Vec inverse = splat(values.of[outermost] * float(part) / 25.0f / largest);
+            Vec by_x{}, by_itself{};  // what x is rounded to, multiplied
+            for (int64_t i = 0; i < end; i += LANES) {
+                const Vec v = load<Vec>(x + i), rounded = values.nearest(v * inverse);
+                by_x = fma(rounded, v, by_x), by_itself = fma(rounded, rounded, by_itself);
             }
-            // With the scale of least squares, with_x / with_itself, the error is the sum of x^2 less this.
+            // With the scale of least squares, with_x / with_itself, the error is the sum of x^2 less `explained`.
+            const float with_x = reduce_add(by_x), with_itself = reduce_add(by_itself) - of_padding;
             const float explained = with_x * with_x / with_itself;
             if (explained > best) best = explained, *scale = to_float(to_bf16(with_x / with_itself));
         }
-    for (int64_t i = 0; i < n; i++) q[i] = values.round(*scale != 0 ? x[i] / *scale : 0.0f);
+    const Vec divisor = splat(*scale != 0 ? *scale : 1.0f);
+    for (int64_t i = 0; i < end; i += LANES) {
+        alignas(64) int8_t rounded[LANES];
+        store(rounded, __builtin_convertvector(__builtin_convertvector(values.nearest(load<Vec>(x + i) / divisor), IVec), Quarter));
+        memcpy(q + i, rounded, size_t(std::min<int64_t>(LANES, n - i)));
+    }
 }
 
 }  // namespace
@@ -53,9 +62,15 @@ void everbatch_round(const float* w, int64_t rows, int64_t k, int64_t group, con
     const Values made(values);
     const int64_t groups = (k + group - 1) / group;
     run_team(threads, [&](Team& team) {
+        Buffer<float> x;
+        x.grow(size_t(group + LANES));
         team.for_each(rows, [&](int64_t r) {
-            for (int64_t g = 0; g < groups; g++)
-                round_group(w + r * k + g * group, std::min(group, k - g * group), made, q + r * k + g * group, scales + r * groups + g);
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t first = g * group, count = std::min(group, k - first);
+                memcpy(x.data(), w + r * k + first, size_t(count) * sizeof(float));
+                std::fill(x.data() + count, x.data() + group + LANES, 0.0f);
+                round_group(x.data(), count, made, q + r * k + first, scales + r * groups + g);
+            }
         });
     });
 }
