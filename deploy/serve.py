@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from backend.api.config import EngineConfig, load_config
 from backend.api.errors import ConfigError
+from backend.api.gguf import SUFFIX
 from deploy import passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
@@ -54,7 +55,7 @@ class ServeOptions:
     def served_names(self) -> tuple[str, ...]:
         """What clients may call the model: this project's name, and the hub id or the name of the directory or file, no path."""
         path = Path(self.model)
-        own = path.resolve().name if path.is_dir() else path.stem if path.is_file() else self.model
+        own = path.resolve().name if path.is_dir() else path.name.removesuffix(SUFFIX) if path.is_file() else self.model
         return ("everbatch", own) if own and self.model else ("everbatch",)
 
 

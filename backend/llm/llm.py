@@ -42,8 +42,8 @@ class LLM:
     ) -> None:
         """Load a checkpoint: its directory, a hub id, or None for the default model.
 
-        `tokenizer`: a directory, a Tokenizer, or a fast tokenizer of transformers. `docs/llm.md` lists the keyword arguments.
-        Raises TypeError for an unknown one, NotHere for what this version does not have, and ConfigError.
+        `tokenizer`: a directory, a GGUF file, a Tokenizer, or a fast tokenizer of transformers. `docs/llm.md` lists the
+        keyword arguments. Raises TypeError for an unknown one, NotHere for what this version does not have, and ConfigError.
         """
         named = {
             "tokenizer_mode": tokenizer_mode,
