@@ -142,3 +142,25 @@ def test_a_file_cannot_smuggle_a_value_where_a_section_belongs(tmp_path: Path) -
     file.write_text('{"kv_cache": 3}')
     with pytest.raises(ConfigError, match="kv_cache is no section"):
         load_config(file, ["kv_cache.max_tokens=3"])
+
+
+@pytest.mark.feature("001-29", "001-30")
+def test_a_window_is_one_number_or_one_for_each_layer() -> None:
+    for text, windows in (("64", 64), ("[64, 32]", (64, 32)), ("null", None)):
+        config = load_config(None, [f"kv_cache.max_attention_window={text}", "kv_cache.sink_tokens=4"])
+        assert (config.kv_cache.max_attention_window, config.kv_cache.sink_tokens) == (windows, 4)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("kv_cache.max_attention_window=[64, 0]", "kv_cache.max_attention_window is 0, allowed is 1 to"),
+        ("kv_cache.max_attention_window=[]", "kv_cache.max_attention_window is an empty list; give one window or more"),
+        ('kv_cache.max_attention_window=[64, "x"]', r'max_attention_window\[1\] is \[64, "x"\]: Expected int'),
+        ("kv_cache.max_attention_window=wide", r'max_attention_window is "wide": Expected int \| array'),
+        ("kv_cache.sink_tokens=-1", "kv_cache.sink_tokens is -1, allowed is 0 to"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [override])

@@ -261,3 +261,14 @@ def test_a_wish_to_keep_a_prompt_reaches_the_blocks_before_the_gap() -> None:
     blocks = [cache.kv.state.blocks.blocks[block] for block in cache.blocks(seq) if block >= 0]
     cache.release(seq, keep=True)
     assert [block.priority for block in blocks] == [80, 80, 80]
+
+
+@pytest.mark.feature("001-30", "003-22")
+def test_blocks_that_were_let_go_are_promised_again() -> None:
+    """Blocks of 4, a window of 6, chunks of 4, 5 sink tokens: 2 + 3 + 2 blocks at most. Of 22 tokens' 6 blocks 2 are let go."""
+    cache = Cache(num_blocks=8, window=6, sink_tokens=5, max_chunk_tokens=4, enable_block_reuse=False)
+    seq = cache.start(make_sequence(1, [1] * 4))
+    assert cache.kv.num_growth_blocks(seq, 1000) == 7 - 1
+    cache.generate(seq, 19)
+    assert seq.num_computed_tokens == 22
+    assert cache.kv.num_growth_blocks(seq, 1000) == 7 - 4

@@ -124,23 +124,24 @@ def test_the_tier_names_the_slot(best_kernels: CDLL, tmp_path: Path, spoil: Call
         driver.runner.tier.run(driver.runner.batch, rows, [1, 1], driver.runner.storage.pools, False)
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 1, 33])
 @pytest.mark.parametrize("windows", [(13,) * 4, (13, 13, 40, 13), (13, 13, None, 13)], ids=str)
-def test_blocks_behind_the_widest_window_may_be_gone_and_no_others(
-    best_kernels: CDLL, tmp_path: Path, windows: tuple[int | None, ...]
+def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_others(
+    best_kernels: CDLL, tmp_path: Path, windows: tuple[int | None, ...], sink_tokens: int
 ) -> None:
     model = load(
         make_random_model(tmp_path, num_hidden_layers=4, max_position_embeddings=LONGEST),
         Format(),
         PackLinears(best_kernels),
     )
-    model.config = msgspec.structs.replace(model.config, windows=windows)
+    model.config = msgspec.structs.replace(model.config, windows=windows, sink_tokens=sink_tokens)
     tier = NativeTier(model, best_kernels, 32, int8_kv=False)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
     first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
     for index in range(3):
         attempt = Attempt(driver)
         attempt.tables[0, index] = -1
-        if (index + 1) * 32 <= first_seen:
+        if sink_tokens <= index * 32 and (index + 1) * 32 <= first_seen:
             assert not attempt.run()[1].isnan().any()
         else:
             attempt.assert_refused(1)
