@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from backend.layers.linear import MakeLinear, make_torch_linear
 from backend.models.linears import LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import open_directory
@@ -22,6 +21,7 @@ from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
+from kernels.cpu.linear import RoundToFourBits
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
@@ -43,13 +43,13 @@ class Format(NamedTuple):
 
 def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
     """`options` go to the Driver."""
-    model = load(directory, form, PackLinears(library))
+    model = load(directory, form, make=PackLinears(library), round_to_four_bits=RoundToFourBits(library))
     return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
 
 
 def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
     """KV in the model's dtype, whatever `form` says of it."""
-    model = load(directory, form, make_torch_linear)
+    model = load(directory, form)
     return drive(TorchTier(model, kv_layout(model.config, block_size, model.dtype)), model, None, block_size, **options)
 
 
@@ -62,8 +62,8 @@ def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, 
     return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
 
 
-def load(directory: Path, form: Format, make: MakeLinear) -> Llama:
-    options = LinearOptions(form.quantization, form.group, make)
+def load(directory: Path, form: Format, **of_linears: Any) -> Llama:
+    options = LinearOptions(form.quantization, form.group, **of_linears)
     return open_directory(directory).build(None, getattr(torch, form.dtype), CPU, options)
 
 
