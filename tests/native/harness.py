@@ -6,12 +6,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from backend.models.linears import LinearOptions
+from backend.layers.linear import MakeLinear, make_torch_linear
+from backend.models.linears import LinearOptions, Round
 from backend.models.llama import Llama
 from backend.models.loader import open_directory
 from backend.sampling.sampler import Sampler
@@ -21,6 +23,9 @@ from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
+from kernels.common.four_bits import round_weight
+from kernels.cpu.build import NativeUnavailable
+from kernels.cpu.library import load_kernels
 from kernels.cpu.linear import RoundToFourBits
 from tests.model.driver import Driver
 
@@ -43,13 +48,13 @@ class Format(NamedTuple):
 
 def native_driver(directory: Path, library: CDLL, form: Format, block_size: int = 32, **options: object) -> Driver:
     """`options` go to the Driver."""
-    model = load(directory, form, make=PackLinears(library), round_to_four_bits=RoundToFourBits(library))
+    model = load(directory, form, PackLinears(library))
     return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
 
 
 def torch_driver(directory: Path, form: Format, block_size: int = 32, **options: object) -> Driver:
     """KV in the model's dtype, whatever `form` says of it."""
-    model = load(directory, form)
+    model = load(directory, form, make_torch_linear)
     return drive(TorchTier(model, kv_layout(model.config, block_size, model.dtype)), model, None, block_size, **options)
 
 
@@ -62,8 +67,17 @@ def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, 
     return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
 
 
-def load(directory: Path, form: Format, **of_linears: Any) -> Llama:
-    options = LinearOptions(form.quantization, form.group, **of_linears)
+@cache
+def rounding() -> Round:
+    """One for all tiers and variants, whose weights are then the same: the native one, which is fast, where it can be had."""
+    try:
+        return RoundToFourBits(load_kernels())
+    except NativeUnavailable:
+        return round_weight
+
+
+def load(directory: Path, form: Format, make: MakeLinear) -> Llama:
+    options = LinearOptions(form.quantization, form.group, make, rounding())
     return open_directory(directory).build(None, getattr(torch, form.dtype), CPU, options)
 
 
