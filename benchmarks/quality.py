@@ -48,6 +48,7 @@ from backend.models.loader import DEFAULT_MODEL, load_directory
 from benchmarks.peers.errors import Skipped
 from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from benchmarks.quality_quantized import document_of, measure_checkpoints, table_of
+from kernels.common.four_bits import round_weight
 from kernels.common.quantize import dequantize, quantize_activations, quantize_weight
 from tools.make_random_model import make_random_model
 
@@ -119,7 +120,8 @@ def own(format: QuantizedFormat, group: int | None) -> MakeLinear:
 
     def make(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         columns = group or weight.shape[1]
-        return QuantizedLinear(QuantizedWeight(*quantize_weight(weight, columns), columns, format), bias)
+        rounded = (round_weight if format == "w4a8" else quantize_weight)(weight, columns)
+        return QuantizedLinear(QuantizedWeight(*rounded, columns, format), bias)
 
     return make
 
@@ -133,6 +135,7 @@ def formats() -> list[Format]:
             found.append(Format(name, 8 + (32 / group if group else 0), own(kind, group)))
     return [
         *found,
+        Format("w4a8, groups of 32", 4.5, own("w4a8", 32)),
         Format(Q8_0, 8.5, foreign(q8_0, q8_0)),
         Format("OpenVINO int8, simulated", 8, foreign(asymmetric_rows, lambda x: x)),
         Format("the same, dynamic groups of 32", 8, foreign(asymmetric_rows, activations_in_groups)),
@@ -198,7 +201,7 @@ def no_worse(results: dict[str, dict[str, Measured]], format: str) -> bool:
 
 
 def is_ours(format: str) -> bool:
-    return format.startswith(("int8", "w8a8"))
+    return format.startswith(("int8", "w8a8"))  # of 8 bits
 
 
 def table(results: dict[str, dict[str, Measured]], bits: dict[str, float]) -> Table:

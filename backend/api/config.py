@@ -40,9 +40,7 @@ class ModelConfigSection(Struct, frozen=True, forbid_unknown_fields=True):
     additional_outputs: tuple[str, ...] = ()  # tensors that requests may ask for: `hidden_states`, `logits`
     logits_post_processors: tuple[str, ...] = ()  # `name=module:function`, each for requests that give its name
     batched_logits_post_processor: str | None = None  # `module:function` behind the name `batched`, called once a step
-    quantization: Quantization = (
-        "none"  # `int8` weights, `w8a8` int8 activations too, `w4a8` 4-bit weights (CPU); none = the checkpoint's own
-    )
+    quantization: Quantization = "none"  # `int8`, `w8a8` with activations, `w4a8` (CPU); none = the checkpoint's own
 
 
 class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -160,9 +160,13 @@ class Intake:
 def never_fits(kv: KVCacheManager, needed: int, num_prompt: int, max_output: int, beam_width: int) -> InvalidRequest:
     """The answer to a sequence, or to beams, that the pool cannot hold at their longest."""
     beams = f" of {beam_width} beams" if beam_width > 1 else ""
+    window, chunk = kv.geometry.window, kv.geometry.max_chunk_tokens
+    remedy = "lower max_tokens or raise kv_cache.max_tokens"
+    if window is not None and chunk > window:  # what is computed in one step is held beside the window
+        remedy += f", or lower scheduler.max_chunk_tokens ({chunk}) towards the attention window ({window})"
     return InvalidRequest(
         f"{num_prompt} prompt tokens and {max_output} output tokens{beams} need {needed} KV blocks, the pool has "
-        f"{kv.usable_blocks} of {kv.block_size} tokens; lower max_tokens or raise kv_cache.max_tokens"
+        f"{kv.usable_blocks} of {kv.block_size} tokens; {remedy}"
     )
 
 

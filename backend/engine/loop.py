@@ -55,11 +55,13 @@ class EngineLoop:
 
         The callbacks are called from this thread and must not block. Records go ahead of the responses of the same steps.
         """
+        farewell = "the engine has failed, its log says why; make a new one"
         try:
             while True:
                 self._begin_turn()
                 self._poll()
                 if self._stopping and not (self._drain and self._core.has_work):
+                    farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
                 records = self._core.take_records()
@@ -69,7 +71,7 @@ class EngineLoop:
                     deliver(responses)
                 self._report(publish_stats)
         finally:
-            self._core.fail_all(EngineUnavailable("the engine is shutting down; send the request again later"))
+            self._core.fail_all(EngineUnavailable(farewell))
             deliver(self._core.take_responses())
             self.present_turn = None
 

@@ -148,7 +148,9 @@ class EngineProcess:
         """Start a process, unless `stop` has been called. Raises OSError when it cannot be started."""
         python = os.environ.get("EVERBATCH_PYTHON") or sys.executable
         arguments = ["--config", str(self._config_path), "--socket", self._socket_path]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        # The modules of this package come first, and those of the user are found behind them, for logits post-processors.
+        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUNBUFFERED": "1"}
         with self._lock:
             if self._stopping.is_set():
                 return

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backend.api.errors import EngineUnavailable
-from backend.core.messages import Command, Hello, Message, Recorded, Responses, Stats
+from backend.api.field_types import check_field_types
+from backend.core.messages import Command, Hello, Message, Recorded, Responses, Stats, Submit
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
 
@@ -26,8 +27,8 @@ class Transport(Protocol):
     def send(self, command: Command) -> None:
         """Send a command without blocking.
 
-        Raises EngineUnavailable when no engine can be reached, and InvalidRequest when the command is too large or cannot be
-        encoded.
+        Raises EngineUnavailable when no engine can be reached, and InvalidRequest when the command is too large, cannot be
+        encoded, or has a field of a wrong type.
         """
         ...
 
@@ -58,7 +59,9 @@ class InProcessTransport:
 
     def send(self, command: Command) -> None:
         if not self._thread.is_alive():
-            raise EngineUnavailable("the engine has stopped; make a new Executor")
+            raise EngineUnavailable("the engine has stopped; make a new one")
+        if isinstance(command, Submit):
+            check_field_types(command.request)
         self._loop.post(command)
 
     def close(self, drain: bool) -> None:

@@ -20,6 +20,7 @@ KEYS = {
     "max_seq_len": "model.max_seq_len",
     "max_batch_size": "scheduler.max_batch_size",
     "max_num_tokens": "scheduler.max_num_tokens",
+    "max_beam_width": "scheduler.max_beam_width",
     "enable_chunked_prefill": "scheduler.enable_chunked_context",
     "iter_stats_max_iterations": "records.max_iterations",
     "request_stats_max_iterations": "records.max_request_iterations",
@@ -43,7 +44,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
 # argument -> default; handled by LLM itself
 OWN: dict[str, Any] = {
     "max_input_len": None,
-    "max_beam_width": None,
     "enable_tqdm": False,
     "kv_cache_config": None,
     "scheduler_config": None,
@@ -99,7 +99,7 @@ class LlmArguments:
                 refuse(name, given[name], why)
         own = OWN | {name: value for name, value in given.items() if name in OWN}
         self.max_input_len: int | None = own["max_input_len"]
-        self.max_beam_width: int | None = own["max_beam_width"]
+        self.max_beam_width: int | None = given.get("max_beam_width")
         self.shows_progress: bool = own["enable_tqdm"]
         self.stream_interval = _at_least_one("stream_interval", own["stream_interval"])
         self.returns_metrics: bool = own["return_perf_metrics"]
@@ -178,6 +178,14 @@ def _changed(config: EngineConfig, changes: dict[str, dict[str, Any]]) -> Engine
     return changed
 
 
+# field of TensorRT-LLM's DynamicBatchConfig -> key of the scheduler's configuration
+TUNING_FIELDS = {
+    "enable_batch_size_tuning": "enable_batch_size_tuning",
+    "enable_max_num_tokens_tuning": "enable_max_num_tokens_tuning",
+    "dynamic_batch_moving_average_window": "tuning_requests",
+}
+
+
 def _fields(name: str, value: Any) -> dict[str, Any]:
     """The fields of a dictionary, or of a configuration object of another room or package."""
     if value is None:
@@ -214,7 +222,8 @@ def _scheduler_fields(value: Any) -> dict[str, Any]:
         if setting is None:
             continue
         if name == "dynamic_batch_config":
-            refuse("scheduler_config.dynamic_batch_config", setting, "the batch is never resized")
+            fields |= {key: getattr(setting, field) for field, key in TUNING_FIELDS.items()}
+            continue
         choices = POLICIES if name == "capacity_scheduler_policy" else CHUNKING
         chosen = str(getattr(setting, "name", setting)).rpartition(".")[2].upper()
         if chosen not in choices:

@@ -203,3 +203,13 @@ def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), {})
     assert sentence(error).startswith(f"{ISA_VARIABLE} is 'neon', this machine can run ")
+
+
+def test_a_gpu_has_no_rounding_to_four_bits() -> None:
+    section, scheduler, kv_cache = ModelConfigSection(quantization="w4a8"), SchedulerConfig(), KvCacheConfig()
+    group = InProcessWorkerGroup(section, scheduler, kv_cache)
+    group._choice = tier.Choice("triton")
+    with pytest.raises(
+        ConfigError, match="w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that"
+    ):
+        group._linears(torch.bfloat16)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from backend.api import model_files
-from backend.models import loader, weight_files
+from backend.models import linears, loader, weight_files
 from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
+from backend.worker import native_tier
 from deploy import model_source
+from kernels.common import four_bits
 from kernels.cpu import build, trust
 from tests.mutants.changes import change
 
@@ -25,6 +27,26 @@ SetAttribute = Callable[[object, str, Any], None]
 
 def depth_of_json_not_looked_at(set_attribute: SetAttribute) -> None:
     set_attribute(model_files, "_is_deeper", lambda content, most: False)
+
+
+def zero_points_are_those_of_symmetric_weights(set_attribute: SetAttribute) -> None:
+    change(native_tier, "_in_four_bits", ("weight.zeros.T.to(torch.uint8)", "None"))(set_attribute)
+
+
+def the_second_scale_of_qoq_is_left_out(set_attribute: SetAttribute) -> None:
+    change(
+        native_tier,
+        "_in_four_bits",
+        ("weight.group_scales.T * scales", "torch.ones_like(weight.group_scales.T) * scales"),
+    )(set_attribute)
+
+
+def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:
+    set_attribute(linears, "_of_head", lambda format: format)
+
+
+def the_first_scale_is_taken(set_attribute: SetAttribute) -> None:
+    change(four_bits, "_scales", ("explained > best", "best == 0"))(set_attribute)
 
 
 def links_may_lead_out(set_attribute: SetAttribute) -> None:
@@ -126,6 +148,8 @@ def a_name_is_looked_up_without_a_net(set_attribute: SetAttribute) -> None:
 
 _HOSTILE = "tests/model/test_hostile_checkpoints.py::"
 _TRUST = "tests/native/test_trust.py::"
+_FOUR_BITS = "tests/native/test_four_bits.py::"
+_LOADING = "tests/weight_formats/test_loading.py::"
 _SOURCE = "tests/deploy/test_model_source.py::"
 _NAME = _SOURCE + "test_a_name_that_is_no_checkpoint_ends_in_one_sentence"
 
@@ -141,6 +165,16 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
         (depth_of_json_not_looked_at, [_case("config is 500 objects deep")]),
         (links_may_lead_out, [_case("config leads out of the model"), _case("tokenizer leads out", "text")]),
         (blobs_anywhere_are_a_hub_s, [_HOSTILE + "test_blobs_count_only_beside_snapshots"]),
+        (
+            zero_points_are_those_of_symmetric_weights,
+            [_FOUR_BITS + "test_four_bits_of_awq_and_gptq_are_held_as_they_are[128-True]"],
+        ),
+        (the_second_scale_of_qoq_is_left_out, [_FOUR_BITS + "test_both_scales_of_qoq_become_one[True]"]),
+        (
+            the_output_head_has_four_bits,
+            [_LOADING + "test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four"],
+        ),
+        (the_first_scale_is_taken, [_FOUR_BITS + "test_the_reference_s_error_is_what_it_promises"]),
         (a_byte_too_many_is_read, [_HOSTILE + "test_a_file_may_be_as_long_as_the_limit_and_no_longer"]),
         (an_index_may_name_paths, [_case("index goes up"), _case("index is absolute")]),
         (tensors_may_overlap, [_case("overlapping offsets")]),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CDLL
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from backend.api.config import Windows
 from backend.layers.linear import MakeLinear, make_torch_linear
-from backend.models.linears import LinearOptions
+from backend.models.linears import LinearOptions, Round
 from backend.models.llama import Llama
 from backend.models.loader import open_directory
 from backend.sampling.sampler import Sampler
@@ -23,6 +24,10 @@ from backend.worker.model_runner import ModelRunner
 from backend.worker.native_tier import NativeTier, PackLinears
 from backend.worker.tier import Tier, kv_layout
 from backend.worker.torch_tier import TorchTier
+from kernels.common.four_bits import round_weight
+from kernels.cpu.build import NativeUnavailable
+from kernels.cpu.library import load_kernels
+from kernels.cpu.linear import RoundToFourBits
 from tests.model.driver import Driver
 
 CPU = torch.device("cpu")
@@ -84,13 +89,22 @@ def drive(tier: Tier, model: Llama, library: CDLL | None, block_size: int = 32, 
     return Driver(ModelRunner(tier, storage, batch, sampler), block_size, **options)
 
 
+@cache
+def rounding() -> Round:
+    """One for all tiers and variants, whose weights are then the same: the native one, which is fast, where it can be had."""
+    try:
+        return RoundToFourBits(load_kernels())
+    except NativeUnavailable:
+        return round_weight
+
+
 def load(
     directory: Path,
     form: Format,
     make: MakeLinear,
     attention: Attention = Attention(),  # noqa: B008 (immutable)
 ) -> Llama:
-    options = LinearOptions(form.quantization, form.group, make)
+    options = LinearOptions(form.quantization, form.group, make, rounding())
     checkpoint = open_directory(directory)
     checkpoint.limit_attention(*attention)
     return checkpoint.build(None, getattr(torch, form.dtype), CPU, options)

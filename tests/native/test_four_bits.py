@@ -184,6 +184,12 @@ def test_a_rounded_weight_s_error_is_what_the_search_promises(best_kernels: CDLL
     assert not dequantize(q, scale, 32).any()
 
 
+def test_the_reference_s_error_is_what_it_promises() -> None:
+    w = random_tensor(torch.Generator().manual_seed(11), 100, 256)
+    q, scale = round_weight(w, 32)
+    assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
+
+
 def test_the_places_of_values_are_found() -> None:
     q = torch.tensor([VALUES, VALUES[::-1]], dtype=torch.int8)
     assert indices(q).tolist() == [list(range(16)), list(range(15, -1, -1))]

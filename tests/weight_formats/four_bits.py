@@ -26,13 +26,12 @@ class Numbers(NamedTuple):
     group_scale: Tensor | None = None  # int8 [n, groups]
 
     def weight(self, scale_dtype: torch.dtype | None = None) -> Tensor:
-        """float32 [n, k]; `scale_dtype`: with scales rounded to it."""
+        """float32 [n, k]; `scale_dtype`: with scales, multiplied together where there are two, rounded to it."""
         (n, k), groups = self.q.shape, self.zero.shape[1]
         steps = (self.q.int() - self.zero.int().repeat_interleave(k // groups, 1)).view(n, groups, -1)
-        if self.group_scale is not None:
-            steps = steps * self.group_scale[:, :, None]
-        scale = self.scale if scale_dtype is None else self.scale.to(scale_dtype)
-        return (steps * scale.float()[:, :, None]).view(n, k)
+        scale = self.scale.float() if self.group_scale is None else self.scale.float() * self.group_scale
+        scale = scale if scale_dtype is None else scale.to(scale_dtype).float()
+        return (steps * scale[:, :, None]).view(n, k)
 
 
 Write = Callable[[str, Numbers], dict[str, Tensor]]

@@ -128,6 +128,12 @@ def test_a_setting_may_repeat_the_checkpoint_s_format_but_not_contradict_it(
         load(int8, quantization=other)
 
 
+def test_what_is_in_eight_bits_is_not_rounded_to_four(tmp_path: Path) -> None:
+    int8, _ = write_pair(tmp_path, "llama", quantization_config())
+    with pytest.raises(ConfigError, match="model.quantization is w4a8, but the checkpoint is quantised as int8; use"):
+        load(int8, quantization="w4a8")
+
+
 def refusal(section: object) -> str:
     raw = dict(architectures=["LlamaForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8)
     raw |= dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64, quantization_config=section)

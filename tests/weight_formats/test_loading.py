@@ -17,6 +17,7 @@ from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
 from backend.models.loader import load_directory, of_buffers
 from benchmarks.quality import row_logits
+from kernels.common.four_bits import round_weight
 from kernels.common.quantize import DEFAULT_GROUPS, quantize_weight
 from tests.weight_formats.checkpoints import ODD
 from tools.make_random_model import make_random_model
@@ -60,7 +61,7 @@ def stacked(weights: dict[str, Tensor], layer: int, names: tuple[str, ...], suff
     return torch.cat([weights[f"model.layers.{layer}.{name}{suffix}"] for name in names])
 
 
-@pytest.mark.parametrize("format", ["int8", "w8a8"])
+@pytest.mark.parametrize("format", ["int8", "w8a8", "w4a8"])
 def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[..., Path], format: str) -> None:
     directory, recorder = make(**ODD), Recorder()
     model = load(directory, "bfloat16", quantization=format, make=recorder)
@@ -68,9 +69,10 @@ def test_every_linear_layer_is_quantised_from_its_stored_values(make: Callable[.
     expected = [weights["lm_head.weight"]]
     expected += [stacked(weights, layer, names) for layer in range(3) for names in NAMES.values()]
     assert len(recorder.weights) == len(expected)
-    for measured, stored in zip(recorder.weights, expected):
-        q, scale = quantize_weight(stored, DEFAULT_GROUPS[format])
-        assert (measured.group, measured.format) == (DEFAULT_GROUPS[format], format)
+    for index, (measured, stored) in enumerate(zip(recorder.weights, expected)):
+        held = "w8a8" if format == "w4a8" and index == 0 else format  # the output head stays in 8 bits
+        q, scale = (round_weight if held == "w4a8" else quantize_weight)(stored, DEFAULT_GROUPS[held])
+        assert (measured.group, measured.format) == (DEFAULT_GROUPS[held], held)
         assert torch.equal(measured.q, q) and torch.equal(measured.scale, scale)
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].bfloat16())
     assert model.norm.dtype == model.layers[0].input_norm.dtype == torch.bfloat16
@@ -116,6 +118,12 @@ def test_a_tied_head_is_quantised_and_the_embedding_is_not(make: Callable[..., P
     assert torch.equal(model.embedding, weights["model.embed_tokens.weight"])
 
 
+def test_a_tied_head_stays_in_eight_bits_where_other_layers_have_four(make: Callable[..., Path]) -> None:
+    directory, recorder = make("llama3"), Recorder()
+    load(directory, quantization="w4a8", make=recorder)
+    assert [weight.format for weight in recorder.weights] == ["w8a8"] + 12 * ["w4a8"]
+
+
 def test_a_tied_head_of_floats_shares_the_embedding(make: Callable[..., Path]) -> None:
     model = load(make("llama3"))
     assert type(model.lm_head) is DenseLinear
@@ -124,7 +132,9 @@ def test_a_tied_head_of_floats_shares_the_embedding(make: Callable[..., Path]) -
         assert model.lm_head(torch.ones(1, 48)).abs().sum() == 0
 
 
-@pytest.mark.parametrize("format, limit", [("int8", 0.045), ("w8a8", 0.065)])  # error of the logits, relative
+@pytest.mark.parametrize(
+    "format, limit", [("int8", 0.045), ("w8a8", 0.065), ("w4a8", 0.5)]
+)  # error of the logits, relative
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
 def test_a_quantised_model_stays_near_the_float_one(
     make: Callable[..., Path], family: str, format: str, limit: float
@@ -135,7 +145,7 @@ def test_a_quantised_model_stays_near_the_float_one(
     assert 0.005 < error < limit
 
 
-@pytest.mark.parametrize("format", ["none", "int8", "w8a8"])
+@pytest.mark.parametrize("format", ["none", "int8", "w8a8", "w4a8"])
 def test_buffers_and_directory_give_the_same_quantised_model(make: Callable[..., Path], format: str) -> None:
     directory = make("qwen2")
     config, options = (directory / "config.json").read_text(), LinearOptions(format)
