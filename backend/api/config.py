@@ -114,12 +114,25 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
+# Inputs of a step that can be kept as debug tensors; worker/debug_tensors.py says what they hold.
+DEBUG_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "sequence_length",
+    "host_past_key_value_lengths",
+    "slots",
+    "block_tables",
+)
+
+
 class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Records of single steps, which an Executor keeps until its program fetches them; the oldest go first. 0 = none."""
 
     max_iterations: int = 0  # statistics of steps
     max_request_iterations: int = 0  # of all live requests in a step
     max_kv_events: int = 0  # blocks of the KV cache that can be found from now on, or no longer
+    max_debug_iterations: int = 0  # `debug_tensors` of steps; each step may have limits.max_tensor_bytes of them
+    debug_tensors: tuple[str, ...] = ()  # inputs of a step, `logits`, what `model.additional_outputs` names
 
 
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -283,6 +296,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "records.max_iterations": (0, 1_000_000),
     "records.max_request_iterations": (0, 1_000_000),
     "records.max_kv_events": (0, 10_000_000),
+    "records.max_debug_iterations": (0, 1_000_000),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

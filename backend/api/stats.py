@@ -7,6 +7,7 @@ import enum
 from msgspec import Struct
 
 from backend.api.request import RequestId
+from backend.api.tensor import TensorData
 
 
 class KvCacheStats(Struct, frozen=True):
@@ -144,9 +145,17 @@ class KvEvent(Struct, frozen=True):
     data: BlocksCreated | BlocksStored | BlocksRemoved | BlockUpdated
 
 
+class DebugTensors(Struct, frozen=True):
+    """Tensors of one step that the configuration asks for, by name."""
+
+    iter: int
+    tensors: dict[str, TensorData]
+
+
 class Records(Struct, frozen=True):
     """What single steps did, oldest first."""
 
     iterations: list[IterationStats] = []
     requests: list[IterationRequests] = []
     kv_events: list[KvEvent] = []
+    debug_tensors: list[DebugTensors] = []

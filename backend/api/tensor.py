@@ -8,6 +8,6 @@ from msgspec import Struct
 class TensorData(Struct, frozen=True):
     """The numbers in C order, little-endian."""
 
-    dtype: str  # float32
+    dtype: str  # float32; of debug tensors int32 too
     shape: tuple[int, ...]
     data: bytes

@@ -108,6 +108,7 @@ class StepOutput(Struct, frozen=True):
     sampled: list[SampledToken]
     gathered: list[GatheredRows] = []
     failed: list[tuple[int, str]] = []  # (index of the row, sentence for its client): rows that failed alone
+    debug_tensors: dict[str, TensorData] = {}  # those of the step that the configuration asks for
 
 
 class ModelInfo(Struct, frozen=True):

@@ -172,7 +172,7 @@ class EngineCore:
                     self._advance_beams(*landed)
                 else:
                     self._publish(self._update(*landed))
-                self._record(landed[0])
+                self._record(*landed)
         return self.take_responses()
 
     def take_responses(self) -> list[Response]:
@@ -378,10 +378,11 @@ class EngineCore:
         for flight in flights:
             self._record(flight)
 
-    def _record(self, flight: Flight) -> None:
+    def _record(self, flight: Flight, output: StepOutput | None = None) -> None:
         self.statistics.record(flight)
         if self._recorder.wants_steps:
-            self._recorder.record(flight, self.latest_iteration(), self._live.values())
+            tensors = {} if output is None else output.debug_tensors
+            self._recorder.record(flight, self.latest_iteration(), self._live.values(), tensors)
 
     def _gauges(self) -> Gauges:
         waiting = self.scheduler.waiting

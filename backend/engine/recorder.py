@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from backend.api.config import RecordsConfig
-from backend.api.stats import IterationRequests, IterationStats, KvEvent, Records, RequestStage, RequestStats
+from backend.api.stats import (
+    DebugTensors,
+    IterationRequests,
+    IterationStats,
+    KvEvent,
+    Records,
+    RequestStage,
+    RequestStats,
+)
+from backend.api.tensor import TensorData
 from backend.core.sequence import Sequence, Status
 from backend.engine.flight import Flight
 
@@ -19,17 +29,26 @@ class Recorder:
     def __init__(self, config: RecordsConfig) -> None:
         self._iterations: deque[IterationStats] = deque(maxlen=config.max_iterations)
         self._requests: deque[IterationRequests] = deque(maxlen=config.max_request_iterations)
+        self._debug_tensors: deque[DebugTensors] = deque(maxlen=config.max_debug_iterations)
         self._ended: list[RequestStats] = []
         self._wants_requests = config.max_request_iterations > 0
-        self.wants_steps = config.max_iterations > 0 or self._wants_requests
+        self.wants_steps = config.max_iterations > 0 or self._wants_requests or config.max_debug_iterations > 0
 
     def note_end(self, seq: Sequence) -> None:
         """A request has ended. Call it before its books are reset."""
         if self._wants_requests:
             self._ended.append(_request_stats(seq, RequestStage.COMPLETE))
 
-    def record(self, flight: Flight, latest: IterationStats, live: Iterable[Sequence]) -> None:
+    def record(
+        self,
+        flight: Flight,
+        latest: IterationStats,
+        live: Iterable[Sequence],
+        debug_tensors: Mapping[str, TensorData] = MappingProxyType({}),
+    ) -> None:
         """A step has landed. `latest`: its statistics; `live`: the requests that go on."""
+        if debug_tensors:
+            self._debug_tensors.append(DebugTensors(latest.iter, dict(debug_tensors)))
         if self._iterations.maxlen:
             new = [seq for seq in flight.plan.admitted if seq.first_scheduled_ns == flight.started_ns]
             waited_ns = sum(flight.started_ns - seq.arrival_ns for seq in new)
@@ -46,11 +65,12 @@ class Recorder:
 
     def take(self, kv_events: list[KvEvent]) -> Records | None:
         """Return what there is since the last call, `kv_events` with it; None when there is nothing."""
-        if not (self._iterations or self._requests or kv_events):
+        if not (self._iterations or self._requests or kv_events or self._debug_tensors):
             return None
-        records = Records(list(self._iterations), list(self._requests), kv_events)
+        records = Records(list(self._iterations), list(self._requests), kv_events, list(self._debug_tensors))
         self._iterations.clear()
         self._requests.clear()
+        self._debug_tensors.clear()
         return records
 
 

@@ -52,11 +52,16 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     started = time.monotonic()
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when torch is loaded
     _tell({"phase": "loading torch"})
+    from backend.worker.debug_tensors import DebugFetch
     from backend.worker.group import InProcessWorkerGroup
 
     _tell({"phase": "loading the model"})
     workers = InProcessWorkerGroup(
-        config.model, config.scheduler, config.kv_cache, progress=lambda line: _tell({"phase": line})
+        config.model,
+        config.scheduler,
+        config.kv_cache,
+        progress=lambda line: _tell({"phase": line}),
+        debug=DebugFetch.of(config),
     )
     core = EngineCore(config, workers)
     loop = EngineLoop(core, stats_period_s=config.triton.stats_period_ms / 1000)

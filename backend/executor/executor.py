@@ -24,7 +24,7 @@ from backend.api.config import EngineConfig
 from backend.api.errors import EngineUnavailable, ErrorCode, EverbatchError
 from backend.api.request import Request, RequestId, SessionId
 from backend.api.response import Response
-from backend.api.stats import EngineStats, IterationRequests, IterationStats, KvEvent
+from backend.api.stats import DebugTensors, EngineStats, IterationRequests, IterationStats, KvEvent
 from backend.core.messages import (
     CLIENT_SHIFT,
     Cancel,
@@ -93,6 +93,7 @@ class Executor:
         `logits_post_processors`: by the names that requests give, see worker/post_processors.py. Raises ConfigError, which
         says `File does not exist` when there is no such directory.
         """
+        from backend.worker.debug_tensors import DebugFetch
         from backend.worker.group import InProcessWorkerGroup
         from backend.worker.post_processors import PostProcessors
 
@@ -100,7 +101,9 @@ class Executor:
         processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
-        workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors)
+        workers = InProcessWorkerGroup(
+            model, config.scheduler, config.kv_cache, processors=processors, debug=DebugFetch.of(config)
+        )
         return cls.in_process(config, workers, str(workers.model_path))
 
     @classmethod
@@ -116,13 +119,14 @@ class Executor:
 
         `logits_post_processors`: like those of `from_directory`.
         """
+        from backend.worker.debug_tensors import DebugFetch
         from backend.worker.group import InProcessWorkerGroup
         from backend.worker.post_processors import PostProcessors
 
         processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         config = config or EngineConfig()
         workers = InProcessWorkerGroup.from_buffers(
-            tensors, json_config, config.model, config.scheduler, config.kv_cache, processors
+            tensors, json_config, config.model, config.scheduler, config.kv_cache, processors, DebugFetch.of(config)
         )
         return cls.in_process(config, workers)
 
@@ -243,6 +247,11 @@ class Executor:
         """The requests in each step since the last call; at most `records.max_request_iterations` steps (0 = none)."""
         self._check_open()
         return self._records.take_requests()
+
+    def take_debug_tensors(self) -> list[DebugTensors]:
+        """The `records.debug_tensors` of the steps since the last call; at most `records.max_debug_iterations` (0 = none)."""
+        self._check_open()
+        return self._records.take_debug_tensors()
 
     def take_kv_events(self, timeout: timedelta | float | None = 0.0) -> list[KvEvent]:
         """Which blocks can be found in the cache, or no longer, since the last call; at most `records.max_kv_events` (0 = none).

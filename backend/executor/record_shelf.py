@@ -7,7 +7,7 @@ from collections import deque
 from typing import TypeVar
 
 from backend.api.config import RecordsConfig
-from backend.api.stats import IterationRequests, IterationStats, KvEvent, Records
+from backend.api.stats import DebugTensors, IterationRequests, IterationStats, KvEvent, Records
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ class RecordShelf:
         self._iterations: deque[IterationStats] = deque(maxlen=0)
         self._requests: deque[IterationRequests] = deque(maxlen=0)
         self._kv_events: deque[KvEvent] = deque(maxlen=0)
+        self._debug_tensors: deque[DebugTensors] = deque(maxlen=0)
         self._changed = threading.Condition()
         self._closed = False
 
@@ -28,12 +29,14 @@ class RecordShelf:
             self._iterations = deque(self._iterations, config.max_iterations)
             self._requests = deque(self._requests, config.max_request_iterations)
             self._kv_events = deque(self._kv_events, config.max_kv_events)
+            self._debug_tensors = deque(self._debug_tensors, config.max_debug_iterations)
 
     def put(self, records: Records) -> None:
         with self._changed:
             self._iterations.extend(records.iterations)
             self._requests.extend(records.requests)
             self._kv_events.extend(records.kv_events)
+            self._debug_tensors.extend(records.debug_tensors)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -49,6 +52,10 @@ class RecordShelf:
     def take_requests(self) -> list[IterationRequests]:
         with self._changed:
             return _drained(self._requests)
+
+    def take_debug_tensors(self) -> list[DebugTensors]:
+        with self._changed:
+            return _drained(self._debug_tensors)
 
     def take_kv_events(self, timeout_s: float | None) -> list[KvEvent]:
         """Wait for an event, and return all that are there; [] after the timeout."""

@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 
 
 def as_tensor(data: TensorData) -> Tensor:
-    """A float32 tensor of its own memory."""
+    """A tensor of its own memory, in the dtype that the data names."""
     import torch
 
-    return torch.frombuffer(bytearray(data.data), dtype=torch.float32).reshape(data.shape)
+    dtype = torch.int32 if data.dtype == "int32" else torch.float32
+    if not data.data:
+        return torch.empty(data.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data.data), dtype=dtype).reshape(data.shape)
 
 
 def as_data(tensor: Tensor) -> TensorData:

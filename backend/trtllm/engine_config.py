@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from backend.api.config import MAX_SECONDS, EngineConfig
+from backend.api.config import DEBUG_INPUTS, MAX_SECONDS, EngineConfig
+from backend.core.gathered import LOGITS
 from backend.trtllm.configs import ExecutorConfig, ParallelConfig
 from backend.trtllm.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode, ContextChunkingPolicy
 
@@ -29,9 +30,6 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "gpu_weights_percent": ((1.0,), "all weights lie on the device; leave it out"),
     "mm_embedding_offloading": ((False,), "only tokens are taken; leave it out"),
     "enable_trt_overlap": ((False,), "leave it out"),
-    "debug_config.debug_tensor_names": (([],), "debug tensors are not kept; leave it out"),
-    "debug_config.debug_input_tensors": ((False,), "debug tensors are not kept; leave it out"),
-    "debug_config.debug_output_tensors": ((False,), "debug tensors are not kept; leave it out"),
 }
 _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
 
@@ -55,6 +53,21 @@ _CHUNKING = {
 def _windows(config: ExecutorConfig) -> tuple[int, ...] | None:
     """An empty list says nothing, like None."""
     return tuple(config.kv_cache_config.max_attention_window or ()) or None
+
+
+def _debug_tensors(config: ExecutorConfig) -> tuple[str, ...]:
+    """Names choose among all tensors. Without names it is all inputs, all outputs, or both."""
+    debug = config.debug_config
+    if debug is None:
+        return ()
+    inputs = DEBUG_INPUTS if debug.debug_input_tensors else ()
+    additional = [each.name for each in config.additional_model_outputs or ()]
+    outputs = dict.fromkeys((LOGITS, *additional)) if debug.debug_output_tensors else ()
+    return tuple(debug.debug_tensor_names) or (*inputs, *outputs)
+
+
+def _max_debug_iterations(config: ExecutorConfig) -> int:
+    return config.debug_config.debug_tensors_max_iterations if config.debug_config and _debug_tensors(config) else 0
 
 
 def _dynamic(name: str) -> Callable[[ExecutorConfig], Any]:
@@ -107,6 +120,8 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "records.max_iterations": lambda config: config.iter_stats_max_iterations,
     "records.max_request_iterations": lambda config: config.request_stats_max_iterations,
     "records.max_kv_events": lambda config: config.kv_cache_config.event_buffer_max_size,
+    "records.max_debug_iterations": _max_debug_iterations,
+    "records.debug_tensors": _debug_tensors,
 }
 
 
@@ -152,6 +167,10 @@ def _check_served(config: ExecutorConfig) -> None:
         value = _at(config, path)
         if value is not None and value not in served:
             raise _refusal(path, value, remedy)
+    if _debug_tensors(config) and _max_debug_iterations(config) < 1:
+        what = "debug_config.debug_tensors_max_iterations"
+        remedy = "tensors are kept for the latest iterations, not written to files; give 1 or more"
+        raise _refusal(what, _max_debug_iterations(config), remedy)
     sink_tokens = config.kv_cache_config.sink_token_length
     if sink_tokens is not None and sink_tokens < 0:
         raise _refusal("kv_cache_config.sink_token_length", sink_tokens, "give 0 or more")

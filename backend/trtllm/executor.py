@@ -221,9 +221,9 @@ class Executor:
             return [from_core.request_stats(each) for each in self._core.take_request_stats()]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """Always empty: the constructor refuses a DebugConfig that asks for tensors."""
-        self._check_open()
-        return []
+        """The tensors of the iterations since the last call, at most `debug_config.debug_tensors_max_iterations` of them."""
+        with _runtime_errors():
+            return [from_core.debug_tensors(each) for each in self._core.take_debug_tensors()]
 
     def get_kv_cache_event_manager(self) -> KVCacheEventManager | None:
         """Hands out the events of the KV cache; None unless `kv_cache_config.event_buffer_max_size` is more than 0."""

@@ -16,6 +16,7 @@ from backend.trtllm import kv_cache
 from backend.trtllm.enums import FinishReason, RequestStage
 from backend.trtllm.results import AdditionalOutput, KvCacheMetrics, RequestPerfMetrics, Response, Result, TimingMetrics
 from backend.trtllm.statistics import (
+    DebugTensorsPerIteration,
     InflightBatchingStats,
     IterationStats,
     KvCacheStats,
@@ -73,6 +74,12 @@ def result(given: core.Result) -> Result:
         additional_outputs=_additional(given),
         request_perf_metrics=None if perf is None else perf_metrics(perf, given.decoding_iter),
         **{name: getattr(given, name) for name in _RESULT},
+    )
+
+
+def debug_tensors(given: core_stats.DebugTensors) -> DebugTensorsPerIteration:
+    return DebugTensorsPerIteration(
+        iter=given.iter, debug_tensors={name: as_tensor(each) for name, each in given.tensors.items()}
     )
 
 

@@ -18,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from backend.api.errors import ErrorCode, InvalidRequest
 from backend.api.request import RequestId
 from backend.api.response import Response
@@ -34,7 +36,15 @@ from backend.core.messages import (
     Responses,
     Stats,
 )
-from backend.wire.framing import FrameTooLarge, Undecodable, decode_command, encode_frame, receive_frame, request_id_of
+from backend.wire.framing import (
+    MAX_FRAME_BYTES,
+    FrameTooLarge,
+    Undecodable,
+    decode_command,
+    encode_frame,
+    receive_frame,
+    request_id_of,
+)
 from backend.wire.heart import Heart
 from backend.wire.outgoing import Outgoing, ReaderTooSlow, hang_up
 
@@ -65,7 +75,19 @@ class Connection:
         threading.Thread(target=self._read, name=f"engine-reader-{self.index}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Never blocks; a client that does not read is cut off. Raises InvalidRequest for what makes no frame."""
+        """Never blocks; a client that does not read is cut off. Raises InvalidRequest for what makes no frame.
+
+        Debug tensors are dropped, and nobody is cut off for them, while much waits for the client already.
+        """
+        waiting = self._outgoing.num_waiting_bytes
+        if waiting > MAX_FRAME_BYTES and isinstance(message, Recorded) and message.records.debug_tensors:
+            log.warning(
+                "client %d: debug tensors of a step were dropped, for %d bytes wait for it and the limit is %d",
+                self.index,
+                waiting,
+                MAX_FRAME_BYTES,
+            )
+            return
         frame = encode_frame(message)
         try:
             self._outgoing.send(frame, droppable=isinstance(message, Heartbeat))
@@ -173,11 +195,18 @@ class EngineServer:
         self._broadcast(Stats(stats))
 
     def publish_records(self, records: Records) -> None:
-        """Tell all clients. Records that make no frame are dropped: nobody may wait for the responses behind them."""
-        try:
-            self._broadcast(Recorded(records))
-        except FrameTooLarge as error:
-            log.warning("records of %d bytes were dropped, the limit is %d", error.num_bytes, error.limit)
+        """Tell all clients. Records that make no frame are dropped: nobody may wait for the responses behind them.
+
+        The debug tensors of each step go alone, so that no other records are lost with them.
+        """
+        others = msgspec.structs.replace(records, debug_tensors=[])
+        for part in (others, *(Records(debug_tensors=[each]) for each in records.debug_tensors)):
+            if part == Records():
+                continue
+            try:
+                self._broadcast(Recorded(part))
+            except FrameTooLarge as error:
+                log.warning("records of %d bytes were dropped, the limit is %d", error.num_bytes, error.limit)
 
     def close(self) -> None:
         """Stop listening; connections end once what is queued for them has been sent."""

@@ -48,6 +48,11 @@ class Outgoing:
             self._num_bytes += len(frame) - sent
         self._to_do.release()
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """What the other side has still to take."""
+        return self._num_bytes
+
     def finish(self) -> None:
         """Let the thread end after what is queued, and hang up."""
         self._to_do.release()

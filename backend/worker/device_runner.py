@@ -54,7 +54,9 @@ class QueuedStep(NamedTuple):
     failed: list[tuple[int, str]] | None = None
 
     def wait(self) -> StepOutput:
-        return StepOutput(self.step_id, self.samples.wait(), fetch_all(self.gathered), self.failed or [])
+        samples, gathered = self.samples.wait(), fetch_all(self.gathered)
+        debug_tensors = self.gathered[-1].wait_for_debug() if self.gathered else {}  # they come with the last pass
+        return StepOutput(self.step_id, samples, gathered, self.failed or [], debug_tensors)
 
 
 class DeviceRunner:
@@ -119,10 +121,10 @@ class DeviceRunner:
     def _run_with_extras(self, work: ExtraWork) -> tuple[Tensor, FetchedRows]:
         """One pass: logits [sum of num_logits, vocab], and what clients want of it."""
         hidden, flat = self._forward(work.rows, work.num_logits)
-        if not any(work.num_logits):
-            return hidden.new_empty(0, self._model.config.vocab_size), FetchedRows([], None)
-        logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
-        return logits, work.gather(logits, outputs, self.batch.token_ids)
+        logits, outputs = hidden.new_empty(0, self._model.config.vocab_size), dict[str, Tensor]()
+        if any(work.num_logits):
+            logits, outputs = self._model.logits_and(work.outputs, hidden[flat.logits_index])
+        return logits, work.gather(logits, outputs, self.batch)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

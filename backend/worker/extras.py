@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.api.tensor import TensorData
 from backend.core.gathered import LOGITS, PROMPT_LOG_PROBS
 from backend.core.step import Gather, GatheredRows, NewRow, Row, SlotId
 from backend.models.llama import Llama
 from backend.sampling.prompt_log_probs import packed_rows
+from backend.worker.debug_tensors import DebugFetch, FetchedTensors
+from backend.worker.input_batch import InputBatch
 from backend.worker.post_processors import Failure, Opted, PostProcessors
 from kernels.common.transfer import Fetched
 
@@ -99,8 +102,10 @@ def passes(parts: list[Part]) -> list[list[Part]]:
 
 
 class Extras:
-    def __init__(self, processors: PostProcessors | None = None) -> None:
+    def __init__(self, processors: PostProcessors | None = None, debug: DebugFetch | None = None) -> None:
+        """`debug`: what is kept of every step, which then has extras even if no row wants any."""
         self._processors = processors or PostProcessors()
+        self._debug = debug
         self._slots: dict[SlotId, SlotWants] = {}  # only of sequences that want something
 
     def set_row(self, row: NewRow) -> None:
@@ -114,23 +119,33 @@ class Extras:
 
     def of_step(self, rows: list[Row]) -> list[ExtraWork] | None:
         """What is to be done for these rows, pass by pass; the last one has the rows that sample. None: they want tokens only."""
-        if not self._slots:
+        if not (rows and (self._slots or self._debug)):
             return None
         parts = [Part(index, row, self._wants(row)) for index, row in enumerate(rows)]
-        if not any(part.want for part in parts):
+        if not (self._debug or any(part.want for part in parts)):
             return None
-        return [ExtraWork(each, self._processors) for each in passes(parts)]
+        *before, last = passes(parts)
+        work = [ExtraWork(each, self._processors) for each in before]
+        return [*work, ExtraWork(last, self._processors, None if self._debug is None else StepDebug(self._debug, rows))]
 
     def _wants(self, row: Row) -> SlotWants | None:
         want = self._slots.get(row.slot)
         return want if want is not None and want.concerns(row) else None
 
 
+class StepDebug(NamedTuple):
+    """What is kept of a step."""
+
+    fetch: DebugFetch
+    rows: list[Row]  # of the whole step
+
+
 class ExtraWork:
     """Of one pass. Rows of logits lie one after the other: for each row of the pass its last `num_logits` tokens."""
 
-    def __init__(self, parts: list[Part], processors: PostProcessors) -> None:
-        self._parts, self._processors = parts, processors
+    def __init__(self, parts: list[Part], processors: PostProcessors, debug: StepDebug | None = None) -> None:
+        """`debug`: of a step's last pass."""
+        self._parts, self._processors, self._debug = parts, processors, debug
         self.rows = [part.row for part in parts]
         self.num_logits = [part.num_logits for part in parts]
         ends = torch.tensor(self.num_logits).cumsum(0).tolist()
@@ -139,17 +154,16 @@ class ExtraWork:
             end - 1 for end, row in zip(ends, self.rows) if row.samples
         ]  # rows of logits that are sampled
         names = {asked.name for part in parts if part.want is not None for asked in part.want.gather}
+        if debug is not None and self.sampling_rows:
+            names.update(debug.fetch.outputs)
         self.outputs = sorted(names - {LOGITS, PROMPT_LOG_PROBS})
         self.wants_logits = not names.isdisjoint((LOGITS, PROMPT_LOG_PROBS))
         self.processed = {
             part.row.slot for part in parts if part.want is not None and part.want.post_processor and part.row.samples
         }
 
-    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], token_ids: Tensor) -> FetchedRows:
-        """Begin to fetch the rows that clients want.
-
-        logits and outputs are [sum of num_logits, width], token_ids [slots, max_seq_len].
-        """
+    def gather(self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch) -> FetchedRows:
+        """Begin to fetch the rows that clients want, and debug tensors. logits and outputs are [sum of num_logits, width]."""
         heads: list[tuple[int, str, bool, int, int]] = []  # a GatheredRows without its data
         tensors: list[Tensor] = []
         for part, end in zip(self._parts, self._ends):
@@ -165,14 +179,24 @@ class ExtraWork:
                     rows = tensor[start : start + len(positions)]
                     heads.append((part.number, asked.name, True, positions[0], len(positions)))
                     if asked.name == PROMPT_LOG_PROBS:
-                        following = token_ids[part.row.slot, positions[0] + 1 : positions[-1] + 2]
+                        following = batch.token_ids[part.row.slot, positions[0] + 1 : positions[-1] + 2]
                         tensors.append(packed_rows(rows, following, asked.top))
                     else:
                         tensors.append(rows.float())
                 if asked.generation and part.row.samples:
                     heads.append((part.number, asked.name, False, last, 1))
                     tensors.append(tensor[end - 1 : end].float())
-        return FetchedRows(heads, Fetched(*tensors) if tensors else None)
+        return FetchedRows(heads, Fetched(*tensors) if tensors else None, self._fetch_debug(logits, outputs, batch))
+
+    def _fetch_debug(
+        self, logits: Tensor | None, outputs: Mapping[str, Tensor], batch: InputBatch
+    ) -> FetchedTensors | None:
+        if self._debug is None:
+            return None
+        given = outputs if logits is None else {**outputs, LOGITS: logits}
+        names = self._debug.fetch.outputs if self.sampling_rows else []
+        own = {name: given[name][self.sampling_rows] for name in names}
+        return self._debug.fetch.begin(self._debug.rows, batch, own)
 
     def process(self, logits: Tensor, token_ids: Tensor, num_tokens: Sequence[int]) -> list[Failure]:
         """Let post-processors change logits [rows that sample, vocab] in place. Returns the rows for which one failed.
@@ -193,8 +217,13 @@ class ExtraWork:
 class FetchedRows:
     """Rows of tensors on their way to the host."""
 
-    def __init__(self, heads: list[tuple[int, str, bool, int, int]], fetched: Fetched | None) -> None:
-        self._heads, self._fetched = heads, fetched
+    def __init__(
+        self,
+        heads: list[tuple[int, str, bool, int, int]],
+        fetched: Fetched | None,
+        debug: FetchedTensors | None = None,
+    ) -> None:
+        self._heads, self._fetched, self._debug = heads, fetched, debug
 
     def wait(self) -> list[GatheredRows]:
         if self._fetched is None:
@@ -204,6 +233,9 @@ class FetchedRows:
             GatheredRows(*head, part.contiguous().numpy().tobytes())
             for head, part in zip(self._heads, parts, strict=True)
         ]
+
+    def wait_for_debug(self) -> dict[str, TensorData]:
+        return {} if self._debug is None else self._debug.wait()
 
 
 def fetch_all(passes: Sequence[FetchedRows]) -> list[GatheredRows]:

@@ -23,6 +23,7 @@ from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
+from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import DeviceRunner
 from backend.worker.extras import Extras, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
@@ -52,8 +53,10 @@ class InProcessWorkerGroup:
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         progress: Callable[[str], None] = lambda line: None,
         processors: PostProcessors | None = None,
+        debug: DebugFetch | None = None,
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
+        `debug`: what is kept of every step.
 
         Raises ConfigError when the checkpoint or the device does not exist.
         """
@@ -61,6 +64,7 @@ class InProcessWorkerGroup:
         self._kv_cache = kv_cache
         self._progress = progress
         self._processors = (processors or PostProcessors()).with_configured(model)
+        self._debug = debug
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
@@ -84,9 +88,12 @@ class InProcessWorkerGroup:
         scheduler: SchedulerConfig,
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         processors: PostProcessors | None = None,
+        debug: DebugFetch | None = None,
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
-        group = cls(msgspec.structs.replace(model, path="<buffers>"), scheduler, kv_cache, processors=processors)
+        group = cls(
+            msgspec.structs.replace(model, path="<buffers>"), scheduler, kv_cache, processors=processors, debug=debug
+        )
         group._buffers = (tensors, json_config)
         return group
 
@@ -249,14 +256,14 @@ class InProcessWorkerGroup:
         if self._choice.name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device)
             parameters = SlotParameters(slots, vocab_size, device)
-            extras = Extras(self._processors)
+            extras = Extras(self._processors, self._debug)
             return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras)
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         prompts = None if is_native else PromptInputs(vocab_size, model.dtype, device)
         batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, self._choice.library)
-        return ModelRunner(tier, storage, batch, sampler, Extras(self._processors))
+        return ModelRunner(tier, storage, batch, sampler, Extras(self._processors, self._debug))
 
     def _graphs(self) -> Graphs:
         return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)

@@ -83,7 +83,7 @@ class ModelRunner:
         failed = [] if logits is None else work.process(logits, self.batch.token_ids, self.batch.num_tokens)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         self.batch.append_tokens(samples)
-        return StepOutput(step.step_id, samples, fetch_all([*gathered, rows]), failed)
+        return StepOutput(step.step_id, samples, fetch_all([*gathered, rows]), failed, rows.wait_for_debug())
 
     def _run(self, work: ExtraWork, needs_logits: bool) -> tuple[NDArray[np.int64] | None, Tensor | None, FetchedRows]:
         """One pass: what the tier gives, and what clients want of it."""
@@ -91,7 +91,7 @@ class ModelRunner:
         greedy, logits = self.tier.run(
             self.batch, work.rows, work.num_logits, self.storage.pools, work.wants_logits or needs_logits, outputs
         )
-        return greedy, logits, work.gather(logits, outputs, self.batch.token_ids)
+        return greedy, logits, work.gather(logits, outputs, self.batch)
 
     def prepare(self, step: StepInput) -> None:
         """Bring KV storage, slots and sampling parameters up to date, before the model runs."""

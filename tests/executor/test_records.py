@@ -12,7 +12,7 @@ import pytest
 
 from backend.api import EngineUnavailable, Request
 from backend.api.config import RecordsConfig
-from backend.api.stats import BlocksCreated, BlocksStored, KvEvent, Records, RequestStage
+from backend.api.stats import BlocksCreated, BlocksStored, DebugTensors, KvEvent, Records, RequestStage
 from backend.executor import Executor
 from backend.executor.record_shelf import RecordShelf
 from backend.wire.client import wait_until
@@ -73,7 +73,12 @@ def test_after_shutdown_nothing_can_be_fetched_and_nobody_waits() -> None:
     waiter.start()
     executor.shutdown()
     assert ended.wait(10)
-    for take in (executor.take_iteration_stats, executor.take_request_stats, executor.take_kv_events):
+    for take in (
+        executor.take_iteration_stats,
+        executor.take_request_stats,
+        executor.take_kv_events,
+        executor.take_debug_tensors,
+    ):
         with pytest.raises(EngineUnavailable, match="shut down"):
             take()
 
@@ -86,6 +91,19 @@ def test_nothing_is_kept_unless_the_configuration_asks_for_it() -> None:
             [],
             [],
         )
+
+
+def test_of_debug_tensors_the_latest_steps_are_kept() -> None:
+    shelf = RecordShelf()
+    steps = [DebugTensors(number, {}) for number in range(5)]
+    shelf.put(Records(debug_tensors=steps))
+    assert shelf.take_debug_tensors() == []
+    shelf.limit(RecordsConfig(max_debug_iterations=2))
+    shelf.put(Records(debug_tensors=steps[:2]))
+    shelf.put(Records(debug_tensors=steps[2:4]))
+    shelf.put(Records(debug_tensors=steps[4:]))
+    assert shelf.take_debug_tensors() == steps[3:]
+    assert shelf.take_debug_tensors() == []
 
 
 def test_a_waiter_wakes_when_an_event_comes() -> None:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from backend.api import EngineConfig, OutputConfig, Request, Response, TensorData
-from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan
+from backend.worker.debug_tensors import DebugFetch
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.post_processors import PostProcessors
 from tests.model.tiers import TierCase
 
 
 def engine_config(directory: Path, tier: TierCase, reuse: bool = True, **sections: Any) -> EngineConfig:
-    """`sections`: fields of `model`, `scheduler` and `limits`, each as a dict."""
+    """`sections`: fields of `model`, `scheduler`, `limits` and `records`, each as a dict."""
     model = dict(gather_context_logits=True, gather_generation_logits=True) | sections.get("model", {})
     return EngineConfig(
         ModelConfigSection(
@@ -28,6 +29,7 @@ def engine_config(directory: Path, tier: TierCase, reuse: bool = True, **section
         KvCacheConfig(block_size=tier.block, max_tokens=tier.block * 40, enable_block_reuse=reuse, watermark=0.0),
         SchedulerConfig(**{"max_batch_size": 4, "max_num_tokens": 64} | sections.get("scheduler", {})),
         LimitsConfig(**sections.get("limits", {})),
+        records=RecordsConfig(**sections.get("records", {})),
     )
 
 
@@ -38,7 +40,9 @@ class Engine:
     """Keeps the responses of each request."""
 
     def __init__(self, config: EngineConfig, processors: PostProcessors | None = None) -> None:
-        self.workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors)
+        self.workers = InProcessWorkerGroup(
+            config.model, config.scheduler, config.kv_cache, processors=processors, debug=DebugFetch.of(config)
+        )
         self.core = EngineCore(config, self.workers)
         self.responses: dict[int, list[Response]] = {}
         self._ids = itertools.count(1)

@@ -170,6 +170,14 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         change(Heart, "beat", (" and turn == self._turn", "")),
         SERVER,
     ),
+    "debug_tensors_are_told_again": (
+        change(Recorder, "take", ("    self._debug_tensors.clear()\n", "")),
+        ["tests/model/test_debug_tensors.py"],
+    ),
+    "a_slow_client_is_sent_debug_tensors": (
+        change(Connection, "send", ("waiting > MAX_FRAME_BYTES and", "False and")),
+        SERVER,
+    ),
     "records_are_told_again": (
         change(Recorder, "take", ("    self._iterations.clear()\n", "")),
         RECORDS,

@@ -10,6 +10,7 @@ from backend.engine import gathered
 from backend.models.llama import Llama
 from backend.sampling.slots import SlotParameters
 from backend.worker import extras, post_processors, prompt_inputs
+from backend.worker.debug_tensors import DebugFetch
 from backend.worker.extras import Extras, ExtraWork, Part, SlotWants
 from backend.worker.model_runner import ModelRunner
 from backend.worker.post_processors import PostProcessors
@@ -26,9 +27,22 @@ FORCE = [PROCESSORS + "test_only_the_request_that_names_it_is_touched"]
 RAISES = [PROCESSORS + "test_one_that_raises_ends_its_requests_and_nobody_else"]
 PROMPT_LOG_PROBS = "tests/model/test_prompt_log_probs.py::"
 PROMPTS = "tests/model/test_prompt_inputs.py::"
+DEBUG = "tests/model/test_debug_tensors.py::"
 RULES = "tests/sampling/test_sampler_rules.py::"
 
 MUTANTS = {
+    "debug_logits_are_of_every_row": (
+        change(ExtraWork, "_fetch_debug", ("given[name][self.sampling_rows]", "given[name]")),
+        [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],
+    ),
+    "debug_inputs_are_of_the_last_pass": (
+        change(ExtraWork, "_fetch_debug", ("begin(self._debug.rows,", "begin(self.rows,")),
+        [DEBUG + "test_the_logits_are_there_beside_those_of_a_prompt_that_a_request_gets"],
+    ),
+    "debug_tensors_without_a_limit": (
+        change(DebugFetch, "begin", ("if num_bytes <= left:", "if True:")),
+        [DEBUG + "test_what_does_not_fit_is_dropped_and_the_log_names_the_limit_once"],
+    ),
     "context_rows_are_one_off": (
         change(ExtraWork, "gather", ("(last - positions[0])", "(last - positions[0] - 1)")),
         ROWS,

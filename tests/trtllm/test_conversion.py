@@ -10,7 +10,7 @@ import torch
 
 from backend import trtllm
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
-from backend.api.config import MAX_SECONDS, ModelConfigSection
+from backend.api.config import DEBUG_INPUTS, MAX_SECONDS, ModelConfigSection
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
@@ -77,6 +77,19 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
         ({"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]}, "model.additional_outputs", ("x",)),
         ({"request_stats_max_iterations": 5}, "records.max_request_iterations", 5),
         ({"kv_cache_config": trtllm.KvCacheConfig(event_buffer_max_size=6)}, "records.max_kv_events", 6),
+        ({"debug_config": trtllm.DebugConfig(True, False, [], 7)}, "records.max_debug_iterations", 7),
+        ({"debug_config": trtllm.DebugConfig(True, False, [], 7)}, "records.debug_tensors", DEBUG_INPUTS),
+        ({"debug_config": trtllm.DebugConfig(False, True, [], 7)}, "records.debug_tensors", ("logits",)),
+        (
+            {
+                "debug_config": trtllm.DebugConfig(True, True, [], 7),
+                "additional_model_outputs": [trtllm.AdditionalModelOutput("hidden_states")],
+            },
+            "records.debug_tensors",
+            (*DEBUG_INPUTS, "logits", "hidden_states"),
+        ),
+        ({"debug_config": trtllm.DebugConfig(True, True, ["slots"], 7)}, "records.debug_tensors", ("slots",)),
+        ({"debug_config": trtllm.DebugConfig(False, False, [], 7)}, "records.max_debug_iterations", 0),
     ],
 )
 def test_what_the_engine_is_configured_with(options: dict[str, Any], key: str, expected: object) -> None:
@@ -128,8 +141,14 @@ def kv(**options: Any) -> dict[str, Any]:
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent is 0.5"),
         ({"mm_embedding_offloading": True}, "mm_embedding_offloading is True"),
         ({"enable_trt_overlap": True}, "enable_trt_overlap is True"),
-        ({"debug_config": trtllm.DebugConfig(debug_tensor_names=["x"])}, "debug_config.debug_tensor_names is ['x']"),
-        ({"debug_config": trtllm.DebugConfig(True)}, "debug_config.debug_input_tensors is True"),
+        (
+            {"debug_config": trtllm.DebugConfig(debug_tensor_names=["x"])},
+            "debug_config.debug_tensors_max_iterations is 0",
+        ),
+        (
+            {"debug_config": trtllm.DebugConfig(True, debug_tensors_max_iterations=-1)},
+            "debug_config.debug_tensors_max_iterations is -1",
+        ),
         (
             {"decoding_config": trtllm.DecodingConfig(trtllm.DecodingMode.Medusa())},
             "decoding_config.decoding_mode is DecodingMode.Medusa()",

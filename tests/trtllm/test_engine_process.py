@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backend import trtllm
 from tests.trtllm.helpers import SOON, finish, make_config, make_executor, refused, run
@@ -43,6 +44,22 @@ def test_an_engine_process_serves_as_the_engine_in_this_process_does(
     assert not other.can_enqueue_requests()
     with pytest.raises(RuntimeError, match="shut down"):
         other.await_responses(timedelta(milliseconds=1))
+
+
+def test_debug_tensors_cross_from_an_engine_process_as_they_are_in_this_one(model_path: Path) -> None:
+    asked: dict[str, Any] = {"debug_config": trtllm.DebugConfig(True, True, debug_tensors_max_iterations=2)}
+    told = []
+    for config in (make_config(**asked), orchestrated(**asked)):
+        with make_executor(model_path, config) as executor:
+            run(executor, list(range(40)), 4)
+            told.append(executor.get_latest_debug_tensors())
+            assert executor.get_latest_debug_tensors() == []
+    here, there = told
+    assert [each.iter for each in here] == [each.iter for each in there] == [2, 3]
+    for one, other in zip(here, there):
+        assert set(one.debug_tensors) == set(other.debug_tensors)
+        for name, tensor in one.debug_tensors.items():
+            torch.testing.assert_close(tensor, other.debug_tensors[name], atol=0, rtol=0)
 
 
 def test_an_engine_process_takes_no_buffers_from_memory() -> None:

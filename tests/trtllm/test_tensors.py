@@ -75,6 +75,27 @@ def test_additional_outputs_come_for_who_asks_with_context_where_that_is_asked(m
         make_executor(model_path, make_config(additional_model_outputs=[trtllm.AdditionalModelOutput("nothing")]))
 
 
+def test_debug_tensors_tell_what_the_model_is_given_and_gives(model_path: Path) -> None:
+    """Iteration 0 runs the prompt's 4 tokens, iteration i the i-th output token, which lies at position 3 + i."""
+    debug = trtllm.DebugConfig(debug_tensor_names=["logits", "position_ids"], debug_tensors_max_iterations=10)
+    with make_executor(model_path, make_config(debug_config=debug)) as executor:
+        tokens = output_of(executor)
+        told = executor.get_latest_debug_tensors()
+        assert executor.get_latest_debug_tensors() == []
+    assert [each.iter for each in told] == [0, 1, 2, 3]
+    assert all(set(each.debug_tensors) == {"logits", "position_ids"} for each in told)
+    assert [each.debug_tensors["position_ids"].tolist() for each in told] == [[0, 1, 2, 3], [4], [5], [6]]
+    assert [each.debug_tensors["logits"].argmax(-1).tolist() for each in told] == [[token] for token in tokens]
+    unknown = trtllm.DebugConfig(debug_tensor_names=["hidden_states"], debug_tensors_max_iterations=1)
+    with pytest.raises(RuntimeError, match="has 'hidden_states'; there are input_ids, "):
+        make_executor(model_path, make_config(debug_config=unknown))
+
+
+def test_no_debug_tensors_are_kept_unless_they_are_asked_for(executor: trtllm.Executor) -> None:
+    run(executor, PROMPT, 2)
+    assert executor.get_latest_debug_tensors() == []
+
+
 @pytest.mark.feature("000-36", "000-37")
 def test_a_named_post_processor_changes_the_logits_of_who_names_it(model_path: Path) -> None:
     def returned(

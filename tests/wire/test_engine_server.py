@@ -15,6 +15,8 @@ import pytest
 
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, Response, SamplingConfig
 from backend.api.response import Result
+from backend.api.stats import DebugTensors, IterationStats, Records
+from backend.api.tensor import TensorData
 from backend.core.messages import (
     CLIENT_SHIFT,
     Cancel,
@@ -23,11 +25,12 @@ from backend.core.messages import (
     Heartbeat,
     Hello,
     Message,
+    Recorded,
     Responses,
     Submit,
 )
 from backend.core.step import ModelInfo
-from backend.wire import framing
+from backend.wire import engine_server, framing
 from backend.wire.client import wait_until
 from backend.wire.engine_server import EngineServer
 from backend.wire.framing import FrameTooLarge, decode_message, encode_frame, receive_frame
@@ -297,3 +300,41 @@ def test_a_client_that_does_not_read_is_not_sent_one_heartbeat_after_the_other(
     for _ in range(100):
         connection.send(Heartbeat(0.0))
     assert 0 < len(connection._outgoing._backlog) <= before
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def debug_tensors(iteration: int, num_bytes: int) -> DebugTensors:
+    return DebugTensors(iteration, {"logits": TensorData("float32", (num_bytes // 4,), bytes(num_bytes))})
+
+
+def records_of(peer: Peer) -> Records:
+    message = peer.receive()
+    assert isinstance(message, Recorded)
+    return message.records
+
+
+def test_debug_tensors_that_are_too_large_take_no_other_records_with_them(
+    server: EngineServer, peer: Peer, small_frames: None
+) -> None:
+    steps = [debug_tensors(0, 40), debug_tensors(1, LIMIT), debug_tensors(2, 40)]
+    server.publish_records(Records([IterationStats(7)], debug_tensors=steps))
+    assert [records_of(peer) for _ in range(3)] == [
+        Records([IterationStats(7)]),
+        Records(debug_tensors=steps[:1]),
+        Records(debug_tensors=steps[2:]),
+    ]
+
+
+def test_a_client_that_is_slow_loses_debug_tensors_and_nothing_else(
+    server: EngineServer, peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A socket takes far less than the 8 MB of the first step, and more than 1 MB of them then wait."""
+    monkeypatch.setattr(engine_server, "MAX_FRAME_BYTES", 1 << 20)
+    for number in range(3):
+        server.publish_records(Records([IterationStats(number)], debug_tensors=[debug_tensors(number, 8 << 20)]))
+    got = [records_of(peer) for _ in range(4)]
+    assert [step.iter for records in got for step in records.iterations] == [0, 1, 2]
+    assert [step.iter for records in got for step in records.debug_tensors] == [0]
+    assert "client 1: debug tensors of a step were dropped" in caplog.text and "the limit is 1048576" in caplog.text

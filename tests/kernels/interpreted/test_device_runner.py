@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config import DEBUG_INPUTS, KvCacheConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
 from backend.engine.core import EngineCore
+from backend.executor.tensors import as_tensor
+from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import ladder_size
 from backend.worker.graphs import Captured, Graphs, Step
 from backend.worker.group import InProcessWorkerGroup
@@ -63,6 +65,7 @@ def make_core(
     kv: str = "auto",
     blocks: int = 60,
     attention: Mapping[str, object] = MappingProxyType({}),
+    records: RecordsConfig = RecordsConfig(),  # noqa: B008 (immutable)
     **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
@@ -77,8 +80,10 @@ def make_core(
         ),
         KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0, **attention),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
+        records=records,
     )
-    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors)
+    debug = DebugFetch.of(config)
+    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors, debug=debug)
     workers._graphs = lambda: Graphs(capture and (lambda: capture))
     return EngineCore(config, workers)
 
@@ -207,6 +212,25 @@ def test_logits_other_outputs_and_post_processors_are_those_of_the_torch_tier(di
             assert own.shape == other.shape
             values = [torch.frombuffer(bytearray(tensor.data), dtype=torch.float32) for tensor in (own, other)]
             assert torch.allclose(*values, atol=1e-4)
+
+
+def test_debug_tensors_are_those_of_the_torch_tier(directory: Path) -> None:
+    """Ids of blocks and slots are the engine's, which plans both the same. Prompts of 30 tokens need two steps of 24."""
+    records = RecordsConfig(
+        max_debug_iterations=50, debug_tensors=(*DEBUG_INPUTS, "logits", "hidden_states"), max_iterations=50
+    )
+    told = []
+    for kernels in ("torch", "triton"):
+        core = make_core(directory, kernels, records=records, look_ahead=False)
+        finish(core, [request(30, 3), request(5, 4, 1)])
+        told.append(core.take_records())
+    theirs, mine = told
+    assert [step.iter for step in mine.debug_tensors] == [step.iter for step in mine.iterations]
+    for own, other in zip(mine.debug_tensors, theirs.debug_tensors, strict=True):
+        assert list(own.tensors) == list(other.tensors)
+        for name, data in own.tensors.items():
+            torch.testing.assert_close(as_tensor(data), as_tensor(other.tensors[name]), atol=1e-4, rtol=1e-4)
+    assert "logits" not in mine.debug_tensors[0].tensors and "hidden_states" in mine.debug_tensors[1].tensors
 
 
 def test_generation_logits_of_a_prompt_in_chunks_are_there_for_each_token(directory: Path) -> None:
