@@ -106,7 +106,10 @@ class IterationRequests(Struct, frozen=True):
 
 
 class StoredBlock(Struct, frozen=True):
-    """A full block that requests can find. `block_hash` is of its tokens, all tokens before them, and the namespace."""
+    """A block that requests can find; one that never became full has fewer tokens.
+
+    `block_hash` is of its tokens, all tokens before them, and the namespace.
+    """
 
     block_hash: int
     token_ids: list[int]

@@ -7,7 +7,7 @@ Life of a sequence's blocks, with the calls that move it:
     advance               blocks that have become full are entered into the trie; those outside the window are let go
     plan.pause + commit   the table is kept, its blocks unlocked: cached, evictable, tail first
     release(keep=True)    the same, for a session between turns
-    release(keep=False)   the table is gone; blocks known to the trie stay cached, the rest is free
+    release(keep=False)   the table is gone; blocks known to the trie stay cached, the last one even if not full; the rest is free
 
 A returning sequence finds out only at `plan.admit` how much of its KV survived (`survivors`): handles whose unique id has
 changed are lost. The tokens never are; what is missing is simply computed again.
@@ -183,6 +183,11 @@ class KVCacheManager:
         table = self._tables.get(seq.seq_id)
         if table is not None:
             if table.is_locked:
+                if not keep and (tail := self.state.tail(seq, table)) is not None:
+                    self._blocks.mark_shareable([tail])
+                    self._trie.insert_tail(
+                        seq.namespace, table.node, table.depth, seq.token_ids, table.handles, seq.num_computed_tokens
+                    )
                 self._retain(seq)
                 self._unlock(table, keep or has_heirs)
             elif not (keep or has_heirs):

@@ -1,13 +1,14 @@
 """PrefixTrie: finds blocks whose KV belongs to a prefix of the given tokens.
 
-A node stands for one full block: its key in the parent's `children` is the tuple of the block's token ids, so a lookup
-compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. Each namespace (cache
-salt, later adapter) has a root of its own. A node is valid as long as its block keeps its content: the BlockManager's
-`on_evict` calls `forget`, which cuts the node and everything below it off.
+A node stands for one block: its key in the parent's `children` is the tuple of the block's token ids, so a lookup
+compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. A block that was not full
+when its sequence ended is a leaf with a shorter key. Each namespace (cache salt, later adapter) has a root of its own. A node is
+valid as long as its block keeps its content: the BlockManager's `on_evict` calls `forget`, which cuts the node and everything
+below it off.
 
 A lookup costs the same however many continuations a prefix has: the next whole block is one look into a dictionary, and the
-block that shares the longest head with the rest of the prompt stands next to it in the order of the keys (of all strings, the
-two neighbours in lexicographic order have the longest prefixes in common with the one between them).
+block that shares the longest head with the rest of the prompt stands next to it in the order of the keys (of all strings, of
+whatever lengths, the two neighbours in lexicographic order have the longest prefixes in common with the one between them).
 """
 
 from __future__ import annotations
@@ -129,6 +130,29 @@ class PrefixTrie:
         self._tell_stored(entered)
         return node, max(depth, num_blocks)
 
+    def insert_tail(
+        self,
+        namespace: str,
+        node: TrieNode | None,
+        depth: int,
+        token_ids: Seq[int],
+        handles: Seq[BlockHandle],
+        num_tokens: int,
+    ) -> None:
+        """`insert` the blocks that `num_tokens` tokens fill, and the one behind them, which they fill in part, as a leaf.
+
+        The leaf is not entered when another block begins with its tokens: that one is as good.
+        """
+        num_full = num_tokens // self._block_size
+        node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full)
+        tail = tuple(token_ids[num_full * self._block_size : num_tokens])
+        if node is None or _longest_head(node, tail)[1] == len(tail):
+            return
+        leaf = TrieNode(node, tail, handles[num_full])
+        node.add(leaf)
+        self._nodes[leaf.handle.block_id] = leaf
+        self._tell_stored([leaf])
+
     def forget(self, block_id: BlockId) -> None:
         """Cut off the block's node and all below it, for their path no longer exists. Unknown blocks are ignored."""
         node = self._nodes.get(block_id)
@@ -162,6 +186,9 @@ class PrefixTrie:
             )
             assert node.parent.children[node.key] is node, f"trie: block {block_id} is not its parent's child"
             assert node.ordered_keys == sorted(node.children), f"trie: the keys below block {block_id} are out of order"
+            assert len(node.key) == self._block_size or not node.children, (
+                f"trie: below block {block_id}, which is not full"
+            )
         for namespace, root in self._roots.items():
             assert root.ordered_keys == sorted(root.children), (
                 f"trie: the keys of namespace {namespace!r} are out of order"
@@ -198,5 +225,5 @@ def _longest_head(node: TrieNode, tail: Key) -> tuple[BlockHandle | None, int]:
 
 
 def _num_common(key: Key, tail: Key) -> int:
-    """How many leading tokens are equal; `tail` may be the shorter one."""
-    return next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), len(tail))
+    """How many leading tokens are equal. Either may be the shorter one."""
+    return next((i for i, (a, b) in enumerate(zip(key, tail, strict=False)) if a != b), min(len(key), len(tail)))

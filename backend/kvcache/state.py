@@ -47,8 +47,24 @@ class CacheState:
         """KV known of the sequence's first `limit` tokens: (whole blocks, a block whose head is right, tokens of that head)."""
         if not self.enable_block_reuse:
             return [], None, 0
-        partial = self._enable_partial_reuse and self.trusts(seq)
-        return self.trie.match(seq.namespace, seq.token_ids, limit, partial)
+        return self.trie.match(seq.namespace, seq.token_ids, limit, self._finds_heads(seq))
+
+    def tail(self, seq: Sequence, table: BlockTable) -> BlockHandle | None:
+        """The last block of a sequence that leaves, if it is not full and others may find it; None otherwise.
+
+        Others may not find what stands behind a full block that the trie does not know, what somebody goes on to write, and,
+        as with full blocks, the output of a beam search.
+        """
+        num_full, num_tail_tokens = divmod(seq.num_computed_tokens, self.geometry.block_size)
+        is_known = self.enable_block_reuse and table.depth == num_full
+        if not (is_known and num_tail_tokens and self._finds_heads(seq) and seq.beam_width == 1):
+            return None
+        handle = table.handles[num_full]
+        return handle if self.blocks.ref_count(handle.block_id) == 1 else None
+
+    def _finds_heads(self, seq: Sequence) -> bool:
+        """Whether the sequence finds blocks of which only the head is right."""
+        return self._enable_partial_reuse and self.trusts(seq)
 
     def survivors(self, seq: Sequence, limit: int) -> tuple[list[BlockHandle], int]:
         """What is left of a sequence's own KV: (blocks, tokens they hold right, at most `limit`)."""

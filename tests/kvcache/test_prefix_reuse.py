@@ -126,7 +126,7 @@ def test_when_the_copy_of_a_head_does_not_fit_beside_its_source_the_head_is_comp
 
 def test_of_two_sequences_that_compute_the_same_blocks_the_first_ones_are_shared() -> None:
     cache = Cache(num_blocks=12)
-    first, second = cache.start(make_sequence(1, [*PREFIX, 1])), cache.start(make_sequence(2, [*PREFIX, 2]))
+    first, second = cache.start(make_sequence(1, [*PREFIX, 1])), cache.start(make_sequence(2, PREFIX))
     cache.run(first)
     cache.run(second)
     third = cache.start(make_sequence(3, [*PREFIX, 3]))

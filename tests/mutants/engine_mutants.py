@@ -8,6 +8,7 @@ from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.eviction import EvictionOrder, Retained
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.prefix_trie import PrefixTrie
+from backend.kvcache.state import CacheState
 from backend.scheduler.capacity import StaticBatch
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
@@ -18,6 +19,7 @@ STATIC = ["tests/engine/test_static_batching.py"]
 PRIORITY = ["tests/scheduler/test_priority.py"]
 RETENTION = ["tests/kvcache/test_retention.py"]
 TUNING = ["tests/scheduler/test_tuning.py"]
+TAILS = ["tests/kvcache/test_tails.py"]
 
 MUTANTS = {
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
@@ -41,6 +43,24 @@ MUTANTS = {
     "a_head_is_kept_for_itself": (change(Retained, "before", ("own.priority < self.priority", "False")), RETENTION),
     "events_tell_no_priority": (change(PrefixTrie, "tell_updated", ("node is not None and", "False and")), RETENTION),
     "nothing_is_retained": (change(KVCacheManager, "_retain", ("if retention is None and", "if")), RETENTION),
+    "no_last_block_is_found": (
+        change(KVCacheManager, "release", ("if not keep and (tail", "if keep and (tail")),
+        TAILS,
+    ),
+    "a_last_block_that_is_written_to_is_entered": (
+        change(CacheState, "tail", ("self.blocks.ref_count(handle.block_id) == 1", "True")),
+        TAILS,
+    ),
+    "a_last_block_is_entered_for_strangers": (change(CacheState, "tail", ("and self._finds_heads(seq)", "")), TAILS),
+    "the_last_block_of_a_hypothesis_is_entered": (
+        change(CacheState, "tail", ("and seq.beam_width == 1", "")),
+        TAILS,
+    ),
+    "a_last_block_is_entered_though_another_begins_like_it": (
+        change(PrefixTrie, "insert_tail", ("_longest_head(node, tail)[1] == len(tail)", "tail in node.children")),
+        TAILS,
+    ),
+    "events_tell_no_last_block": (change(PrefixTrie, "insert_tail", ("self._tell_stored([leaf])", "pass")), TAILS),
     "more_run_than_tuned": (change(Scheduler, "_admit", ("len(beams) > most", "len(beams) > most + 1")), TUNING),
     "the_average_is_of_all": (change(BatchTuner, "note_end", ("self._num_prompt -= prompt", "pass")), TUNING),
     "averages_are_rounded_down": (

@@ -26,7 +26,7 @@ from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.geometry import Geometry
 from backend.kvcache.manager import KVCacheManager, KVCommit
 from backend.kvcache.plan import KVPlan
-from backend.kvcache.prefix_trie import PrefixTrie, TrieNode
+from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.slots import SlotManager
 from backend.kvcache.tables import BlockTable
 from backend.scheduler import scheduler
@@ -34,50 +34,13 @@ from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import StepPlan
-from tests.simulation import group_mutants
+from tests.simulation import group_mutants, trie_mutants
 
 SetAttribute = Callable[[object, str, object], None]
 
 
 def stale_handle_not_verified(set_attribute: SetAttribute) -> None:
     set_attribute(BlockManager, "verify", lambda self, handles: len(list(handles)))
-
-
-def trie_compares_a_hash_only(set_attribute: SetAttribute) -> None:
-    original_match, original_insert = PrefixTrie.match, PrefixTrie.insert
-
-    def hashed(token_ids: list[int], size: int) -> list[int]:
-        blocks = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
-        return [token for block in blocks for token in sorted(block)]  # a hash that does not know the order
-
-    def match(
-        self: PrefixTrie, namespace: str, token_ids: list[int], *rest: object
-    ) -> tuple[list[BlockHandle], BlockHandle | None, int]:
-        return original_match(self, namespace, hashed(token_ids, self._block_size), *rest)
-
-    def insert(
-        self: PrefixTrie,
-        namespace: str,
-        node: TrieNode | None,
-        depth: int,
-        token_ids: list[int],
-        handles: list[BlockHandle],
-        num_blocks: int,
-    ) -> tuple[TrieNode | None, int]:
-        return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, num_blocks)
-
-    set_attribute(PrefixTrie, "match", match)
-    set_attribute(PrefixTrie, "insert", insert)
-
-
-def namespace_ignored(set_attribute: SetAttribute) -> None:
-    match, insert = PrefixTrie.match, PrefixTrie.insert
-    set_attribute(PrefixTrie, "match", lambda self, namespace, *rest: match(self, "", *rest))
-    set_attribute(PrefixTrie, "insert", lambda self, namespace, *rest: insert(self, "", *rest))
-
-
-def eviction_not_told_to_the_trie(set_attribute: SetAttribute) -> None:
-    set_attribute(PrefixTrie, "forget", lambda self, block_id: None)
 
 
 def copy_on_write_omitted(set_attribute: SetAttribute) -> None:
@@ -377,7 +340,7 @@ MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     for name, value in list(globals().items())
     if getattr(value, "__module__", "") == __name__ and callable(value)
 }
-MUTANTS |= group_mutants.MUTANTS
+MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def test_performance_metrics_come_with_the_final_result_only(model_path: Path) -
 def test_blocks_are_reused_and_the_metrics_say_so(executor: trtllm.Executor) -> None:
     asked = trtllm.OutputConfig(return_perf_metrics=True)
     first = run(executor, list(range(25, 90)), 1, output_config=asked)  # two full blocks, and one cell of a third
-    again = run(executor, first.output_token_ids[0], 2, output_config=asked)
+    again = run(executor, [*first.output_token_ids[0][:64], 1, 2], 2, output_config=asked)  # that cell is another's
     blocks = again.request_perf_metrics.kv_cache_metrics
     assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 1, 1)
     assert blocks.num_total_allocated_blocks == 3 and blocks.kv_cache_hit_rate == pytest.approx(2 / 3)
@@ -51,6 +51,22 @@ def test_a_block_that_begins_as_a_copy_counts_as_reused(model_path: Path) -> Non
         previous = first.output_token_ids[0][:36]
         others = [(token + 1) % 100 for token in first.output_token_ids[0][36:40]]
         second = run(executor, [*previous, *others], 1, output_config=asked, cache_salt_id=1)
+    blocks = second.request_perf_metrics.kv_cache_metrics
+    assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 0, 0)
+    assert blocks.num_total_allocated_blocks == 2 and blocks.kv_cache_hit_rate == 1.0
+
+
+@pytest.mark.feature("000-60")
+def test_a_block_that_never_filled_counts_as_reused_by_a_request_that_goes_on_from_it(model_path: Path) -> None:
+    """The first request has 9 + 27 = 36 tokens, of which 35 are computed: a block of 32, and three tokens of another. The second
+    has these 36 and 4 more: the first block is shared, the second is a copy with three right tokens, and 40 tokens need no third.
+    """
+    asked = trtllm.OutputConfig(return_perf_metrics=True)
+    with make_executor(model_path, make_config()) as executor:
+        first = run(executor, list(range(9)), 27, output_config=asked, cache_salt_id=1)
+        prompt = [*first.output_token_ids[0], 1, 2, 3, 4]
+        second = run(executor, prompt, 1, output_config=asked, cache_salt_id=1)
+    assert len(prompt) == 40
     blocks = second.request_perf_metrics.kv_cache_metrics
     assert (blocks.num_reused_blocks, blocks.num_new_allocated_blocks, blocks.num_missed_blocks) == (2, 0, 0)
     assert blocks.num_total_allocated_blocks == 2 and blocks.kv_cache_hit_rate == 1.0
@@ -122,7 +138,7 @@ def test_events_of_the_kv_cache(executor: trtllm.Executor, model_path: Path) -> 
     assert executor.get_kv_cache_event_manager() is None
     cache = trtllm.KvCacheConfig(max_tokens=256, event_buffer_max_size=1024)
     with make_executor(model_path, make_config(kv_cache_config=cache)) as asked:
-        run(asked, list(range(64)), 5)
+        run(asked, list(range(64)), 1)
         manager = asked.get_kv_cache_event_manager()
         created, *stored = manager.get_latest_events(SOON)
         assert created.event_id == 0 and created.data.num_blocks_per_cache_level[0] == 8
