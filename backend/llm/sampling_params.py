@@ -95,6 +95,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises ParameterError, which is a ValueError, for values that contradict each other."""
+        for name in ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ParameterError(f"{name} is {value!r}, a whole number is needed")
         if self.pad_id is None:
             self.pad_id = self.end_id
         if self.best_of is None:

@@ -147,3 +147,13 @@ def test_nothing_is_started_after_a_stop(live: Callable[..., EngineProcess], mon
     before = process.num_signs
     process._spawn()
     assert process.num_signs == before
+
+
+def test_the_engine_process_finds_the_modules_of_its_user(
+    live: Callable[..., EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Post-processors of logits are named as module:function. This package's own modules still come first."""
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    process = live(f"echo $PYTHONPATH > {tmp_path}/path; {READY}; {STAY}")
+    assert is_up(process, 0)
+    assert (tmp_path / "path").read_text().strip() == f"{supervisor.ROOT}:/of/the/user"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from backend.api import ConfigError, EngineConfig, EngineUnavailable
+from backend.api import ConfigError, EngineConfig, EngineUnavailable, EverbatchError
 from backend.api.config import RecordsConfig
 from backend.llm import LLM, NotHere, RequestError, RequestOutput, SamplingParams
 from backend.llm.arguments import LlmArguments
@@ -238,3 +238,19 @@ def test_limits_of_the_llm_hold_for_its_prompts() -> None:
         with pytest.raises(ValueError, match=r"best_of is 3 beams, the limit is 2 \(max_beam_width\)"):
             llm.generate([1], SamplingParams(n=3, use_beam_search=True))
         assert llm.generate([1, 2, 3], params(2)).outputs[0].request_perf_metrics.num_output_tokens == 2
+
+
+def test_a_parameter_of_a_wrong_type_fails_its_request_alone() -> None:
+    """The engine never sees it: it would end with all requests, because nothing had decoded the request."""
+    with LLM.from_executor(make_worker()) as llm:
+        with pytest.raises(EverbatchError, match=r"sampling_config.temperature: expected float \| None, got str"):
+            llm.generate([1], SamplingParams(temperature="x"))
+        with pytest.raises(ValueError, match="max_tokens is 'x', a whole number is needed"):
+            SamplingParams(max_tokens="x")
+        assert llm.generate([1, 2, 3], params(2)).outputs[0].token_ids == expected([1, 2, 3], 2)
+
+
+def test_the_widest_beams_of_an_llm_are_those_of_its_engine() -> None:
+    assert LlmArguments({"max_beam_width": 12}).config.scheduler.max_beam_width == 12
+    with pytest.raises(ConfigError, match="scheduler.max_beam_width is 99, more than scheduler.max_batch_size 64"):
+        LlmArguments({"max_beam_width": 99})
