@@ -185,7 +185,9 @@ private:
         if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
-            with_kind([&](auto kind) { unpack_int4<kind()>(data + at(panel, first), l_.values, scales, int(count), reinterpret_cast<int8_t*>(unpacked)); });
+            with_kind([&](auto kind) {
+                unpack_int4<kind()>(data + at(panel, first), l_.values, scales, int(count), reinterpret_cast<int8_t*>(unpacked));
+            });
         return {unpacked, scales, data + next};
     }
 
