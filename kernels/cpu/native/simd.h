@@ -212,7 +212,10 @@ ALWAYS_INLINE Bytes look_up(Bytes table, Bytes index) {
 #elif defined(__AVX2__)
     return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
 #else
-    for (size_t i = 0; i < sizeof index; i++) index[i] = table[index[i]];
+    uint8_t values[sizeof table], at[sizeof index];  // in memory, for an element of a vector cannot be read at an index that varies
+    memcpy(values, &table, sizeof table), memcpy(at, &index, sizeof index);
+    for (size_t i = 0; i < sizeof index; i++) at[i] = values[at[i]];
+    memcpy(&index, at, sizeof index);
     return index;
 #endif
 }
