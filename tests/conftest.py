@@ -4,6 +4,7 @@ sessions do not fight for cores.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -18,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what runs in its background with Ctrl-C ignored, and so would the programs that the tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "feature(*ids): the test closes these rows of the feature list")
     config.addinivalue_line("markers", "slow(reason): left out by --quick")
     config.addinivalue_line("markers", "early(plan): the process of the fixture `child` (tests/early.py)")
