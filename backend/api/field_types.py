@@ -1,7 +1,7 @@
 """The types of a request's fields, checked where nothing has decoded it.
 
 A request that has come over a socket has been checked by the decoder. One that a program of the same process has made may hold
-anything: Python does not look at the types of a dataclass's fields.
+anything: Python does not look at the types of the fields that a constructor is given.
 """
 
 from __future__ import annotations

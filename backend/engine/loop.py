@@ -55,7 +55,7 @@ class EngineLoop:
 
         The callbacks are called from this thread and must not block. Records go ahead of the responses of the same steps.
         """
-        farewell = "the engine has failed, its log says why; make a new one"
+        farewell = "the engine has failed; its log says why"
         try:
             while True:
                 self._begin_turn()

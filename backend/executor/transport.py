@@ -59,7 +59,7 @@ class InProcessTransport:
 
     def send(self, command: Command) -> None:
         if not self._thread.is_alive():
-            raise EngineUnavailable("the engine has stopped; make a new one")
+            raise EngineUnavailable("the engine has stopped; make a new Executor or LLM")
         if isinstance(command, Submit):
             check_field_types(command.request)
         self._loop.post(command)

@@ -196,7 +196,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, context: list[Sequence], budget: int) -> None:
         wants = [seq.num_uncomputed_tokens for seq in context]
-        most = self._tuner.max_sequences(self._kv.usable_blocks, self._kv.blocks_needed(self._tuner.average_tokens))
+        most = self._tuner.max_sequences(self._kv.usable_blocks, self._kv.blocks_needed)
         for seq in self.waiting:
             if seq.group is not None and seq.group.holds_back(seq):
                 break

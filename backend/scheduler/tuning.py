@@ -18,6 +18,7 @@ above are relative to what the engine was configured for.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from backend.api.config import SchedulerConfig
 
@@ -47,12 +48,12 @@ class BatchTuner:
         """Tokens of an average sequence at its end, rounded up; 0 when none has ended yet."""
         return -(-(self._num_prompt + self._num_output) // len(self._latest)) if self._latest else 0
 
-    def max_sequences(self, usable_blocks: int, blocks_of_average: int) -> int:
-        """Sequences that may run at once; `blocks_of_average`: what one of `average_tokens` needs of the pool. At least 1."""
+    def max_sequences(self, usable_blocks: int, blocks_needed: Callable[[int], int]) -> int:
+        """Sequences that may run at once, at least 1; `blocks_needed`: what one of so many tokens needs of the pool."""
         limit = self._config.max_batch_size
         if not (self._config.enable_batch_size_tuning and self._latest):
             return limit
-        return min(limit, max(1, usable_blocks // max(1, blocks_of_average)))
+        return min(limit, max(1, usable_blocks // max(1, blocks_needed(self.average_tokens))))
 
     @property
     def max_num_tokens(self) -> int:

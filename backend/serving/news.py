@@ -151,8 +151,8 @@ def _joined(parts: list[NDArray[np.float32]]) -> NDArray[np.float32] | None:
     return np.concatenate(parts)
 
 
-class TokenReporter:
-    """Token ids, as the engine made them."""
+class _Counted:
+    """What both kinds of Reporter know of their sequence."""
 
     def __init__(self, streaming: bool) -> None:
         self._progress = Progress()
@@ -170,6 +170,10 @@ class TokenReporter:
     def has_ended(self) -> bool:
         return self._progress.has_ended
 
+
+class TokenReporter(_Counted):
+    """Token ids, as the engine made them."""
+
     @property
     def is_due(self) -> bool:
         return self._progress.owes_end or (self._streaming and bool(self._progress.ids))
@@ -184,7 +188,7 @@ class TokenReporter:
         return self._progress.take("")
 
 
-class TextReporter:
+class TextReporter(_Counted):
     """Detokenises. A stop string ends the text, and its tokens are the last that are counted.
 
     `prefix`: text in front of all that is told (the prompt, when asked for). `accumulate`: each `take` has the whole text so
@@ -202,26 +206,13 @@ class TextReporter:
         every_token: bool = False,
         hidden_ends: Sequence[int] = (),
     ) -> None:
-        self._progress = Progress()
+        super().__init__(streaming)
         self._stream = stream
-        self._streaming = streaming
         self._accumulate = accumulate
         self._every_token = every_token
         self._hidden_ends = hidden_ends
         self._text = prefix  # since the last response, or since the beginning with `accumulate`
         self._fresh = False  # text has come since the last response
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self._progress.num_tokens
-
-    @property
-    def finish(self) -> FinishReason | None:
-        return self._progress.finish
-
-    @property
-    def has_ended(self) -> bool:
-        return self._progress.has_ended
 
     @property
     def is_due(self) -> bool:

@@ -68,12 +68,12 @@ def test_a_step_has_a_token_for_every_row() -> None:
 
 def test_sequences_at_once_are_those_of_the_average_length_that_the_pool_holds() -> None:
     tuned = tuner()
-    assert (tuned.average_tokens, tuned.max_sequences(100, 0)) == (0, 8)
+    assert (tuned.average_tokens, tuned.max_sequences(100, int)) == (0, 8)
     tuned.note_end(7, 4)
     tuned.note_end(5, 3)
     assert tuned.average_tokens == 10  # 19 / 2, rounded up
-    assert [tuned.max_sequences(blocks, 10) for blocks in (9, 10, 39, 40, 1000)] == [1, 1, 3, 4, 8]
-    assert tuner(enable_batch_size_tuning=False).max_sequences(10, 10) == 8
+    assert [tuned.max_sequences(blocks, int) for blocks in (9, 10, 39, 40, 1000)] == [1, 1, 3, 4, 8]
+    assert tuner(enable_batch_size_tuning=False).max_sequences(10, int) == 8
 
 
 def test_only_the_latest_requests_count() -> None:
