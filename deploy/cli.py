@@ -26,6 +26,7 @@ app = typer.Typer(
     help="Language models behind Triton Inference Server: a persistent batch over a KV cache that forgets no token.",
 )
 QUICK_SCHEDULES = "200"  # random schedules of the engine simulation; a full run has 600
+MOST_TEST_WORKERS = 4  # some tests take turns at what all share: more processes would wait
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -151,16 +152,21 @@ def test_command(
         raise typer.Exit(
             subprocess.run([sys.executable, "-m", "tests.feature_coverage"], cwd=ROOT, check=False).returncode
         )
-    command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args)]
+    cores = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "pytest", *(["--quick"] if quick else []), *pytest_arguments(context.args, cores)]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 
 
-def pytest_arguments(given: list[str]) -> list[str]:
-    """`given`, with the whole suite in front unless it names files or directories."""
+def pytest_arguments(given: list[str], cores: int) -> list[str]:
+    """`given`, with the whole suite in front unless it names files or directories: file by file on up to MOST_TEST_WORKERS cores.
+
+    What pytest is told last counts, so that `-n 0` runs all in one process.
+    """
     names_paths = any(
         Path(ROOT, argument.split("::", 1)[0]).exists() for argument in given if not argument.startswith("-")
     )
-    return given if names_paths else ["tests", *given]
+    workers = ["-n", str(min(cores, MOST_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    return given if names_paths else ["tests", *workers, *given]
 
 
 @app.command("doctor")

@@ -1,6 +1,4 @@
-"""What all tests share: the marks, `--quick`, processes that begin early, the slowest files, and one torch thread, so that
-sessions do not fight for cores.
-"""
+"""What all tests share: marks, `--quick`, the slowest files, one torch thread, so that sessions do not fight for cores."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import sys
 import pytest
 
 from tests.compiled_once import share_native_kernels
-from tests.early import Early
 from tests.quick import Quick, Slowest
 
 
@@ -23,10 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "feature(*ids): the test closes these rows of the feature list")
     config.addinivalue_line("markers", "slow(reason): left out by --quick")
-    config.addinivalue_line("markers", "early(plan): the process of the fixture `child` (tests/early.py)")
     config.pluginmanager.register(Quick(config.getoption("--quick")))
     config.pluginmanager.register(Slowest())
-    config.pluginmanager.register(Early())
     share_native_kernels()
 
 

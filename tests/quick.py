@@ -7,6 +7,7 @@ on two idle cores: measure with `./everbatch test --quick` after adding to it.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def why_slow(item: pytest.Item) -> str | None:
 
 
 class Quick:
-    """Marks what is slow; in a quick run leaves it out, and says at the end what that was."""
+    """Marks what is slow and runs it first; in a quick run leaves it out, and says at the end what that was."""
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
@@ -78,6 +79,17 @@ class Quick:
         if self.quick and slow:
             items[:] = kept
             config.hook.pytest_deselected(items=slow)
+        else:
+            items[:] = slow + kept  # with several workers no long file is left for the end
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):  # this is a worker of pytest-xdist, and another process tells
+            session.config.workeroutput["left_out"] = dict(self.left_out)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Each worker has collected all tests, so that each says the same."""
+        self.left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.quick or not self.left_out:

@@ -158,9 +158,12 @@ def test_only_changed_settings_are_listed_as_changed() -> None:
 
 
 def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:
-    assert pytest_arguments(["-k", "name", "-x"]) == ["tests", "-k", "name", "-x"]
-    assert pytest_arguments(["tests/deploy", "-x"]) == ["tests/deploy", "-x"]
-    assert pytest_arguments(["tests/deploy/test_cli.py::test_the_version_is_printed"])[0].startswith("tests/deploy")
+    whole = pytest_arguments(["-k", "name", "-n", "0"], 2)
+    assert whole[:3] == ["tests", "-n", "2"] and whole[-4:] == ["-k", "name", "-n", "0"]
+    assert pytest_arguments([], 64)[:3] == ["tests", "-n", "4"]
+    assert pytest_arguments(["tests/deploy", "-x"], 2) == ["tests/deploy", "-x"]
+    one = "tests/deploy/test_cli.py::test_the_version_is_printed"
+    assert pytest_arguments([one], 2) == [one]
 
 
 def test_schedules_reach_the_simulation_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +188,7 @@ def test_a_quick_run_is_the_suite_with_an_option_of_its_own(
     monkeypatch.setattr(cli.subprocess, "run", lambda command, *, env, **_: calls.append((command, env)) or done)
     assert CliRunner().invoke(app, ["test", *given]).exit_code == 0
     ((command, variables),) = calls
-    assert ("--quick" in command) == quick and command[-2:] == ["tests", "-x"]
+    assert ("--quick" in command) == quick and "tests" in command and command[-1] == "-x"
     assert variables.get("EVERBATCH_SCHEDULES") == (cli.QUICK_SCHEDULES if quick else None)
 
 

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.early import Child
-
 HERE = Path(__file__).parent
+TIMEOUT_S = 540  # below pytest's own
 
 
-def process_of(folder: str, variable: str) -> Child:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / folder)]
-    return Child(command, os.environ | {variable: "1"})
-
-
-@pytest.mark.early(plan=process_of)
 @pytest.mark.parametrize("folder, variable", [("interpreted", "TRITON_INTERPRET"), ("compiled", "EVERBATCH_TRITON")])
-def test_every_kernel_is_proven(folder: str, variable: str, child: subprocess.CompletedProcess[str]) -> None:
+def test_every_kernel_is_proven(folder: str, variable: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / folder)]
+    child = subprocess.run(command, env=os.environ | {variable: "1"}, text=True, capture_output=True, timeout=TIMEOUT_S)
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     assert "passed" in child.stdout

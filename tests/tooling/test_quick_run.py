@@ -43,6 +43,20 @@ def test_a_quick_run_leaves_out_slow_folders_and_marks_and_says_so(suite: pytest
     )
 
 
+def test_workers_leave_out_the_same_and_it_is_said_once(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    result = suite.runpytest_subprocess("tests", "--quick", "-n", "2", "--dist", "loadfile")
+    result.assert_outcomes(passed=1)
+    assert result.stdout.str().count("left out: tests/e2e/ (real tritonservers), 2 tests") == 1
+
+
+def test_what_is_slow_runs_first(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess("tests", "-v")
+    result.stdout.fnmatch_lines(["*test_one*", "*test_two*", "*test_four*", "*test_three*"])
+
+
 def test_a_full_run_leaves_nothing_out_and_ends_with_the_slowest_files(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("tests")
     result.assert_outcomes(passed=4)
