@@ -67,11 +67,11 @@ class Monitor:
                 f"the engine of model {verdict.given_up} ended too often and was given up; the log is {self._log_path}",
                 final=True,
             )
-        if verdict.silent is not None and verdict.silent.age_s > self._watchdog_s:
-            return Failure(f"{verdict.unready}, allowed are {self._watchdog_s:g} s (triton.watchdog_timeout_s)")
-        if silent_s > self._watchdog_s:
-            allowed = f"allowed are {self._watchdog_s:g} s (triton.watchdog_timeout_s)"
+        allowed = f"allowed are {self._watchdog_s:g} s (triton.watchdog_timeout_s)"
+        if silent_s > self._watchdog_s:  # told before a silent stub, which may wait for this server
             return Failure(f"tritonserver has not answered for {silent_s:.1f} s, {allowed}")
+        if verdict.silent is not None and verdict.silent.age_s > self._watchdog_s:
+            return Failure(f"{verdict.unready}, {allowed}")
         return None
 
     def _run(self) -> None:

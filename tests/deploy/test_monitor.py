@@ -149,6 +149,11 @@ def test_a_tritonserver_that_does_not_answer_for_longer_than_the_watchdog_is_a_f
         watched.until(lambda: watched.monitor.failure() is not None)
         failure = watched.monitor.failure()
         assert failure is not None and "tritonserver has not answered" in failure.text
+        watched.sign("ready", age_s=60)  # a stub that waits for this server has fallen silent, too
+        time.sleep(0.5)
+        failure = watched.monitor.failure()
+        assert failure is not None and "tritonserver has not answered" in failure.text
+        watched.sign("ready")
         watched.live = True
         watched.until(lambda: watched.monitor.failure() is None)
     finally:

@@ -18,13 +18,13 @@ from backend.sampling.sampler import Sampler
 from kernels.cpu.build import NativeUnavailable, asan_environment, load
 from kernels.cpu.isa import supported_isas
 from kernels.cpu.sampling import NativeSampling
-from tests.early import Child
 from tests.sampling.conftest import SANITIZE, run_cases
 from tests.sampling.native import KINDS, Parameters, draw, logits_of
 from tests.sampling.reference import Case
 from tests.sampling.test_sampler_choice import CONFIGS, random_case
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 540  # below pytest's own
 
 
 def some_cases(vocab: int, num: int) -> list[Case]:
@@ -82,7 +82,7 @@ def test_the_logits_are_the_same_afterwards_bit_for_bit(library: CDLL) -> None:
     assert torch.equal(seen[0], before)
 
 
-def sanitized() -> Child:
+def test_nothing_is_read_or_written_outside_its_memory() -> None:
     """The kernel's and the rules' tests, in a process with AddressSanitizer."""
     files = [f"tests/sampling/test_{name}.py" for name in ("native_kernel", "sampler_rules", "sampler_choice")]
     try:
@@ -90,10 +90,7 @@ def sanitized() -> Child:
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
     options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "not 128256"]
-    return Child([sys.executable, "-m", "pytest", *options, *files], environment, str(ROOT))
-
-
-@pytest.mark.early(plan=sanitized)
-def test_nothing_is_read_or_written_outside_its_memory(child: subprocess.CompletedProcess[str]) -> None:
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    child = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=TIMEOUT_S)
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
     assert "passed" in child.stdout and "skipped" not in child.stdout
