@@ -1,10 +1,10 @@
 """Weights in llama.cpp's super-blocks of 256 columns, which the native CPU kernels multiply as they are (native/super_blocks.h).
 
-    kind     group    w = d * s * q               d float16 of a super-block, s int8 of a group
-    Q4_K     32       w = d * s * q - e * m       q 0 .. 15; e float16 of a super-block, m 0 .. 127 of a group
-    Q5_K     32       the same                    q 0 .. 31
-    Q6_K     16       w = d * s * (q - 32)        q 0 .. 63
-    mixed    16       w = d * s * (q - 32) - e * m
+kind     group    w = d * s * q               d float16 of a super-block, s int8 of a group
+Q4_K     32       w = d * s * q - e * m       q 0 .. 15; e float16 of a super-block, m 0 .. 127 of a group
+Q5_K     32       the same                    q 0 .. 31
+Q6_K     16       w = d * s * (q - 32)        q 0 .. 63
+mixed    16       w = d * s * (q - 32) - e * m
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SuperBlocks(NamedTuple):
 def floats(weight: SuperBlocks) -> Tensor:
     """float32 [n, k]. The order of the operations is that of llama.cpp, so that the results are the same bits."""
     group = GROUP[weight.kind]
-    values = (weight.q.float() - _CENTRE[weight.kind]).unflatten(1, (-1, group))
+    values: Tensor = (weight.q.float() - _CENTRE[weight.kind]).unflatten(1, (-1, group))
     values *= _of_groups(weight.scale, weight.scales)[:, :, None]
     if weight.minima is not None and weight.minimum is not None:
         values -= _of_groups(weight.minimum, weight.minima)[:, :, None]

@@ -25,7 +25,9 @@ class PackedLinear:
     def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
         self._held = held  # kept alive, because `struct` points to them
-        self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format == kind or struct.format >= INT8]
+        self._takes = [
+            dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format == kind or struct.format >= INT8
+        ]
         self.struct = struct
 
     @classmethod
@@ -73,19 +75,15 @@ class PackedLinear:
         return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
 
     @classmethod
-    def of_super_blocks(
-        cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None
-    ) -> PackedLinear:
+    def of_super_blocks(cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None) -> PackedLinear:
         """Packs super-blocks without loss. Activations are quantised in groups of the weight's size."""
         kind, group, (n, k) = _SUPER_FORMATS[weight.kind], GROUP[weight.kind], weight.q.shape
         if k % COLUMNS:
             raise ValueError(f"the weight has {k} columns, super-blocks have {COLUMNS}; use another form")
-        tables = (weight.q, weight.scales, weight.minima, weight.scale, weight.minimum)
-        tables = tuple(None if table is None else table.contiguous() for table in tables)
+        stored = (weight.q, weight.scales, weight.minima, weight.scale, weight.minimum)
+        tables = [None if table is None else table.contiguous() for table in stored]
         packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
-        library.everbatch_pack_super(
-            *map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads()
-        )
+        library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
         held = packed, None, None, None, _by_columns(bias, n)
         return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
 
