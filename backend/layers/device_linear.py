@@ -26,6 +26,7 @@ from backend.layers.linear import (
     num_bytes_of,
 )
 from kernels import w4a16, w8a8
+from kernels.common.super_blocks import SuperBlocks
 from kernels.common.triton_runtime import runs_at
 from kernels.int8_rows import Int8Rows
 from kernels.w4a8 import Weight4A8, w4a8
@@ -44,6 +45,7 @@ def make_triton_linear(dtype: torch.dtype) -> MakeLinear:
             log.warning(line, *values)
 
     def make(weight: Weight, bias: Tensor | None) -> Linear:
+        assert not isinstance(weight, SuperBlocks), "LinearOptions.holds_super_blocks is for native kernels"
         held = weight if isinstance(weight, Tensor) else weight[0]
         if not runs_at(held.device):
             return make_torch_linear(weight, bias)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import w4a8, w4a16
 from kernels.common.quantize import dequantize, quantize_activations, row_slices
+from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import Weight4
 
@@ -35,7 +36,9 @@ class QuantizedWeight(NamedTuple):
     format: QuantizedFormat  # w8a8, w4a8: activations are quantised as well, per token and group; w4a8: q is of VALUES
 
 
-Weight = Tensor | QuantizedWeight | Weight4 | Weight4A8  # [n, k]
+Weight = (
+    Tensor | QuantizedWeight | Weight4 | Weight4A8 | SuperBlocks
+)  # [n, k]; super-blocks are for native kernels alone
 
 
 class Linear(Protocol):
@@ -67,6 +70,7 @@ def make_torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
         weight = in_eight_bits(weight)
     if isinstance(weight, QuantizedWeight):
         return QuantizedLinear(weight, bias)
+    assert not isinstance(weight, SuperBlocks), "LinearOptions.holds_super_blocks is for native kernels"
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and onednn_packs():
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)

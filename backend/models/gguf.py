@@ -1,8 +1,8 @@
 """GGUF files: llama.cpp's tensors under the names, in the shapes and with the order of rows of a Hugging Face checkpoint.
 
-A tensor is read when it is asked for, and a quantised one is turned into floats a slice of rows at a time. Projections of Q8_0,
-Q5_0 and Q4_0 need not become floats: they are int8, or 4 bits, with a scale for each 32 columns (`GgufLayers`). The other types
-have minima, or 16 columns to a scale, which the linear layers' forms do not have.
+A tensor is read when it is asked for, and a quantised one is turned into floats a slice of rows at a time. Projections need not
+become floats (`GgufLayers`): those of Q8_0, Q5_0 and Q4_0 are int8, or 4 bits, with a scale for each 32 columns, and those of
+Q4_K, Q5_K and Q6_K keep their super-blocks where the linear layers take them. Q4_1 and Q5_1 have minima that no form holds.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from backend.api.errors import ConfigError
 from backend.api.gguf import AGAIN, GgufHeader, TensorPlace
 from backend.api.model_files import shown
-from backend.layers.linear import QuantizedWeight
 from backend.models import gguf_blocks
 from backend.models.config import ModelConfig, of_object
 from backend.models.convert import meta_to_hf
 from backend.models.gguf_config import EMBEDDING, OUTPUT, ROPE_FACTORS, config_of
 from backend.models.linears import LinearOptions
-from backend.models.quantized import QuantizedLayers, Scheme
+from backend.models.quantized import Held, QuantizedLayers, Scheme, stack
 from backend.models.tensors import TensorSource
 from kernels.common.quantize import row_slices
-from kernels.w4a16 import Weight4
 
 BLOCKS = ".blocks"
-_INT8 = ("Q8_0", "Q5_0", "Q4_0")
+_INT8 = {"Q8_0", "Q5_0", "Q4_0"}
+_SUPER_BLOCKS = {"Q4_K", "Q5_K", "Q6_K"}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_HEAD = "lm_head"
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": _HEAD}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -69,15 +69,17 @@ def read_config(header: GgufHeader) -> ModelConfig:
 class GgufLayers(QuantizedLayers):
     """Projections that keep their stored numbers. The others of the file are floats."""
 
-    kinds: Mapping[str, str]  # projection -> Q8_0, Q5_0 or Q4_0
-    four_bits: frozenset[str] = frozenset()  # projections that are held with 4 bits; the others are held as int8
+    kinds: Mapping[str, str]  # projection -> its type, one of _INT8 or _SUPER_BLOCKS
+    four_bits: frozenset[str] = frozenset()  # those of Q4_0 that are held with 4 bits, not as int8
 
     scheme: ClassVar[Scheme] = "int8"  # type: ignore[misc]
     marker: ClassVar[str] = BLOCKS
 
-    def take(self, source: TensorSource, name: str, n: int, k: int) -> QuantizedWeight | Weight4:
+    def take(self, source: TensorSource, name: str, n: int, k: int) -> Held:
         kind = self.kinds[name]
-        blocks = source.take_raw(name + BLOCKS, (n, k // 32 * gguf_blocks.BLOCK_BYTES[kind]), (torch.uint8,))
+        blocks = source.take_raw(name + BLOCKS, (n, gguf_blocks.num_bytes(kind, k)), (torch.uint8,))
+        if kind in _SUPER_BLOCKS:
+            return stack([gguf_blocks.super_blocks(blocks[rows], kind) for rows in row_slices(n, k)])
         return gguf_blocks.four_bits(blocks) if name in self.four_bits else gguf_blocks.int8(blocks, kind)
 
 
@@ -100,6 +102,8 @@ class GgufTensors(Mapping[str, Tensor]):
                 own = _hf_name(name)
                 held = own.removesuffix(".weight")
                 self._places[held + BLOCKS if held in layers.kinds else own] = name, place
+        if config.tied_embeddings and _HEAD in layers.kinds:
+            self._places[_HEAD + BLOCKS] = EMBEDDING, header.tensors[EMBEDDING]
         # Where neighbouring rows rotate together: the number of heads whose rows are to be put in order.
         is_llama = config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
         self._heads = dict(attn_q=config.num_heads, attn_k=config.num_kv_heads) if is_llama else {}
@@ -125,7 +129,7 @@ class GgufTensors(Mapping[str, Tensor]):
         """
         if options.quantization != "none":
             return msgspec.structs.replace(config, quantization=None), GgufTensors(self.header, config)
-        layers = _layers_to_hold(self.header, config, device)
+        layers = _layers_to_hold(self.header, config, device, options.holds_super_blocks)
         return msgspec.structs.replace(config, quantization=layers), GgufTensors(self.header, config, layers, dtype)
 
     def _read(self, place: TensorPlace, name: str, as_blocks: bool) -> Tensor:
@@ -160,9 +164,17 @@ class GgufTensors(Mapping[str, Tensor]):
         return content
 
 
-def _layers_to_hold(header: GgufHeader, config: ModelConfig, device: torch.device) -> GgufLayers:
-    """Linear layers whose projections are all of types with a form of their own. On a GPU int8 in groups has no kernel."""
+def _layers_to_hold(
+    header: GgufHeader, config: ModelConfig, device: torch.device, holds_super_blocks: bool
+) -> GgufLayers:
+    """Linear layers whose projections are all of types with a form of their own. On a GPU int8 in groups has no kernel.
+
+    An output head that is the embedding, in super-blocks, is held as they are, and the embedding as floats.
+    """
     kinds: dict[str, str] = {}
+    embedding = header.tensors[EMBEDDING].type.name
+    if config.tied_embeddings and holds_super_blocks and embedding in _SUPER_BLOCKS:
+        kinds[_HEAD] = embedding
     four_bits: set[str] = set()
     fused: list[tuple[str, ...]] = [(OUTPUT,)] if OUTPUT in header.tensors else []
     for index in range(config.num_layers):
@@ -171,11 +183,15 @@ def _layers_to_hold(header: GgufHeader, config: ModelConfig, device: torch.devic
             fused.append(tuple(f"blk.{index}.{room}_{part}.weight" for part in parts))
     for names in fused:
         of = {_hf_name(name).removesuffix(".weight"): header.tensors[name].type.name for name in names}
-        if set(of.values()) == {"Q4_0"}:
+        types = set(of.values())
+        if types == {"Q4_0"}:
             four_bits |= set(of)
-        elif device.type == "cuda" or not set(of.values()) <= set(_INT8):
-            continue
-        kinds |= of
+        if (
+            types == {"Q4_0"}
+            or (types <= _INT8 and device.type != "cuda")
+            or (types <= _SUPER_BLOCKS and holds_super_blocks)
+        ):
+            kinds |= of
     return GgufLayers(kinds, frozenset(four_bits))
 
 

@@ -14,21 +14,32 @@ Source: ggml-quants.c; the order of the operations is that of llama.cpp's own gg
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from backend.api.gguf import TYPES
 from backend.layers.linear import QuantizedWeight
+from kernels.common.super_blocks import SuperBlocks
+from kernels.common.super_blocks import floats as floats_of_super_blocks
 from kernels.w4a16 import Weight4
 
 BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
+BLOCK_SIZE = {kind.name: kind.size for kind in TYPES.values()}
 GROUP = 32  # columns that share a scale in the types with a form in `held`
 
 
 def floats(blocks: Tensor, kind: str) -> Tensor:
     """uint8 [rows, bytes] of a type -> float32 [rows, columns]."""
+    if kind in _SUPER_BLOCKS:
+        return floats_of_super_blocks(super_blocks(blocks, kind))
     return _DECODERS[kind](blocks.view(-1, BLOCK_BYTES[kind])).view(blocks.shape[0], -1)
+
+
+def num_bytes(kind: str, columns: int) -> int:
+    """Bytes of a row."""
+    return columns // BLOCK_SIZE[kind] * BLOCK_BYTES[kind]
 
 
 def int8(blocks: Tensor, kind: str) -> QuantizedWeight:
@@ -50,6 +61,17 @@ def four_bits(blocks: Tensor) -> Weight4:
     blocks = blocks.view(blocks.shape[0], -1, BLOCK_BYTES["Q4_0"])
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(2)
     return Weight4(blocks[..., 2:].flatten(1).contiguous(), scales.T.contiguous(), None, GROUP)
+
+
+def super_blocks(blocks: Tensor, kind: str) -> SuperBlocks:
+    """uint8 [rows, bytes] of Q4_K, Q5_K or Q6_K with their numbers side by side, without loss."""
+    made = _SUPER_BLOCKS[kind](blocks.view(-1, BLOCK_BYTES[kind]))
+    shape = (blocks.shape[0], -1)
+    minima = None if made.minima is None else made.minima.reshape(shape)
+    minimum = None if made.minimum is None else made.minimum.view(shape)
+    return SuperBlocks(
+        made.kind, made.q.reshape(shape), made.scales.reshape(shape), minima, made.scale.view(shape), minimum
+    )
 
 
 def scales(blocks: Tensor, kind: str) -> Tensor:
@@ -111,41 +133,40 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales, minima
 
 
-def _with_minima(blocks: Tensor, q: Tensor) -> Tensor:
-    """The values of a Q4_K or Q5_K block; q uint8 [blocks, 8, 32]."""
+def _float16(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at byte `start` of each block, [blocks, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
+
+
+def _with_minima(kind: Literal["Q4_K", "Q5_K"], blocks: Tensor, q: Tensor) -> SuperBlocks:
+    """q uint8 [blocks, 8, 32]."""
     scales, minima = _scales_and_minima(blocks[:, 4:16])
-    d, minimum = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
-    values: Tensor = d[:, :, None] * q.float() - minimum[:, :, None]
-    return values
+    return SuperBlocks(kind, q.flatten(1), scales.view(torch.int8), minima, _float16(blocks, 0), _float16(blocks, 2))
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _with_minima(blocks, _halves(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32))
+def _q4_k(blocks: Tensor) -> SuperBlocks:
+    return _with_minima("Q4_K", blocks, _halves(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> SuperBlocks:
     bits = torch.arange(8, dtype=torch.uint8)[:, None]
     high = blocks[:, 16:48][:, None, :] >> bits & 1  # [blocks, 8, 32]: bit i belongs to the i-th 32 values
     low = _halves(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32)
-    return _with_minima(blocks, low | high << 4)
+    return _with_minima("Q5_K", blocks, low | high << 4)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> SuperBlocks:
     low = blocks[:, :128].unflatten(1, (2, 1, 64)) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
     high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
-    q = (low.reshape(-1, 8, 32) | high.reshape(-1, 8, 32) << 4).float() - 32
-    d = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    values: Tensor = d[:, :, None] * q.view(-1, 16, 16)
-    return values
+    q = low.reshape(-1, 256) | high.reshape(-1, 256) << 4
+    return SuperBlocks("Q6_K", q, blocks[:, 192:208].contiguous().view(torch.int8), None, _float16(blocks, 208), None)
 
 
+_SUPER_BLOCKS: dict[str, Callable[[Tensor], SuperBlocks]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {  # uint8 [blocks, bytes] -> float32 [blocks, ...]
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
 }

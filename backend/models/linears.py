@@ -29,6 +29,7 @@ class LinearOptions(NamedTuple):
     group: int | None = None  # columns that share a scale if quantised here, or WHOLE_ROW; None = DEFAULT_GROUPS
     make: MakeLinear = make_torch_linear
     round_to_four_bits: Round = four_bits.round_weight
+    holds_super_blocks: bool = False  # whether `make` takes SuperBlocks; they are floats where it does not
 
     def columns_per_scale(self, columns: int) -> int:
         """Columns that share a scale in a weight of `columns` columns."""
@@ -67,6 +68,10 @@ class LinearBuilder:
             weight = self._source.take_stacked({name + ".weight": count for name, count in rows.items()}, (columns,))
         bias = {name + ".bias": count for name, count in rows.items()}
         return self._options.make(weight, self._source.take_stacked(bias, ()) if has_bias else None)
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint holds this projection quantised."""
+        return self._checkpoint is not None and self._source.has(name + self._checkpoint.marker)
 
     def from_tensor(self, weight: Tensor) -> Linear:
         """The output head whose weight [n, k] stays in use elsewhere (a tied embedding)."""

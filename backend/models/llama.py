@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backend.layers.attention import AttentionWeights, attention
-from backend.layers.linear import Linear
+from backend.layers.linear import Linear, num_bytes_of
 from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.norm import add_norm
 from backend.layers.rotary import rotary_tables
@@ -64,10 +65,23 @@ class Llama:
     @property
     def num_linear_bytes(self) -> int:
         """Bytes of all linear layers, the output head included: every step that samples reads at least these."""
+        return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def memory(self) -> str:
+        """What the weights take, in words."""
+        weights = sum(prod(linear.shape) for linear in self._linears)
+        return (
+            f"linear layers {self.num_linear_bytes / 1e6:,.1f} MB, {8 * self.num_linear_bytes / weights:.2f} bits a weight; "
+            f"embedding {num_bytes_of(self.embedding) / 1e6:,.1f} MB"
+        )
+
+    @property
+    def _linears(self) -> list[Linear]:
         linears = [self.lm_head]
         for layer in self.layers:
             linears += layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
-        return sum(linear.num_bytes for linear in linears)
+        return linears
 
     def forward(
         self,
@@ -122,7 +136,7 @@ def build_llama(
     source = TensorSource(tensors, dtype, device)
     linears = LinearBuilder(source, config.quantization, options)
     embedding = source.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    if config.tied_embeddings:
+    if config.tied_embeddings and not linears.holds("lm_head"):
         source.take_copy("lm_head.weight", embedding)
         lm_head = linears.from_tensor(embedding)
     else:

@@ -17,12 +17,14 @@ from backend.api.errors import ConfigError
 from backend.api.model_files import shown
 from backend.layers.linear import QuantizedWeight
 from backend.models.tensors import TensorSource
+from kernels.common import super_blocks
+from kernels.common.super_blocks import SuperBlocks
 from kernels.w4a8 import Weight4A8
 from kernels.w4a16 import GROUPS, SYMMETRIC_ZERO, Weight4
 
 Scheme = Literal["int8", "w8a8", "w4a16", "w4a8"]
-Held = QuantizedWeight | Weight4 | Weight4A8
-Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8)
+Held = QuantizedWeight | Weight4 | Weight4A8 | SuperBlocks
+Part = TypeVar("Part", QuantizedWeight, Weight4, Weight4A8, SuperBlocks)
 
 MAX_GROUP = 1 << 16  # columns that share a scale
 SUPPORTED = (
@@ -91,6 +93,8 @@ def stack(parts: Sequence[Held]) -> Held:
         return _stack_int8(first, _all_of(QuantizedWeight, parts))
     if isinstance(first, Weight4):
         return _stack_4_bits(first, _all_of(Weight4, parts))
+    if isinstance(first, SuperBlocks):
+        return super_blocks.stack(_all_of(SuperBlocks, parts))
     return _stack_4_bits_for_int8(_all_of(Weight4A8, parts))
 
 

@@ -112,6 +112,7 @@ class InProcessWorkerGroup:
         if self._choice.name == "triton" and not section.cuda_graphs:
             log.info("CUDA graphs: off, because model.cuda_graphs is false")
         self.model = checkpoint.build(section.max_seq_len, dtype, self.device, self._linears(dtype))
+        log.info("weights: %s", self.model.memory)
         check_outputs(section.additional_outputs, self.model)
         kv_block = self._kv_block(self._kv_cache.block_size)
         return ModelInfo(
@@ -192,6 +193,7 @@ class InProcessWorkerGroup:
                     quantization,
                     make=PackLinears(self._choice.library),
                     round_to_four_bits=RoundToFourBits(self._choice.library),
+                    holds_super_blocks=True,
                 )
             case "triton":
                 if quantization == "w4a8":

@@ -19,6 +19,7 @@ from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
 from kernels import w4a16
 from kernels.common import four_bits
+from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
@@ -39,6 +40,8 @@ class PackLinears:
         self._keeps_scales = True
 
     def __call__(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
+        if isinstance(weight, SuperBlocks):
+            return PackedLinear.of_super_blocks(self._library, self._arena, weight, bias)
         if isinstance(weight, Weight4 | Weight4A8):
             q, scales, zeros, group = _in_four_bits(weight)
             self._check_scales(scales)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kernels.common.four_bits import VALUES
 from kernels.common.quantize import row_slices
+from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
 from kernels.cpu.memory import Arena
-from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, PANEL, W4A8, W8A8, LinearStruct
+from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, K_MIX, PANEL, Q4_K, Q5_K, Q6_K, W4A8, W8A8, LinearStruct
 
 _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX}
 
 
 class PackedLinear:
@@ -23,7 +25,9 @@ class PackedLinear:
     def __init__(self, library: CDLL, held: tuple[Tensor | None, ...], struct: LinearStruct):
         self._library = library
         self._held = held  # kept alive, because `struct` points to them
-        self._takes = [dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format in (kind, INT8, W8A8, W4A8)]
+        self._takes = [
+            dtype for dtype, kind in _FLOAT_FORMATS.items() if struct.format == kind or struct.format >= INT8
+        ]
         self.struct = struct
 
     @classmethod
@@ -71,6 +75,19 @@ class PackedLinear:
         return cls._pack(library, arena, weight, W4A8, group, scales, bias, zeros_or_values)
 
     @classmethod
+    def of_super_blocks(cls, library: CDLL, arena: Arena, weight: SuperBlocks, bias: Tensor | None) -> PackedLinear:
+        """Packs super-blocks without loss. Activations are quantised in groups of the weight's size."""
+        kind, group, (n, k) = _SUPER_FORMATS[weight.kind], GROUP[weight.kind], weight.q.shape
+        if k % COLUMNS:
+            raise ValueError(f"the weight has {k} columns, super-blocks have {COLUMNS}; use another form")
+        stored = (weight.q, weight.scales, weight.minima, weight.scale, weight.minimum)
+        tables = [None if table is None else table.contiguous() for table in stored]
+        packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
+        library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
+        held = packed, None, None, None, _by_columns(bias, n)
+        return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
+
+    @classmethod
     def _pack(
         cls,
         library: CDLL,
@@ -87,9 +104,6 @@ class PackedLinear:
         packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
         threads = torch.get_num_threads()
         library.everbatch_pack(weight.data_ptr(), n, k, kind, group, packed.data_ptr(), threads)
-        panels = -(-n // PANEL)
-        if bias is not None:
-            bias = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(n), bias.float())
         groups = library.everbatch_groups(k, group)
         packed_scales = None if scales is None else _by_panels(arena, scales, groups, torch.bfloat16)
         zeros = values = None
@@ -97,7 +111,7 @@ class PackedLinear:
             values = zeros_or_values.repeat(4)  # as four_bits.h wants it
         elif zeros_or_values is not None:
             zeros = _by_panels(arena, zeros_or_values, groups, torch.uint8)
-        held = packed, packed_scales, zeros, values, bias
+        held = packed, packed_scales, zeros, values, _by_columns(bias, n)
         return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
 
     @property
@@ -147,6 +161,13 @@ class RoundToFourBits:
 def _check_group(group: int) -> None:
     if group != 32 and group % 64:
         raise ValueError(f"group is {group}, the native kernels take 32 or a multiple of 64")
+
+
+def _by_columns(bias: Tensor | None, n: int) -> Tensor | None:
+    """A bias [n] in float32, with zeros behind its end up to whole panels."""
+    if bias is None:
+        return None
+    return torch.zeros(-(-n // PANEL) * PANEL).index_copy_(0, torch.arange(n), bias.float())
 
 
 def _by_panels(arena: Arena, table: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from backend.models.linears import LinearOptions
 from backend.models.loader import load_directory, open_directory
 from benchmarks.quality import row_logits
 from kernels.common.quantize import dequantize
+from kernels.common.super_blocks import SuperBlocks, floats
 from tests.model.conftest import Oracle
 from tests.model.gguf_files import as_checkpoint, random_blocks, write_gguf
 from tools.make_random_model import make_random_model
@@ -102,8 +103,8 @@ class Forms:
         self.seen: list[str] = []
 
     def __call__(self, weight: Weight, bias: Tensor | None) -> Any:
-        self.seen.append(type(weight).__name__)
-        return make_torch_linear(weight, bias)
+        self.seen.append(weight.kind if isinstance(weight, SuperBlocks) else type(weight).__name__)
+        return make_torch_linear(floats(weight) if isinstance(weight, SuperBlocks) else weight, bias)
 
 
 def _mixed(name: str) -> str:
@@ -122,6 +123,31 @@ def test_a_layer_keeps_its_integers_if_all_projections_of_it_can(model_dir: Path
     assert forms.seen == ["QuantizedWeight", *first, *second]
     expected = logits(as_checkpoint(file, model_dir, tmp_path / "floats"))
     torch.testing.assert_close(measured, expected, rtol=0, atol=1e-4)
+
+
+def _mixed_super_blocks(name: str) -> str:
+    """As in a Q4_K_M file; the second layer has a k of another kind, and gate and up differ."""
+    types = {"output": "Q6_K", "attn_v": "Q6_K", "ffn_up": "Q5_K", "ffn_down": "Q6_K", "ffn_gate": "Q4_K"}
+    return "Q8_0" if name == "blk.1.attn_k.weight" else types.get(name.split(".")[-2], "Q4_K")
+
+
+def test_super_blocks_stay_as_they_are_where_linear_layers_take_them(model_dir: Path, tmp_path: Path) -> None:
+    """In float32 the logits are those of the values, and on tiers without such layers all are floats."""
+    file, forms, others = write_gguf(model_dir, tmp_path / "model.gguf", _mixed_super_blocks), Forms(), Forms()
+    expected = logits(as_checkpoint(file, model_dir, tmp_path / "floats"))
+    torch.testing.assert_close(logits(file, make=forms, holds_super_blocks=True), expected, rtol=0, atol=1e-4)
+    assert forms.seen == ["Q6_K", "mixed", "Q4_K", "mixed", "Q6_K", "Tensor", "Q4_K", "mixed", "Q6_K"]
+    torch.testing.assert_close(logits(file, make=others), expected, rtol=0, atol=1e-4)
+    assert set(others.seen) == {"Tensor"}
+
+
+def test_a_head_that_is_the_embedding_is_held_in_its_super_blocks(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
+    model = make_random_model(tmp_path / "tied", "llama", seed=5, tie_word_embeddings=True, **sizes)
+    file, forms = write_gguf(model, tmp_path / "model.gguf", "Q6_K"), Forms()
+    expected = logits(as_checkpoint(file, model, tmp_path / "floats"))
+    torch.testing.assert_close(logits(file, make=forms, holds_super_blocks=True), expected, rtol=0, atol=1e-4)
+    assert forms.seen == ["Q6_K"] * 5
 
 
 def test_on_a_gpu_only_four_bits_stay_integers(model_dir: Path, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from backend.models import gguf, gguf_blocks, gguf_config
 from backend.quant import checkpoint
 from backend.text import gguf_tokenizer, tokenizer
 from deploy import model_source
+from kernels.common import super_blocks
 from tests.mutants.changes import change
 
 SetAttribute = Callable[[object, str, Any], None]
 
 _MODEL, _TEXT = "tests/model/test_gguf.py::", "tests/text/test_gguf_tokenizer.py::"
+_SUPER = "tests/native/test_super_blocks.py::"
 _SERVED = "tests/model/test_gguf_served.py::"
 _VALUES = _MODEL + "test_blocks_have_the_values_of_llama_cpp_s_own_package_bit_for_bit"
 _FAMILY = _MODEL + "test_a_float32_file_has_the_logits_of_the_checkpoint_it_was_made_of"
@@ -35,10 +37,21 @@ def the_last_minima_lose_two_bits(set_attribute: SetAttribute) -> None:
 
 
 def six_bits_are_not_centred(set_attribute: SetAttribute) -> None:
-    def into_table(owner: object, name: str, planted: Any) -> None:
-        set_attribute(gguf_blocks, "_DECODERS", gguf_blocks._DECODERS | {"Q6_K": planted})
+    set_attribute(super_blocks, "_CENTRE", super_blocks._CENTRE | {"Q6_K": 31})
 
-    change(gguf_blocks, "_q6_k", (".float() - 32", ".float() - 31"))(into_table)
+
+def minima_are_lost_in_a_mixed_layer(set_attribute: SetAttribute) -> None:
+    change(super_blocks, "_mixed", ("if part.minima is not None:", "if False:"))(set_attribute)
+
+
+def a_tied_head_of_super_blocks_is_floats(set_attribute: SetAttribute) -> None:
+    change(gguf, "_layers_to_hold", ("kinds[_HEAD] = embedding", "pass"))(set_attribute)
+
+
+def super_blocks_go_to_layers_that_do_not_take_them(set_attribute: SetAttribute) -> None:
+    change(gguf, "_layers_to_hold", ("types <= _SUPER_BLOCKS and holds_super_blocks", "types <= _SUPER_BLOCKS"))(
+        set_attribute
+    )
 
 
 def rows_of_q_and_k_stay_in_pairs(set_attribute: SetAttribute) -> None:
@@ -46,7 +59,7 @@ def rows_of_q_and_k_stay_in_pairs(set_attribute: SetAttribute) -> None:
 
 
 def one_projection_decides_for_its_layer(set_attribute: SetAttribute) -> None:
-    change(gguf, "_layers_to_hold", ('set(of.values()) == {"Q4_0"}', '"Q4_0" in of.values()'))(set_attribute)
+    change(gguf, "_layers_to_hold", ("types <= _INT8 and", "types & _INT8 and"))(set_attribute)
 
 
 def rope_factors_are_left_aside(set_attribute: SetAttribute) -> None:
@@ -116,6 +129,15 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
         (nibbles_in_the_other_order, [_VALUES + "[Q4_0]", _VALUES + "[Q5_1]", _VALUES + "[Q4_K]"]),
         (the_last_minima_lose_two_bits, [_VALUES + "[Q4_K]", _VALUES + "[Q5_K]"]),
         (six_bits_are_not_centred, [_VALUES + "[Q6_K]"]),
+        (minima_are_lost_in_a_mixed_layer, [_SUPER + "test_rows_of_all_kinds_are_one_layer"]),
+        (
+            a_tied_head_of_super_blocks_is_floats,
+            [_MODEL + "test_a_head_that_is_the_embedding_is_held_in_its_super_blocks"],
+        ),
+        (
+            super_blocks_go_to_layers_that_do_not_take_them,
+            [_MODEL + "test_super_blocks_stay_as_they_are_where_linear_layers_take_them"],
+        ),
         (rows_of_q_and_k_stay_in_pairs, [_FAMILY + "[llama2]", _FAMILY + "[mistral]"]),
         (
             one_projection_decides_for_its_layer,

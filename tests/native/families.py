@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tests.model.driver import Driver
+from tests.model.gguf_files import write_gguf
 from tests.native.harness import NUM_SLOTS, Attention, prompt
 from tools.make_random_model import make_random_model
 
@@ -19,9 +20,23 @@ NUM_FAMILIES = 8
 
 
 class Family(NamedTuple):
-    directory: Path  # a checkpoint in bfloat16
+    directory: Path  # a checkpoint in bfloat16, or a GGUF file
     window: int | None  # of the layer that sees most; None: all tokens
     attention: Attention = Attention()
+
+
+def family_of_super_blocks(directory: Path) -> Family:
+    """A GGUF file with what Q4_K_M files have: each type, a layer with rows of two, and a head tied to the embedding."""
+    sizes = dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = make_random_model(
+        directory, "llama", 0, vocab_size=VOCAB, max_position_embeddings=512, tie_word_embeddings=True, **sizes
+    )
+    kinds = {"token_embd": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q5_K", "ffn_up": "Q5_K"}
+    return Family(
+        write_gguf(model, directory / "model.gguf", lambda name: kinds.get(name.split(".")[-2], "Q4_K")), None
+    )
 
 
 def random_family(directory: Path, seed: int) -> Family:

@@ -42,9 +42,11 @@ class Format(NamedTuple):
     quantization: str = "none"
     int8_kv: bool = False
     group: int | None = None  # columns that share a scale of int8 weights
+    super_blocks: bool = False  # those of a GGUF file
 
     def __str__(self) -> str:
-        return "-".join([self.dtype, self.quantization, *(["int8_kv"] if self.int8_kv else [])])
+        held = "super_blocks" if self.super_blocks else self.quantization
+        return "-".join([self.dtype, held, *(["int8_kv"] if self.int8_kv else [])])
 
 
 class Attention(NamedTuple):
@@ -104,7 +106,7 @@ def load(
     make: MakeLinear,
     attention: Attention = Attention(),  # noqa: B008 (immutable)
 ) -> Llama:
-    options = LinearOptions(form.quantization, form.group, make, rounding())
+    options = LinearOptions(form.quantization, form.group, make, rounding(), form.super_blocks)
     checkpoint = open_directory(directory)
     checkpoint.limit_attention(*attention)
     return checkpoint.build(None, getattr(torch, form.dtype), CPU, options)

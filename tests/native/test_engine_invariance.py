@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.api import EngineConfig, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.worker.group import InProcessWorkerGroup
-from tests.native.families import VOCAB, Family, random_family
+from tests.native.families import VOCAB, Family, family_of_super_blocks, random_family
 from tests.native.harness import Format, prompt
 from tests.parity.scenario import RecordingEngine
 
@@ -26,11 +26,16 @@ ARRANGEMENTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=itertools.product(FAMILIES, FORMATS), ids=lambda pair: f"{pair[0]}-{pair[1]}")
+MODELS = [*itertools.product(FAMILIES, FORMATS), ("gguf", Format("bfloat16", super_blocks=True))]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 def model(
     request: pytest.FixtureRequest, native_kernels: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Family, Format]:
     family, form = request.param
+    if form.super_blocks:
+        return family_of_super_blocks(tmp_path_factory.mktemp(family)), form
     return random_family(tmp_path_factory.mktemp(family), FAMILIES[family]), form
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from tests.model.driver import Driver
-from tests.native.families import VOCAB, Family, random_family
+from tests.native.families import VOCAB, Family, family_of_super_blocks, random_family
 from tests.native.harness import Format, native_driver, prompt, threads
 
 FORMATS = [
@@ -25,10 +25,11 @@ FORMATS = [
     Format("float32", "int8", False),
     Format("float32", "w8a8", True),
     Format("float32", "w4a8", True),
+    Format("float32", int8_kv=True, super_blocks=True),
 ]
 # Where other instructions come in: products of float, int8 and 4-bit weights, int8 unpacked to bfloat16, KV unpacked.
 SOME_FORMATS = [Format("bfloat16"), Format("bfloat16", "int8", int8_kv=True), Format("float32", "w8a8")]
-SOME_FORMATS += [Format("bfloat16", "w4a8")]
+SOME_FORMATS += [Format("bfloat16", "w4a8"), Format("bfloat16", super_blocks=True)]
 BEST, *OTHERS = supported_isas()
 CASES = [(BEST, form) for form in FORMATS] + [(isa, form) for isa in (*OTHERS, AMX_EMULATED) for form in SOME_FORMATS]
 NUM_NEW = 12
@@ -74,12 +75,19 @@ def assert_same(measured: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def scene(request: pytest.FixtureRequest, variant: Callable[[str | None], CDLL], families: list[Family]) -> Scene:
+def scene(
+    request: pytest.FixtureRequest,
+    variant: Callable[[str | None], CDLL],
+    families: list[Family],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Scene:
     """The formats take the families in turn. What is slow gets a short prompt and small heads: the emulation, and values that are
     looked up one by one where there is no instruction for it."""
     isa, form = request.param
     is_slow = isa == AMX_EMULATED or (isa == "generic" and form.quantization == "w4a8")
     family = families[1 if is_slow else CASES.index(request.param) % len(families)]
+    if form.super_blocks:
+        family = family_of_super_blocks(tmp_path_factory.mktemp("super_blocks"))
     return Scene(variant(isa), family, form, 70 if is_slow else 301)
 
 

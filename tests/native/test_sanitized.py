@@ -13,7 +13,10 @@ from kernels.cpu.build import NativeUnavailable, asan_environment
 from tests.native.harness import SANITIZE
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [f"tests/native/test_{name}.py" for name in ("linear", "four_bits", "rows", "bad_rows", "decoder", "screen")]
+FILES = [
+    f"tests/native/test_{name}.py"
+    for name in ("linear", "four_bits", "super_blocks", "rows", "bad_rows", "decoder", "screen")
+]
 
 TIMEOUT_S = 540  # below pytest's own
 

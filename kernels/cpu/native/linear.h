@@ -4,33 +4,35 @@
 // they are multiplied with all rows; partial sums are kept in scratch memory of the thread. Weights are read from memory once.
 #pragma once
 #include "buffer.h"
-#include "four_bits.h"
+#include "formats.h"
+#include "super_blocks.h"
 #include "team.h"
-#include "tiles.h"
 
 namespace everbatch {
 
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3, W4A8 = 4 };
-constexpr int NUM_FORMATS = 5;
-
 struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
-    const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats
+    const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats and super-blocks
     const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
     const int8_t* values;  // [4][16], of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
-    int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 0 for float formats
+    int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 16 or 32 of super-blocks; 0 of floats
 
     FourBits kind() const { return zeros ? ZEROS : values ? VALUES : EVEN; }
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
     int64_t depth() const { return padded_depth(k, group); }
     int64_t groups() const { return group ? depth() / group : 0; }
+    bool has_super_blocks() const { return format >= Q4_K; }
     // Columns of the input that share a scale; 0 for inputs that are floats.
-    int input_group() const { return format == W8A8 ? group : format == W4A8 ? PANEL : 0; }
-    // Bytes of `count` packed weights of a panel, where T is the type of float weights.
+    int input_group() const { return format == W8A8 || has_super_blocks() ? group : format == W4A8 ? PANEL : 0; }
+    // Bytes of `count` packed weights of a panel, where T is the type of float weights. Of super-blocks it is a whole number of them.
     template <class T>
-    int64_t bytes_of(int64_t count) const { return format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(sizeof(T)); }
+    int64_t bytes_of(int64_t count) const {
+        int64_t bytes = format == W4A8 ? count / 2 : format >= INT8 ? count : count * int64_t(sizeof(T));
+        with_super_blocks(format, [&](auto s) { bytes = count / (SUPER_ROWS * PANEL) * s.BYTES; });
+        return bytes;
+    }
 
     static int64_t padded_depth(int64_t k, int64_t group) {
         const int64_t unit = std::max<int64_t>(64, group);
@@ -126,7 +128,8 @@ class Pass {
 public:
     Pass(const Linear& l, const Operand& a, int64_t row0, int rows, int64_t panels, At& panel_at, Put& put, int threads)
         : l_(l), a_(a), row0_(row0), rows_(rows), panels_(panels), panel_at_(panel_at), put_(put) {
-        const int64_t unit = l.format == W8A8 ? std::max(64, l.group) : 64, longest = longest_piece(Format(l.format), unpacks_);
+        const int64_t unit = l.has_super_blocks() ? SUPER_ROWS : l.format == W8A8 ? std::max(64, l.group) : 64;
+        const int64_t longest = longest_piece(Format(l.format), unpacks_);
         const int64_t pieces = (depth_ + longest - 1) / longest;
         piece_ = few_ ? depth_ : (depth_ / pieces + unit - 1) / unit * unit;
         // All panels of an item are multiplied with a piece of the rows while the caches hold it.
@@ -156,8 +159,9 @@ public:
     }
 
 private:
-    struct Part {          // a piece of a panel
-        const void* rows;  // as the product reads them
+    struct Part {            // a piece of a panel
+        const void* rows;    // as the product reads them
+        const void* packed;  // as they are stored
         Scales scales;
         const char* next;
     };
@@ -179,16 +183,20 @@ private:
     Part part(int64_t panel, int64_t first, int64_t count, int64_t next, T* unpacked) const {
         const char* data = static_cast<const char*>(l_.data);
         const int64_t of_panel = panel * l_.groups() * PANEL;
-        const Scales scales{l_.scales + of_panel, l_.zeros ? l_.zeros + of_panel : nullptr, uint32_t(l_.group), uint32_t(first)};
+        const void* packed = data + at(panel, first);
+        const Scales scales{l_.scales ? l_.scales + of_panel : nullptr, l_.zeros ? l_.zeros + of_panel : nullptr, uint32_t(l_.group), uint32_t(first)};
         if (few_) next = at(panel, 0) + fetch_ahead(rows_);
-        if (!unpacks_) return {data + at(panel, first), scales, data + next};
-        if (l_.format == INT8)
+        if (!unpacks_) return {packed, packed, scales, data + next};
+        int8_t* to = reinterpret_cast<int8_t*>(unpacked);
+        if (l_.has_super_blocks())
+            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / SUPER_ROWS), to); });
+        else if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
             with_kind([&](auto kind) {
-                unpack_int4<kind()>(data + at(panel, first), l_.values, scales, int(count), reinterpret_cast<int8_t*>(unpacked));
+                unpack_int4<kind()>(packed, l_.values, scales, int(count), to);
             });
-        return {unpacked, scales, data + next};
+        return {unpacked, packed, scales, data + next};
     }
 
     // Multiplies all tiles with a piece of AT_ONCE panels; `sums` are those of these panels.
@@ -215,7 +223,9 @@ private:
                 product_int8<lines()>(a_.int8(row, first, first / input_group_), weights, part.scales, input_group_, int(count / input_group_),
                                       c, PANEL, first == 0, n, next);
             };
-            if (is_direct_)
+            if (l_.has_super_blocks())
+                of_super_blocks(lines, row, part, first, count, c, n, next);
+            else if (is_direct_)
                 with_kind([&](auto kind) { of_int8(Int4Panel<kind()>(part.rows, l_.values)); });
             else if (input_group_)
                 of_int8(Int8Panel{static_cast<const int8_t*>(part.rows)});
@@ -228,6 +238,21 @@ private:
             run(std::integral_constant<int, 1>());
         else
             run(std::integral_constant<int, 0>());
+    }
+
+    // LINES: as `prefetch` has it.
+    template <class Lines>
+    void of_super_blocks(Lines lines, int64_t row, const Part& part, int64_t first, int64_t count, float* c, int n, const char* next) const {
+        const Int8Rows x = a_.int8(row, first, first / input_group_);
+        const uint8_t* packed = static_cast<const uint8_t*>(part.packed);
+        with_super_blocks(l_.format, [&](auto s) {
+            using S = decltype(s);
+            if (is_direct_) return product_super<S>(x, packed, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
+#if defined(EVERBATCH_AMX)
+            product_int8_amx<lines()>(x, static_cast<const int8_t*>(part.rows), SuperScaling<S>{packed}, S::GROUP, int(count / S::GROUP), c, PANEL,
+                                      first == 0, n, next);
+#endif
+        });
     }
 
     void hand_over(int64_t i, int r0, int r1, float** sums) const {
@@ -252,8 +277,8 @@ private:
     const int64_t panels_;
     At& panel_at_;
     Put& put_;
-    const bool is_direct_ = l_.format == W4A8 && rows_ <= DIRECT_ROWS;  // reads four bits without unpacking them to memory
-    const bool unpacks_ = l_.format == INT8 || (l_.format == W4A8 && !is_direct_);
+    const bool is_direct_ = l_.format >= W4A8 && rows_ <= DIRECT_ROWS;  // reads a few bits without unpacking them to memory
+    const bool unpacks_ = l_.format == INT8 || (l_.format >= W4A8 && !is_direct_);
     const int64_t depth_ = l_.depth();
     const int input_group_ = l_.input_group();
     const int tile_rows_ = is_direct_ ? W8A8_ROWS : input_group_ ? INT8_ROWS : rows_at_once<T>(), tiles_ = (rows_ + tile_rows_ - 1) / tile_rows_;

@@ -9,8 +9,9 @@ int64_t everbatch_lanes() { return LANES; }
 
 // Bytes of the packed form of a weight [n][k], without scales.
 int64_t everbatch_packed_bytes(int64_t n, int64_t k, int32_t format, int64_t group) {
-    const int64_t cells = (n + PANEL - 1) / PANEL * PANEL * Linear::padded_depth(k, group);
-    return format == W4A8 ? cells / 2 : cells * (format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1);
+    const Linear l{nullptr, nullptr, nullptr, nullptr, nullptr, n, k, format, int32_t(group)};
+    const int64_t cells = l.panels() * PANEL * l.depth();
+    return format == FLOAT32 ? l.bytes_of<float>(cells) : l.bytes_of<bf16>(cells);
 }
 
 // Groups of a packed row of k columns, the padding's included; 0 without scales.
@@ -52,6 +53,26 @@ void everbatch_pack(const void* weight, int64_t n, int64_t k, int32_t format, in
                     for (int64_t i = 0; i < k; i++) out[packed_at<4>(i, c)] = int8_t(uint8_t(w[i]) + WEIGHT_BIAS);
                 }
             }
+        });
+    });
+}
+
+// Super-blocks of a weight [n][k], k a multiple of 256 -> packed panels: q [n][k], s and m [n][groups], d and e [n][k / 256]. m and e are null
+// without minima. Columns beyond n have the scale 0.
+void everbatch_pack_super(const uint8_t* q, const int8_t* s, const uint8_t* m, const uint16_t* d, const uint16_t* e, int64_t n, int64_t k,
+                          int32_t format, void* packed, int32_t threads) {
+    run_team(threads, [&](Team& team) {
+        team.for_each((n + PANEL - 1) / PANEL, [&](int64_t p) {
+            with_super_blocks(format, [&](auto of_format) {
+                using S = decltype(of_format);
+                const int64_t blocks = k / SUPER_ROWS, groups = k / S::GROUP;
+                uint8_t* panel = static_cast<uint8_t*>(packed) + p * blocks * S::BYTES;
+                memset(panel, 0, size_t(blocks) * S::BYTES);
+                for (int64_t i = p * PANEL; i < std::min<int64_t>(n, (p + 1) * PANEL); i++) {
+                    const SuperColumn column{q + i * k, s + i * groups, m ? m + i * groups : nullptr, d + i * blocks, e ? e + i * blocks : nullptr};
+                    pack_super<S>(column, k, int(i % PANEL), panel);
+                }
+            });
         });
     });
 }

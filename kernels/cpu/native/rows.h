@@ -83,7 +83,7 @@ public:
     }
 
     // Whether put_panel may be used: a panel must not cut a group.
-    bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || group_ == PANEL); }
+    bool takes_panels() const { return k_ % PANEL == 0 && (!group_ || PANEL % group_ == 0); }
 
     // Stores columns column .. column + PANEL of row r.
     void put_panel(int64_t r, int64_t column, const float* x) {
@@ -93,12 +93,13 @@ public:
         } else if (bytes_ == 2) {
             for (int i = 0; i < PANEL; i += LANES) store_bf16(reinterpret_cast<bf16*>(to) + i, load<Vec>(x + i));
         } else {
-            const size_t at = size_t(r) * view_.groups + size_t(column / PANEL);
-            quantize(x, PANEL, reinterpret_cast<int8_t*>(to), at);
+            const size_t at = size_t(r) * view_.groups + size_t(column / group_);
+            for (int64_t i = 0; i < PANEL; i += group_) quantize(x + i, group_, reinterpret_cast<int8_t*>(to) + i, at + size_t(i / group_));
         }
         if (column + PANEL != k_) return;
         memset(to + PANEL * bytes_, 0, size_t(depth_ - k_) * bytes_);
-        for (size_t g = size_t(k_ / PANEL); g < view_.groups; g++) scales_.data()[r * view_.groups + g] = 0, sums_.data()[r * view_.groups + g] = 0;
+        if (group_)
+            for (size_t g = size_t(k_ / group_); g < view_.groups; g++) scales_.data()[r * view_.groups + g] = 0, sums_.data()[r * view_.groups + g] = 0;
     }
 
     const Operand& view() const { return view_; }

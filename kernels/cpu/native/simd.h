@@ -122,10 +122,23 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #endif
 }
 
-// LANES bytes of 0 .. 127 as integers.
+// float16, subnormal ones too. Infinity and NaN do not come out right.
+ALWAYS_INLINE Vec load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+    const UVec u = __builtin_convertvector(load<Half>(p), UVec);
+    const Vec magnitude = (Vec)((u & 0x7fff) << 13) * 0x1p112f;  // both types' exponents then mean the same
+    return floats(bits(magnitude) | (IVec)((u & 0x8000) << 16));
+#endif
+}
+
+// LANES bytes of -128 .. 127 as integers.
 ALWAYS_INLINE IVec load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
-    return (IVec)_mm512_cvtepu8_epi32(load<__m128i>(p));
+    return (IVec)_mm512_cvtepi8_epi32(load<__m128i>(p));
 #else
     return __builtin_convertvector(load<Quarter>(p), IVec);
 #endif
@@ -190,7 +203,7 @@ ALWAYS_INLINE IVec dot_quads(IVec acc, IVec w, const int8_t* x) {
     return acc;
 #endif
 }
-// The same for weights of four bits, 0 .. 15, to which nothing has been added.
+// The same for weights of 0 .. 127, to which nothing has been added.
 ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
 #if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || defined(__AVX2__))
     int32_t quad;

@@ -257,23 +257,38 @@ __attribute__((noinline)) void product_int8_rows(Int8Rows a, Weights w, Scales s
 }
 
 #if defined(EVERBATCH_AMX)
+// The scales of group g of the activations: those of a table.
+struct TableScaling {
+    static constexpr bool MINIMA = false;
+    Scales scales;
+    int group;
+
+    Vec scale(int g, int j) const { return load_bf16(scales.at(g * group) + j * LANES); }
+    Vec minimum(int, int) const { return Vec{}; }
+};
+
 // Integer sums of two groups of the input, which the tiles store and vectors convert to float32.
 struct alignas(64) WholeSums {
     int32_t of[2][32][PANEL];  // [group][row][column]
 };
 
 // c (+)= the scaled sums of groups g .. g + GROUPS - 1, for rows r0 .. r1.
-template <int GROUPS>
-void add_scaled(Int8Rows a, Scales scales, int group, int g, const WholeSums& whole, float* c, size_t ldc, bool first, int r0, int r1) {
-    Vec ws[GROUPS][COLUMN_VECS];
+template <int GROUPS, class Scaling>
+void add_scaled(Int8Rows a, Scaling scaling, int g, const WholeSums& whole, float* c, size_t ldc, bool first, int r0, int r1) {
+    Vec ws[GROUPS][COLUMN_VECS], wm[GROUPS][COLUMN_VECS];
     for (int n = 0; n < GROUPS; n++)
-        for (int j = 0; j < COLUMN_VECS; j++) ws[n][j] = load_bf16(scales.at((g + n) * group) + j * LANES);
+        for (int j = 0; j < COLUMN_VECS; j++) {
+            ws[n][j] = scaling.scale(g + n, j);
+            if constexpr (Scaling::MINIMA) wm[n][j] = scaling.minimum(g + n, j);
+        }
     for (int r = r0; r < r1; r++)
         for (int j = 0; j < COLUMN_VECS; j++) {
             Vec sum = first && g == 0 ? Vec{} : load<Vec>(c + r * ldc + j * LANES);
             for (int n = 0; n < GROUPS; n++) {
                 const Vec x = __builtin_convertvector(load<IVec>(whole.of[n][r] + j * LANES), Vec);
-                sum = fma(x, ws[n][j] * splat(a.scales[r * a.groups + g + n]), sum);
+                const float scale = a.scales[r * a.groups + g + n];
+                sum = fma(x, ws[n][j] * splat(scale), sum);
+                if constexpr (Scaling::MINIMA) sum = fma(wm[n][j], splat(scale * float(a.sums[r * a.groups + g + n])), sum);
             }
             store(c + r * ldc + j * LANES, sum);
         }
@@ -281,11 +296,11 @@ void add_scaled(Int8Rows a, Scales scales, int group, int g, const WholeSums& wh
 
 // Tiles cannot multiply by scales, and their stores can be loaded only once they have reached the cache. So groups are taken in pairs:
 // while the tiles multiply one group of a pair, vectors scale half of the rows of the pair before it.
-template <int LINES>
-void product_int8_amx(Int8Rows a, const int8_t* w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first,
+template <int LINES, class Scaling>
+void product_int8_amx(Int8Rows a, const int8_t* w, Scaling scaling, int group, int num_groups, float* c, size_t ldc, bool first,
                       int rows, const char* ahead) {
     const bool two = rows > 16;
-    const int depth = group % 64 ? 32 : 64, middle = two ? 16 : (rows + 1) / 2;
+    const int depth = std::min(64, group & -group), middle = two ? 16 : (rows + 1) / 2;
     WholeSums whole[2];  // sums of the pair that the tiles multiply, and of the one before
     amx::configure(rows, depth);
     for (int g = 0; g < (num_groups + 1) / 2 * 2 + 2; g++) {
@@ -309,9 +324,9 @@ void product_int8_amx(Int8Rows a, const int8_t* w, Scales scales, int group, int
             const int r0 = g % 2 ? middle : 0, r1 = g % 2 ? rows : middle;
             const WholeSums& sums = whole[before / 2 % 2];
             if (before + 1 < num_groups)
-                add_scaled<2>(a, scales, group, before, sums, c, ldc, first, r0, r1);
+                add_scaled<2>(a, scaling, before, sums, c, ldc, first, r0, r1);
             else
-                add_scaled<1>(a, scales, group, before, sums, c, ldc, first, r0, r1);
+                add_scaled<1>(a, scaling, before, sums, c, ldc, first, r0, r1);
         }
         if (g < num_groups) {
             int32_t(*at)[PANEL] = whole[g / 2 % 2].of[g % 2];
@@ -326,7 +341,7 @@ void product_int8_amx(Int8Rows a, const int8_t* w, Scales scales, int group, int
 template <int LINES, class Weights>
 void product_int8(Int8Rows a, Weights w, Scales scales, int group, int num_groups, float* c, size_t ldc, bool first, int rows, const char* ahead) {
 #if defined(EVERBATCH_AMX)
-    if constexpr (Weights::QUADS == 1) return product_int8_amx<LINES>(a, w.at, scales, group, num_groups, c, ldc, first, rows, ahead);
+    if constexpr (Weights::QUADS == 1) return product_int8_amx<LINES>(a, w.at, TableScaling{scales, group}, group, num_groups, c, ldc, first, rows, ahead);
 #endif
     with_rows<W8A8_ROWS>(rows, [&](auto n) { product_int8_rows<LINES, n()>(a, w, scales, group, num_groups, c, ldc, first, ahead); });
 }
