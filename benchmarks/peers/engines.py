@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from benchmarks.peers import run_openvino
+from deploy.errors import UserError
 
 OURS = "everbatch"
 GIB = 2**30
@@ -25,6 +27,9 @@ class EngineSpec:
     lacks: str = ""
     requirements: str = ""  # file of an environment of its own; empty: ours
     removed: tuple[str, ...] = ()  # packages whose pins pull builds that do not match, taken out again
+    converter: str = (
+        ""  # the peer whose environment makes the forms of the model that this engine reads; empty: its own
+    )
 
     @property
     def module(self) -> str:
@@ -36,11 +41,11 @@ class EngineSpec:
         return int(self.weight_copies * weight_bytes + kv_bytes + self.base_gib * GIB)
 
 
-_OPENVINO_BF16, _OPENVINO_F32 = run_openvino.SETTINGS
+GGUF_TYPES = {"bf16": ("bf16",), "int8": ("q8_0",)}
 PEERS = {
     "openvino": EngineSpec(
         "openvino",
-        {"bf16": (_OPENVINO_BF16,), "int8": (_OPENVINO_BF16, _OPENVINO_F32)},
+        run_openvino.SETTINGS_OF,
         weight_copies=1.1,
         base_gib=0.6,
         requirements="openvino.txt",
@@ -48,17 +53,25 @@ PEERS = {
     ),
     "llamacpp": EngineSpec(
         "llamacpp",
-        {"bf16": ("bf16",), "int8": ("q8_0",)},
+        GGUF_TYPES | {"int4": ("q4_0", "q4_k_m")},
         weight_copies=1.1,
         base_gib=0.3,
         requirements="llamacpp.txt",
+    ),
+    "ik_llamacpp": EngineSpec(
+        "ik_llamacpp",
+        GGUF_TYPES | {"int4": ("q4_0", "q4_k_m", "iq4_nl")},
+        weight_copies=1.1,
+        base_gib=0.5,
+        requirements="ik_llamacpp.txt",
+        converter="llamacpp",
     ),
     "vllm": EngineSpec(
         "vllm",
         {"bf16": ("bf16",)},
         weight_copies=1.1,
         base_gib=1.9,
-        lacks="vLLM on a CPU quantises no checkpoint to int8 weights at load",
+        lacks="vLLM on a CPU quantises no checkpoint to int8 or int4 weights at load",
         requirements="vllm.txt",
         removed=("torchvision", "torchaudio", "torchcodec"),
     ),
@@ -67,11 +80,30 @@ PEERS = {
         {"bf16": ("bf16",)},
         weight_copies=1.1,
         base_gib=0.5,
-        lacks="transformers has no int8 weights on a CPU without further packages",
+        lacks="transformers has no int8 or int4 weights on a CPU without further packages",
     ),
 }
 
 
-def ours(int8: str) -> EngineSpec:
-    """This engine; `int8`: the value of model.quantization that counts as int8 weights."""
-    return EngineSpec(OURS, {"bf16": ("bf16",), "int8": (int8,)}, weight_copies=1.25, base_gib=0.4)
+def ours(int8: str = "w8a8", int4: str = "w4a8") -> EngineSpec:
+    """This engine; `int8` and `int4`: the values of model.quantization that count as such weights."""
+    return EngineSpec(OURS, {"bf16": ("bf16",), "int8": (int8,), "int4": (int4,)}, weight_copies=1.25, base_gib=0.4)
+
+
+def chosen(texts: Sequence[str], weights: str) -> list[EngineSpec]:
+    """The peers of `NAME`, with all their settings, or `NAME:SETTING`, with that one; in the order of names. Raises UserError."""
+    settings: dict[str, list[str]] = {}
+    for text in texts:
+        name, colon, setting = text.partition(":")
+        if name not in PEERS:
+            raise UserError(f"--peers has {text!r}; choose from {', '.join(PEERS)}, separated by commas")
+        known = PEERS[name].settings.get(weights, ())
+        if colon and setting not in known:
+            raise UserError(
+                f"--peers has {text!r}; with --weights {weights} {name} has {', '.join(known) or 'no setting'}"
+            )
+        settings.setdefault(name, []).extend([setting] if colon else known)
+    return [
+        replace(PEERS[name], settings=PEERS[name].settings | {weights: tuple(dict.fromkeys(some))})
+        for name, some in settings.items()
+    ]

@@ -13,9 +13,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.peers import commands, llamacpp_source
+from benchmarks.peers import commands
 from benchmarks.peers.engines import EngineSpec
 from benchmarks.peers.errors import Skipped
+from benchmarks.peers.llamacpp_source import SOURCES, unpack
 from deploy import ROOT
 from deploy.environment import runs
 from deploy.packages import describe, explain
@@ -54,7 +55,8 @@ def is_complete(environment: Path, recipe: str) -> bool:
 def _recipe(engine: EngineSpec) -> str:
     """Changes with the pins and with how they are installed."""
     digest = hashlib.sha256((REQUIREMENTS / engine.requirements).read_bytes())
-    digest.update(json.dumps([engine.removed, llamacpp_source.BUILD_FLAGS]).encode())
+    source = SOURCES.get(engine.name)
+    digest.update(json.dumps([engine.removed, source.flags if source else ()]).encode())
     return digest.hexdigest()
 
 
@@ -67,12 +69,12 @@ def _make(engine: EngineSpec, environment: Path, progress: Progress, log: Path) 
     pip = [python, "-I", "-m", "pip"]
     install = [*pip, "install", "--progress-bar", "off", "--no-input"]
     requirements = ["-r", str(REQUIREMENTS / engine.requirements)]
-    if engine.name == "llamacpp":
-        source = llamacpp_source.unpack(pip, _pin(engine, "llama-cpp-python"), environment, progress)
-        title = "compiling llama.cpp for this CPU (ten minutes on two cores, once)"
-        flags = {"CMAKE_ARGS": " ".join(llamacpp_source.BUILD_FLAGS)}
-        commands.run([*install, str(source)], progress, title, environment=flags, log=log)
-        shutil.rmtree(source.parent)
+    if source := SOURCES.get(engine.name):
+        unpacked = unpack(pip, source, _pin(engine, source.package), environment, progress)
+        title = f"compiling {engine.name} for this CPU (ten minutes on two cores, once)"
+        flags = {"CMAKE_ARGS": " ".join(source.flags)}
+        commands.run([*install, str(unpacked)], progress, title, environment=flags, log=log)
+        shutil.rmtree(unpacked.parent)
     commands.run([*install, *requirements], progress, f"installing {engine.name} (once)", describe, log=log)
     if engine.removed:
         commands.run(

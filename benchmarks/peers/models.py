@@ -22,7 +22,16 @@ from deploy.errors import UserError
 from deploy.progress import Progress
 
 SHAPES = ("S", "M", "L")  # names of shapes in tools/make_random_model.py
-BYTES = {"bf16": 2, "int8": 1}  # bytes of one weight
+BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of one weight, without scales
+# what optimum exports -> its options. The CPU plug-in turns fp16 weights into bf16 as it loads; a group of 128 that does not
+# divide a row is made smaller.
+_GROUPS = ("--weight-format", "int4", "--group-size", "128", "--group-size-fallback", "adjust")
+OPENVINO_FORMS = {
+    "bf16": ("--weight-format", "fp16"),
+    "int8": ("--weight-format", "int8"),
+    "int4-asym": _GROUPS,
+    "int4-sym": (*_GROUPS, "--sym"),
+}
 _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
 
@@ -71,7 +80,7 @@ class Model:
     def resident_bytes(self, weights: str) -> int:
         """Bytes of the weights in memory, an embedding of its own included."""
         embedding = 0 if self.config.get("tie_word_embeddings") else self.vocab_size * self.config["hidden_size"]
-        return self.linear_weights * BYTES[weights] + embedding * BYTES["bf16"]
+        return int(self.linear_weights * BYTES[weights] + embedding * BYTES["bf16"])
 
 
 def of_directory(directory: Path, name: str = "") -> Model:
@@ -101,28 +110,41 @@ def of_shape(shape: str, progress: Progress) -> Model:
     return of_directory(directory)
 
 
-def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, progress: Progress) -> Path:
-    """The model in the form that the engine reads, made with the engine's own environment. Raises Skipped."""
-    if engine.name not in ("openvino", "llamacpp"):
-        return model.directory
-    form = BENCH / "forms" / f"{model.name}-{_key(model)}" / f"{engine.name}-{weights}"
+def form_for(engine: EngineSpec, python: Path, model: Model, weights: str, setting: str, progress: Progress) -> Path:
+    """The model in the form that the engine reads in a setting, made with the converter's environment. Raises Skipped."""
+    if engine.name == "openvino":
+        return _form(openvino_form(weights, setting), "openvino", python, model, progress)
+    if "llamacpp" in engine.name:
+        return _form(setting, "gguf", python, model, progress)
+    return model.directory
+
+
+def openvino_form(weights: str, setting: str) -> str:
+    """What is exported for a setting: a key of OPENVINO_FORMS."""
+    return f"{weights}-{setting.partition(':')[0]}" if ":" in setting else weights
+
+
+def _form(kind: str, family: str, python: Path, model: Model, progress: Progress) -> Path:
+    """`kind`: a key of OPENVINO_FORMS or a type of GGUF files. Raises Skipped."""
+    form = BENCH / "forms" / f"{model.name}-{_key(model)}" / f"{family}-{kind}"
     if form.exists():
         return form
     unfinished = _unfinished(form)
-    if engine.name == "openvino":
-        kind = {"bf16": "fp16", "int8": "int8"}[weights]  # the CPU plug-in turns fp16 weights into bf16 as it loads
+    if family == "openvino":
         export = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(model.directory)]
-        command = [*export, "--task", "text-generation-with-past", "--weight-format", kind, str(unfinished)]
-    else:
-        kind = {"bf16": "bf16", "int8": "q8_0"}[weights]
+        command = [*export, "--task", "text-generation-with-past", *OPENVINO_FORMS[kind], str(unfinished)]
+    elif kind in ("bf16", "q8_0"):
         writer = [str(python), "-m", "benchmarks.peers.write_gguf", str(model.directory)]
         command = [*writer, str(unfinished), "--type", kind]
-    title = f"converting {model.name} for {engine.name}, {weights} (once)"
-    log = BENCH / f"convert-{engine.name}.log"
+    else:
+        source = _form("bf16", family, python, model, progress)
+        command = [str(python), "-m", "benchmarks.peers.quantize_gguf", str(source), str(unfinished), "--type", kind]
+    title = f"converting {model.name} to {family}, {kind} (once)"
+    log = BENCH / f"convert-{family}.log"
     try:
         commands.run(command, progress, title, environment={"HF_HUB_OFFLINE": "1"}, log=log)
     except commands.CommandFailed as failure:
-        raise Skipped(f"{model.name} cannot be converted for it: {failure}") from None
+        raise Skipped(f"{model.name} cannot be converted to {family}, {kind}: {failure}") from None
     unfinished.rename(form)
     return form
 

@@ -15,6 +15,7 @@ COLOURS = {
     OURS: "#2a7f62",
     "openvino": "#4f6db0",
     "llamacpp": "#c98a2b",
+    "ik_llamacpp": "#b0483f",
     "vllm": "#8a5a9e",
     "transformers": "#8c8c8c",
 }

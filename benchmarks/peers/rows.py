@@ -1,10 +1,11 @@
 """From samples to rows: one for each engine and concurrency, with its ratio to the best peer and its share of the roof.
 
 `decode_tokens_per_s`, `prefill_tokens_per_s` and `output_tokens_per_s` (generated tokens over the whole time) are the best of the
-repeats, as are the ratios made of them; each has a `median_` beside it. An engine that was measured in several settings counts,
-at each concurrency, with the one that decodes fastest; `settings` has them all. `roof_fraction` is the median over the repeats
-of the share that each reached of the roof at that moment;
-`bandwidth_gb_per_s` and `roof_tokens_per_s` are medians too. Figures that there are none of are null, and `skipped` says why.
+repeats, as are the ratios made of them; each has a `median_` beside it. An engine that was measured in several settings stands,
+at each concurrency, with the one that decodes fastest; `settings` has them all, and a ratio is to the best peer in the setting
+that is best for that rate. `roof_fraction` is the median over the repeats of the share that each reached of the roof at that
+moment; `bandwidth_gb_per_s` and `roof_tokens_per_s` are medians too. Figures that there are none of are null, and `skipped` says
+why.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def make_rows(work: Work, outcome: Outcome) -> list[Row]:
 def add_ratios(rows: Sequence[Row]) -> None:
     """Divide by the best peer among rows of one model, weights and concurrency; null where no peer was measured."""
     for ratio, rate in RATIOS.items():
-        rates = [row[rate] for row in rows if row["engine"] != OURS and row[rate] is not None]
+        peers = [row for row in rows if row["engine"] != OURS]
+        rates = [figures[rate] for row in peers for figures in row["settings"].values()]
         for row in rows:
             known = rates and row[rate] is not None
             row[ratio] = row[rate] / max(rates) if known else None

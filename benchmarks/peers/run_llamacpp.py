@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.protocol import Load, Timing, serve
+from benchmarks.peers.quantize_gguf import tensor_types
 
 _MIN_BATCH_TOKENS = 2048
 _CELLS_MULTIPLE = 256  # a context's size is a multiple of this
 
 
 class LlamaCpp:
-    note = ""
-
     def __init__(self, load: Load) -> None:
-        import llama_cpp
-
-        self._api: Any = llama_cpp
+        self._api: Any = self._bind()
         self._load = load
         self._context: Any = None
         self._concurrency = 0
-        llama_cpp.llama_backend_init()
-        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
-        self._model = llama_cpp.llama_model_load_from_file(load.model.encode(), llama_cpp.llama_model_default_params())
+        self._api.llama_backend_init()
+        self._model = self._api.llama_model_load_from_file(load.model.encode(), self._model_parameters())
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {load.model}")
-        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._batch_tokens = max(_MIN_BATCH_TOKENS, load.max_length, load.max_concurrency)
-        self._batch = llama_cpp.llama_batch_init(self._batch_tokens, 0, 1)
+        self._batch = self._api.llama_batch_init(self._batch_tokens, 0, 1)
+        self.note = tensor_types(Path(load.model))
 
     def measure(self, prompts: list[list[int]], new: int) -> Timing:
         self._prepare(len(prompts))
@@ -50,6 +47,30 @@ class LlamaCpp:
         ended = time.perf_counter()
         return Timing(all_started - began, ended - all_started, len(prompts) * (new - 1))
 
+    def logits(self, row: list[int]) -> Any:
+        """Of a text that is given at once: float32 [length, vocab]."""
+        import numpy
+
+        self._prepare(1)
+        self._decode([(token, position, 0, True) for position, token in enumerate(row)])
+        rows = [self._api.llama_get_logits_ith(self._context, place) for place in range(len(row))]
+        return numpy.stack([numpy.ctypeslib.as_array(each, shape=(self._vocab_size,)) for each in rows])
+
+    def _bind(self) -> Any:
+        """The functions of llama.h, silenced."""
+        import llama_cpp
+
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
+        return llama_cpp
+
+    def _model_parameters(self) -> Any:
+        return self._api.llama_model_default_params()
+
+    def _clear(self) -> None:
+        """Forget all sequences."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+
     def _prepare(self, concurrency: int) -> None:
         """An empty context for that many sequences."""
         api = self._api
@@ -66,7 +87,7 @@ class LlamaCpp:
             if not self._context:
                 raise RuntimeError(f"llama.cpp makes no context of {concurrency} sequences of {cells} tokens")
             self._concurrency = concurrency
-        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        self._clear()
 
     def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> None:
         """Run (token, position, sequence, whether logits are wanted)."""

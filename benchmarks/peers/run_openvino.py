@@ -7,12 +7,24 @@ from typing import Any
 
 from benchmarks.peers.protocol import Load, Stopwatch, Timing, serve
 
-# setting -> properties of the CPU plug-in: computing in bf16, or in f32 with activations quantised dynamically in groups of 32.
-# Which one is faster with int8 weights depends on model and concurrency.
-SETTINGS: dict[str, dict[str, Any]] = {
+# Properties of the CPU plug-in: computing in bf16, or in f32 with activations quantised dynamically in groups.
+# Which one is faster with int8 or int4 weights depends on model and concurrency.
+PROPERTIES: dict[str, dict[str, Any]] = {
     "bf16": {"INFERENCE_PRECISION_HINT": "bf16"},
     "f32+dq32": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 32},
+    "f32+dq128": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 128},
 }
+# Settings of int4 name the kind of weights first: groups of 128 with a zero point, as it is by default, or without.
+SETTINGS_OF = {
+    "bf16": ("bf16",),
+    "int8": ("bf16", "f32+dq32"),
+    "int4": ("asym:bf16", "asym:f32+dq32", "sym:f32+dq32", "sym:f32+dq128"),
+}
+
+
+def properties_of(setting: str) -> dict[str, Any]:
+    """Those that a setting's name ends with."""
+    return PROPERTIES[setting.rpartition(":")[2]]
 
 
 class OpenVino:
@@ -27,7 +39,7 @@ class OpenVino:
         scheduler.max_num_batched_tokens = 8192
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
-        properties = {"INFERENCE_NUM_THREADS": load.threads, **SETTINGS[load.setting]}
+        properties = {"INFERENCE_NUM_THREADS": load.threads, **properties_of(load.setting)}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(load.model, scheduler, "CPU", properties)
         self._ids = itertools.count()
 
