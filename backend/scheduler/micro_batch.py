@@ -32,6 +32,7 @@ class MicroBatchScheduler:
         self.max_num_tokens = config.max_num_tokens
         self.max_context_tokens = min(config.max_num_tokens, config.max_context_tokens or default)
         self.mixed_context_tokens = config.mixed_context_tokens or mixed
+        self.max_mixed_context_tokens = config.max_mixed_context_tokens or self.max_context_tokens
         self.max_chunk_tokens = min(config.max_num_tokens, config.max_chunk_tokens or config.max_num_tokens)
         self._chunked = config.enable_chunked_context
         self._equal = config.chunking_policy == "equal_progress"
@@ -55,7 +56,7 @@ class MicroBatchScheduler:
         if not self._chunked:
             return budget
         if num_generation:
-            budget = min(budget, self.mixed_context_tokens * max(1, num_waiting))
+            budget = min(budget, self.mixed_context_tokens * max(1, num_waiting), self.max_mixed_context_tokens)
         return min(budget, self.max_context_tokens)
 
     def has_room(self, wants: list[int], budget: int, next_want: int) -> bool:

@@ -15,11 +15,11 @@ import time
 from collections import deque
 
 from backend.api.config import load_config
+from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.executor.engine_process import calm_garbage_collector
 from backend.wire.engine_server import EngineServer
 
 FIRST_TOKEN, NUM_TOKENS = 1000, 4000  # ids that are told in turn: ordinary words of the tokenizer

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig, TritonConfig
 from backend.engine.sessions import BYTES_PER_SESSION
 
 VOCAB = 997
@@ -94,7 +94,9 @@ def _plain_setup(rng: Random) -> Setup:
             idle_ttl_s=rng.choice((20.0, 1000.0)),
         ),
     )
-    return Setup(config, num_blocks, window, looks_ahead=rng.random() < 0.5, twins=twins)
+    looks_ahead = rng.random() < 0.5
+    triton = TritonConfig(stream_interval_ms=rng.choice((0.0, 0.0, 40.0)))
+    return Setup(msgspec.structs.replace(config, triton=triton), num_blocks, window, looks_ahead, twins=twins)
 
 
 def _random_scheduler(rng: Random) -> SchedulerConfig:
