@@ -24,6 +24,7 @@ from rich.table import Table
 
 from backend.api import Request, Response, load_config
 from backend.core.garbage import calm_garbage_collector
+from backend.executor import Executor
 from backend.executor.engine_process import SPIN_COUNT
 
 console = Console()
@@ -37,13 +38,15 @@ class Round:
     first_token_p50_ms: float
     prompt_tokens_per_s: float  # of prompts and outputs over the whole time
     output_tokens_per_s: float
-    prefill_tokens_per_s: float  # of the first prompts, all of which come at once: until the last of them has its first token
+    prefill_tokens_per_s: (
+        float  # of the first prompts, all of which come at once: until the last of them has its first token
+    )
 
 
 class Crowd:
     """`width` streams at a time until `total` have ended."""
 
-    def __init__(self, executor, prompts: list[list[int]], width: int, new: int) -> None:
+    def __init__(self, executor: Executor, prompts: list[list[int]], width: int, new: int) -> None:
         self._executor, self._prompts, self._width, self._new = executor, prompts, width, new
         self._next = itertools.count()
         self._lock = threading.Lock()
@@ -99,10 +102,11 @@ def main(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, in turn.")] = "16,16,16,900",
     new: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds of each setting; medians are told.", min=1)] = 2,
-    setting: Annotated[list[str] | None, typer.Option(help="section.key=value, several with commas; one a column.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="section.key=value, several with commas; one a column.")
+    ] = None,
 ) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
-    from backend.executor import Executor
     from backend.worker.group import InProcessWorkerGroup
 
     sizes = [int(size) for size in lengths.split(",")]
@@ -129,7 +133,9 @@ def main(
             rng = random.Random(turn)
             prompts = [[rng.randrange(5, vocab_size) for _ in range(sizes[n % len(sizes)])] for n in range(requests)]
             told[name].append(Crowd(executor, prompts, streams, new).run())
-    table = Table(title=f"{model_dir.name} {weights}: {streams} streams, prompts of {lengths}, {new} new; medians of {rounds}")
+    table = Table(
+        title=f"{model_dir.name} {weights}: {streams} streams, prompts of {lengths}, {new} new; medians of {rounds}"
+    )
     table.add_column("")
     for name in told:
         table.add_column(name, justify="right")

@@ -58,7 +58,7 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", self.model.has_matrix_units)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)

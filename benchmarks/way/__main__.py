@@ -91,7 +91,9 @@ def run(service: Service, scratch: Path, model: str, streams: int, connections: 
     if figures["num_tokens"] != streams * new:
         raise SystemExit(f"{figures['num_tokens']} tokens were received, {streams * new} were asked for")
     counted = {
-        process: {name: [now - before for now, before in zip(both, parts[process][name])] for name, both in told.items()}
+        process: {
+            name: [now - before for now, before in zip(both, parts[process][name])] for name, both in told.items()
+        }
         for process, told in service.parts().items()
     }
     total = figures["num_tokens"]
@@ -107,7 +109,15 @@ def load(service: Service, scratch: Path, streams: int, connections: int, reques
     """The figures of the client, which is a process of its own."""
     file = scratch / "request"
     file.write_bytes(request)
-    command = [sys.executable, "-m", "benchmarks.way.bare_client", service.url, str(streams), str(connections), str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.way.bare_client",
+        service.url,
+        str(streams),
+        str(connections),
+        str(file),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
     if done.returncode:
         raise SystemExit(f"the client failed: {done.stderr[-2000:]}")

@@ -134,7 +134,9 @@ def tokens_of(messages: list[bytes]) -> int:
             raise SystemExit(response.error_message)
         names = [output.name for output in response.infer_response.outputs]
         if "sequence_length" in names:
-            total += int.from_bytes(response.infer_response.raw_output_contents[names.index("sequence_length")], "little")
+            total += int.from_bytes(
+                response.infer_response.raw_output_contents[names.index("sequence_length")], "little"
+            )
         elif "num_output_tokens" in names:
             raw = response.infer_response.raw_output_contents[names.index("num_output_tokens")]
             total += int.from_bytes(raw, "little")

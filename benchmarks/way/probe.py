@@ -68,7 +68,8 @@ def counted(function: Callable[..., Any], part: Part) -> Callable[..., Any]:
 
 def start(kind: str) -> None:
     """Replace the parts, and write what they count to EVERBATCH_WAY_PROBE/kind.json from now on."""
-    importlib.import_module("backend.serving.assembly" if kind == "stub" else "backend.engine.loop")  # all of it, in its own order
+    # All modules are imported first, in the order that they expect.
+    importlib.import_module("backend.serving.assembly" if kind == "stub" else "backend.engine.loop")
     parts = {}
     for name, module_name, class_name, function in STUB if kind == "stub" else ENGINE:
         module = importlib.import_module(module_name)

@@ -11,6 +11,7 @@ from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.state import CacheState
 from backend.scheduler.capacity import StaticBatch
+from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
 from backend.scheduler.tuning import BatchTuner
@@ -34,6 +35,10 @@ MUTANTS = {
             ("seq.published_ns = now_ns", "seq.published_ns = self.told_ns = now_ns"),
         ),
         INTERVAL,
+    ),
+    "many_prompts_hold_streams_up": (
+        change(MicroBatchScheduler, "context_budget", ("self.max_mixed_context_tokens, ", "")),
+        ["tests/scheduler/test_context_limits.py"],
     ),
     "a_pause_holds_tokens_back": (change(EngineCore, "_schedule", ("plan.paused)", "())")), INTERVAL),
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
