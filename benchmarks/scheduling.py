@@ -39,11 +39,11 @@ from rich.table import Table
 
 from backend.api import EngineConfig, Request
 from backend.api.config import KvCacheConfig, SchedulerConfig
+from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Command, Hello
 from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
-from backend.executor.engine_process import calm_garbage_collector
 from backend.wire.engine_server import EngineServer
 from benchmarks.admission import admission_table, measure_admission
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import numpy as np
 import typer
 from rich.console import Console
@@ -177,6 +178,7 @@ def main(
     new: Annotated[int, typer.Option(help="Tokens to generate.", min=8)] = 64,
     repeats: Annotated[int, typer.Option(help="Measurements of each in a round.", min=1)] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds: engine alone, then Triton.", min=1)] = 2,
+    interval_ms: Annotated[float, typer.Option(help="triton.stream_interval_ms, of the server only.", min=0)] = 0,
 ) -> None:
     """Measure both in turn; write a table and the figures."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
@@ -205,7 +207,9 @@ def main(
                 if name == "engine":
                     measure, close = engine_alone(config)
                 else:
-                    measure, close = through_triton(config, Path(scratch) / f"run{turn}")
+                    triton = msgspec.structs.replace(config.triton, stream_interval_ms=interval_ms)
+                    served = msgspec.structs.replace(config, triton=triton)
+                    measure, close = through_triton(served, Path(scratch) / f"run{turn}")
                 try:
                     for level in levels:
                         rate = best_of(measure, level, prompt, new, vocab_size, repeats)

@@ -124,6 +124,7 @@ class ModelInfo(Struct, frozen=True):
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "torch"
+    has_matrix_units: bool = False  # of a CPU: prompts run several times as fast as without
     context_logits: bool = False  # whether requests may ask for them
     generation_logits: bool = False
     additional_outputs: tuple[str, ...] = ()  # names of what requests may ask for besides

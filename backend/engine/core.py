@@ -58,7 +58,7 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", self.model.has_matrix_units)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)
@@ -69,6 +69,7 @@ class EngineCore:
         self._live: dict[RequestId, Sequence] = {}  # of a request's sequences the first that lives
         self._deadlines = Deadlines()
         self._outbox = Outbox()
+        self._interval = publish.Interval(int(config.triton.stream_interval_ms * 1e6))
 
     @property
     def has_work(self) -> bool:
@@ -221,6 +222,8 @@ class EngineCore:
             return None
         step = self.scheduler.commit(plan, self._num_launched, started_ns)
         flight = Flight(plan, step, started_ns)
+        for seq in filter(publish.holds_back, plan.paused):  # nobody knows when it goes on
+            self._outbox.put(publish.result_response(seq, self.iteration))
         for seq in plan.rejected:
             size = seq.num_prompt_tokens, seq.max_output_tokens, seq.beam_width
             self._fail(seq, never_fits(self.kv, self.scheduler.blocks_needed(*size), *size))
@@ -299,11 +302,11 @@ class EngineCore:
 
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
-        iteration = self.iteration
+        iteration, now_ns = self.iteration, self.clock.monotonic_ns()
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
                 self._finish(seq, reason)
-            elif seq.request.streaming:
+            elif seq.request.streaming and self._interval.is_over(seq, now_ns):
                 self._outbox.put(publish.result_response(seq, iteration))
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:

@@ -7,7 +7,6 @@ It reports to its supervisor on standard output, with one JSON object a line: {"
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import time
 from backend.api.config import EngineConfig, load_config
 from backend.api.errors import EverbatchError
 from backend.api.log_lines import set_up_logging
+from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.engine.core import EngineCore
 from backend.engine.loop import EngineLoop
@@ -90,17 +90,6 @@ def serve(config: EngineConfig, socket_path: str) -> None:
     finally:
         server.close()
         workers.shutdown()
-
-
-def calm_garbage_collector() -> None:
-    """Exempt all objects that exist now from garbage collection, and collect the others seldom. Call it when all is loaded.
-
-    Otherwise a full collection visits every object of torch, which takes 60 ms within a step, and the small collections take
-    a fifth of the host's time at 256 rows. They would find little, because no step of the engine makes reference cycles.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000)
 
 
 def _tell(line: dict[str, object]) -> None:

@@ -7,15 +7,17 @@ from what is left of the budget.
              |1|1|1|...|1|   chunk of A |  chunk of B       |      EQUAL_PROGRESS: the same for both, until one is done
 
 On a CPU a token of context costs nearly the same in any step, so a large chunk wins little and holds up every stream that
-generates. One long prompt is therefore computed in small chunks beside them; when many prompts wait, more wait for a first
-token than for a next one, and chunks grow with their number:
+generates. Prompts are therefore computed in small chunks beside them; when many prompts wait, more wait for a first token than for
+a next one, and chunks grow with their number, up to what holds nobody up for long:
 
-    context tokens of a step  =  max_context_tokens                                              nobody generates
-                                 min(max_context_tokens, mixed_context_tokens * waiting prompts)  otherwise
+    context tokens of a step  =  max_context_tokens                                                       nobody generates
+                                 min(max_context_tokens, max_mixed_context_tokens,
+                                     mixed_context_tokens * waiting prompts)                               otherwise
 
-With measured step times (a Llama of 1.1 B in bfloat16 on two cores: 78 ms + 0.7 ms for each context token) and the defaults, the
-gap beside one prompt of 4096 tokens is 176 ms rather than 798 ms; 32 prompts of 128 at once lose 1 % of their tokens/s, where 128
-in every step would lose 10 %.
+Without matrix units (AMX), where a model of 135 M in bfloat16 takes some 0.6 ms for each context token, that is 80 tokens: what is
+won by more is not throughput (docs/cpu-speed.md), for the generating rows that a larger step saves are computed later. With them a
+context token costs a quarter of that, weights are what a small step waits for, and 512 tokens may run: a model of 1.1 B takes 78 ms
++ 0.7 ms for each, so 32 prompts of 128 at once lose 1 % of their tokens/s, where 128 in every step would lose 10 %.
 """
 
 from __future__ import annotations
@@ -24,14 +26,19 @@ from backend.api.config import SchedulerConfig
 
 CPU_CONTEXT_TOKENS = 512  # more would not make the products faster, and nothing is heard of new requests meanwhile
 CPU_MIXED_TOKENS = 128
+CPU_MAX_MIXED_TOKENS = 80  # without matrix units
 
 
 class MicroBatchScheduler:
-    def __init__(self, config: SchedulerConfig, on_cpu: bool) -> None:
+    def __init__(self, config: SchedulerConfig, on_cpu: bool, has_matrix_units: bool = False) -> None:
+        """`has_matrix_units`: of the CPU."""
         default, mixed = (CPU_CONTEXT_TOKENS, CPU_MIXED_TOKENS) if on_cpu else (config.max_num_tokens,) * 2
         self.max_num_tokens = config.max_num_tokens
         self.max_context_tokens = min(config.max_num_tokens, config.max_context_tokens or default)
         self.mixed_context_tokens = config.mixed_context_tokens or mixed
+        little = on_cpu and not has_matrix_units
+        most = max(CPU_MAX_MIXED_TOKENS, config.mixed_context_tokens or 0) if little else self.max_context_tokens
+        self.max_mixed_context_tokens = config.max_mixed_context_tokens or most
         self.max_chunk_tokens = min(config.max_num_tokens, config.max_chunk_tokens or config.max_num_tokens)
         self._chunked = config.enable_chunked_context
         self._equal = config.chunking_policy == "equal_progress"
@@ -55,7 +62,7 @@ class MicroBatchScheduler:
         if not self._chunked:
             return budget
         if num_generation:
-            budget = min(budget, self.mixed_context_tokens * max(1, num_waiting))
+            budget = min(budget, self.max_mixed_context_tokens, self.mixed_context_tokens * max(1, num_waiting))
         return min(budget, self.max_context_tokens)
 
     def has_room(self, wants: list[int], budget: int, next_want: int) -> bool:

@@ -73,13 +73,15 @@ class StepPlan:
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool, has_matrix_units: bool = False
+    ) -> None:
         self.config = config
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
         self._tuner = BatchTuner(config)
-        self._micro_batch = MicroBatchScheduler(config, on_cpu)
+        self._micro_batch = MicroBatchScheduler(config, on_cpu, has_matrix_units)
         self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
         self._separate = config.batching != "fused"
         self._capacity = _capacity_scheduler(config, kv)

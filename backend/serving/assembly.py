@@ -17,6 +17,7 @@ from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
 from backend.api.log_lines import set_up_logging
+from backend.core.garbage import calm_garbage_collector
 from backend.executor import Executor
 from backend.serving import pb
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
@@ -52,7 +53,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     except ConfigError:
         executor.shutdown()
         raise
-    return ModelServer(
+    server = ModelServer(
         front.tensors,
         executor=executor,
         config=config,
@@ -67,6 +68,8 @@ def load_model(args: dict[str, str]) -> ModelServer:
         report_health=_report_to(run_directory, args["model_name"]),
         **arguments,
     )
+    calm_garbage_collector()
+    return server
 
 
 def _with_parameters(role: str, model_config: dict[str, Any], config: EngineConfig) -> EngineConfig:

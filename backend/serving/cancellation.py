@@ -1,7 +1,8 @@
 """CancellationPoller: asks Triton which live streams their clients have cancelled. Triton does not say so unasked.
 
 One thread sweeps over all live streams, queued ones included, once in every period. Each `is_cancelled` is a round trip of
-60 to 100 us to the server. More threads would not make a sweep shorter, and no engine step ever waits for one.
+60 to 100 us to the server, and holds up the responses of others. So with many streams the sweeps become rarer: they take at most
+a tenth of the time, until they are MAX_PAUSE_S apart. More threads would not make a sweep shorter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from backend.serving.pump import Stream
 
 log = logging.getLogger("everbatch.serving")
+MAX_PAUSE_S = 0.5
 
 
 class CancellationPoller:
@@ -64,5 +66,9 @@ class CancellationPoller:
             except Exception:
                 # The thread must survive a failed sweep, because otherwise no cancellation would be noticed any more.
                 log.exception("a cancellation sweep failed")
-            elapsed = time.monotonic() - started
-            self._stopped.wait(max(self._period_s - elapsed, self._period_s / 2))
+            self._stopped.wait(pause_s(time.monotonic() - started, self._period_s))
+
+
+def pause_s(sweep_s: float, period_s: float) -> float:
+    """How long to wait after a sweep that took `sweep_s`."""
+    return max(period_s - sweep_s, min(9 * sweep_s, MAX_PAUSE_S), period_s / 2)

@@ -126,7 +126,7 @@ class ModelServer:
             self._stop_at,
             self._books.ended.add,
             on_refused=self._books.ended.add_refused,
-            coalesce=not (dialect.every_step or config.triton.one_response_per_token),
+            coalesce=_coalesces(config, dialect),
             dialect=dialect,
         )
         self._load = EngineLoad(config)
@@ -369,6 +369,11 @@ class ModelServer:
         worker.start()
         worker.join(timeout=2)
         os._exit(1)
+
+
+def _coalesces(config: EngineConfig, dialect: Dialect) -> bool:
+    """Whether tokens that wait for a busy sender share a response."""
+    return not dialect.every_step and (config.triton.stream_interval_ms > 0 or not config.triton.one_response_per_token)
 
 
 def _row_of(work: Work) -> Row:

@@ -64,7 +64,8 @@ class _Sequences:
         return self._reporters[result.sequence_index].feed(result)
 
     def _take(self, sequence: int) -> News:
-        return self._reporters[sequence].take()._replace(sequence=sequence)
+        news = self._reporters[sequence].take()
+        return news._replace(sequence=sequence) if sequence else news
 
     @property
     def num_output_tokens(self) -> int:

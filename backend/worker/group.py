@@ -37,6 +37,7 @@ from backend.worker.prompt_inputs import PromptInputs
 from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
 from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
+from kernels.cpu.isa import supported_isas
 from kernels.cpu.linear import RoundToFourBits
 
 log = logging.getLogger("everbatch.worker")
@@ -125,6 +126,7 @@ class InProcessWorkerGroup:
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
             kernels=self._choice.name,
+            has_matrix_units=dtype is torch.bfloat16 and "amx" in supported_isas(),
             context_logits=section.gather_context_logits,
             generation_logits=section.gather_generation_logits,
             additional_outputs=section.additional_outputs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.api import EngineConfig, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig, SessionsConfig
+from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig, SessionsConfig, TritonConfig
 from backend.core.clock import ManualClock
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
@@ -29,6 +29,7 @@ class Driver:
         chunked: bool = True,
         batching: str = "fused",
         records: RecordsConfig | None = None,
+        stream_interval_ms: float = 0.0,
         **worker: object,
     ) -> None:
         config = EngineConfig(
@@ -48,6 +49,7 @@ class Driver:
             ),
             sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
             records=records or RecordsConfig(),
+            triton=TritonConfig(stream_interval_ms=stream_interval_ms),
         )
         self.clock = ManualClock()
         self.workers = HashWorkerGroup(vocab_size=VOCAB, **worker)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from backend.engine.core import EngineCore
 from backend.engine.outbox import Outbox
+from backend.engine.publish import Interval
 from backend.kvcache.block_manager import BlockManager
 from backend.kvcache.eviction import EvictionOrder, Retained
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.prefix_trie import PrefixTrie
 from backend.kvcache.state import CacheState
 from backend.scheduler.capacity import StaticBatch
+from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import Scheduler
 from backend.scheduler.tuning import BatchTuner
@@ -19,9 +21,26 @@ STATIC = ["tests/engine/test_static_batching.py"]
 PRIORITY = ["tests/scheduler/test_priority.py"]
 RETENTION = ["tests/kvcache/test_retention.py"]
 TUNING = ["tests/scheduler/test_tuning.py"]
+INTERVAL = ["tests/engine/test_stream_interval.py"]
 TAILS = ["tests/kvcache/test_tails.py"]
 
 MUTANTS = {
+    "an_interval_never_begins": (change(Interval, "is_over", ("seq.published_ns = now_ns", "pass")), INTERVAL),
+    "the_first_token_waits": (change(Interval, "is_over", ("seq.published_ns and", "True and")), INTERVAL),
+    "all_streams_share_an_interval": (
+        change(
+            Interval,
+            "is_over",
+            ("now_ns - seq.published_ns <", "now_ns - getattr(self, 'told_ns', 0) <"),
+            ("seq.published_ns = now_ns", "seq.published_ns = self.told_ns = now_ns"),
+        ),
+        INTERVAL,
+    ),
+    "many_prompts_hold_streams_up": (
+        change(MicroBatchScheduler, "context_budget", ("self.max_mixed_context_tokens, ", "")),
+        ["tests/scheduler/test_context_limits.py"],
+    ),
+    "a_pause_holds_tokens_back": (change(EngineCore, "_schedule", ("plan.paused)", "())")), INTERVAL),
     "a_static_batch_takes_others_in": (change(StaticBatch, "admit", ("if running else", "if False else")), STATIC),
     "a_short_answer_does_not_wait": (
         change(Outbox, "put", ("self._held if held else self._ready", "self._ready")),

@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving import requests
+from backend.serving import cancellation, requests
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
 from backend.serving.fronts import llmapi, trtllm_tokens
@@ -26,6 +26,14 @@ SEVERAL = "tests/serving/test_several_sequences.py::"
 RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "sweeps_take_all_the_time": (
+        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S), ", "")),
+        ["tests/serving/test_cancellation_gate.py"],
+    ),
+    "sweeps_stay_away": (
+        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S)", "9 * sweep_s")),
+        ["tests/serving/test_cancellation_gate.py"],
+    ),
     "an_empty_answer_is_queued_without_the_lock": (
         change(
             ResponsePump,

@@ -1,4 +1,4 @@
-"""How much context runs beside those who generate: little of one prompt, more of many."""
+"""How much context runs beside those who generate: little of one prompt, more of many where that holds nobody up for long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,19 @@ def crowd(**scheduler: object) -> Runner:
     return runner
 
 
-def test_a_long_prompt_is_computed_in_small_chunks_beside_a_stream() -> None:
+def test_prompts_share_80_tokens_of_a_step_beside_a_stream_however_many_wait() -> None:
+    """700 tokens in chunks of 80 leave 60 for the ninth; then the second prompt takes what is left of 80, and the rest."""
     runner = crowd()
+    runner.ask(0, list(range(700)), 2)
+    runner.ask(1, list(range(100)), 2)
+    runner.step(10)
+    assert [seen.num_tokens.get(0, 0) for seen in runner.seen[1:10]] == [80] * 8 + [60]
+    assert [seen.num_tokens.get(1, 0) for seen in runner.seen[8:11]] == [0, 20, 80]
+    assert all(seen.num_tokens[99] == 1 for seen in runner.seen[1:])
+
+
+def test_a_long_prompt_is_computed_in_small_chunks_beside_a_stream() -> None:
+    runner = crowd(max_mixed_context_tokens=512)
     runner.ask(0, list(range(700)), 2)
     runner.step(6)
     assert [seen.num_tokens[0] for seen in runner.seen[1:]] == [128] * 5 + [60]
@@ -24,7 +35,7 @@ def test_a_long_prompt_is_computed_in_small_chunks_beside_a_stream() -> None:
 
 
 def test_many_prompts_are_computed_in_large_steps_beside_a_stream() -> None:
-    runner = crowd()
+    runner = crowd(max_mixed_context_tokens=512)
     for request_id in range(20):
         runner.ask(request_id, [request_id] * 100, 50)
     runner.step(4)
@@ -33,7 +44,7 @@ def test_many_prompts_are_computed_in_large_steps_beside_a_stream() -> None:
 
 
 def test_requests_that_find_no_slot_do_not_make_chunks_larger() -> None:
-    runner = Runner(num_blocks=2000, slots=2, max_num_tokens=1024)
+    runner = Runner(num_blocks=2000, slots=2, max_num_tokens=1024, max_mixed_context_tokens=512)
     runner.ask(99, [1], 200)
     runner.step()
     for request_id in range(9):

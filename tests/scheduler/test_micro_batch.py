@@ -18,6 +18,7 @@ CONFIGS = st.builds(
     max_chunk_tokens=st.none() | st.integers(1, 40),
     max_context_tokens=st.none() | st.integers(1, 40),
     mixed_context_tokens=st.none() | st.integers(1, 40),
+    max_mixed_context_tokens=st.none() | st.integers(1, 40),
     chunking_policy=st.sampled_from(["first_come_first_served", "equal_progress"]),
 )
 
@@ -69,7 +70,15 @@ def test_the_context_budget_leaves_room_for_generation_and_is_never_nothing_with
 @pytest.mark.parametrize(
     "num_generation, num_waiting, budget", [(0, 1, 512), (0, 32, 512), (8, 1, 128), (8, 3, 384), (8, 24, 512)]
 )
-def test_on_a_cpu_context_beside_generation_grows_with_the_prompts_that_wait(
+def test_with_matrix_units_context_beside_generation_grows_with_the_prompts_that_wait(
+    num_generation: int, num_waiting: int, budget: int
+) -> None:
+    micro_batch = MicroBatchScheduler(SchedulerConfig(), on_cpu=True, has_matrix_units=True)
+    assert micro_batch.context_budget(num_generation, num_waiting, 1024) == budget
+
+
+@pytest.mark.parametrize("num_generation, num_waiting, budget", [(0, 32, 512), (8, 1, 80), (8, 3, 80), (8, 24, 80)])
+def test_without_matrix_units_context_beside_generation_is_little(
     num_generation: int, num_waiting: int, budget: int
 ) -> None:
     micro_batch = MicroBatchScheduler(SchedulerConfig(), on_cpu=True)
@@ -82,17 +91,24 @@ def test_elsewhere_context_takes_what_generation_leaves_of_the_step(num_generati
 
 
 def test_what_is_configured_holds_on_every_device() -> None:
-    config = SchedulerConfig(max_context_tokens=96, mixed_context_tokens=32)
+    config = SchedulerConfig(max_context_tokens=96, mixed_context_tokens=32, max_mixed_context_tokens=72)
     for on_cpu in (True, False):
         micro_batch = MicroBatchScheduler(config, on_cpu)
         assert [micro_batch.context_budget(*rows, 1024) for rows in ((0, 1), (1, 1), (1, 2), (1, 9))] == [
             96,
             32,
             64,
-            96,
+            72,
         ]
 
 
+def test_what_one_prompt_may_take_is_not_cut_by_the_default_for_all() -> None:
+    micro_batch = MicroBatchScheduler(SchedulerConfig(mixed_context_tokens=200), on_cpu=True)
+    assert [micro_batch.context_budget(8, waiting, 1024) for waiting in (1, 2)] == [200, 200]
+
+
 def test_prompts_that_must_not_be_cut_are_not_held_to_the_limits_on_context() -> None:
-    config = SchedulerConfig(enable_chunked_context=False, max_context_tokens=8, mixed_context_tokens=4)
+    config = SchedulerConfig(
+        enable_chunked_context=False, max_context_tokens=8, mixed_context_tokens=4, max_mixed_context_tokens=4
+    )
     assert MicroBatchScheduler(config, on_cpu=True).context_budget(24, 1, 1024) == 1000

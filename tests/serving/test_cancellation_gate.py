@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from backend.api import ErrorCode, FinishReason, RequestId, Response, Result
-from backend.serving.cancellation import CancellationPoller
+from backend.serving.cancellation import CancellationPoller, pause_s
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.pump import ResponsePump, Row
 from tests.serving.fake_triton import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, ResponseSender
@@ -83,3 +85,16 @@ def test_a_sender_that_raises_is_survived_and_asked_again() -> None:
     for stream in streams:
         pump.fail(stream, ErrorCode.CANCELLED, "over")
     pump.close()
+
+
+@pytest.mark.parametrize(
+    "sweep_s, pause",
+    [
+        (0.000, 0.050),  # nobody to ask: the period
+        (0.003, 0.047),  # 32 streams: a sweep begins every 50 ms
+        (0.020, 0.180),  # 256 streams: a tenth of the time
+        (0.300, 0.500),  # a server that hardly answers is asked twice a second all the same
+    ],
+)
+def test_asking_takes_a_tenth_of_the_time_at_most(sweep_s: float, pause: float) -> None:
+    assert pause_s(sweep_s, period_s=0.050) == pytest.approx(pause)

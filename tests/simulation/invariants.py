@@ -57,6 +57,8 @@ def _check_context_limits(simulation: Simulation) -> None:
     most = scheduler.max_context_tokens or scheduler.max_num_tokens
     if latest.num_gen_requests and scheduler.mixed_context_tokens:
         most = min(most, scheduler.mixed_context_tokens * (scheduler.max_batch_size - latest.num_gen_requests))
+    if latest.num_gen_requests and scheduler.max_mixed_context_tokens:
+        most = min(most, scheduler.max_mixed_context_tokens)
     assert latest.num_ctx_tokens <= most, f"more than {most} context tokens: {latest}"
 
 

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from backend.api import EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig
+from backend.api.config import KvCacheConfig, LimitsConfig, SchedulerConfig, SessionsConfig, TritonConfig
 from backend.engine.sessions import BYTES_PER_SESSION
 
 VOCAB = 997
@@ -93,6 +93,7 @@ def _plain_setup(rng: Random) -> Setup:
             max_bytes=rng.choice((1 << 28, 1 << 28, 3 * BYTES_PER_SESSION)),
             idle_ttl_s=rng.choice((20.0, 1000.0)),
         ),
+        triton=TritonConfig(stream_interval_ms=40.0 * (num_blocks % 3 == 0)),
     )
     return Setup(config, num_blocks, window, looks_ahead=rng.random() < 0.5, twins=twins)
 

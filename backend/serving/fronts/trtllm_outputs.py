@@ -107,6 +107,8 @@ def _common_arrays(settings: RowSettings, told: Sequence[News]) -> Arrays:
 
 def _padded(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> NDArray[Any]:
     """[1, rows, the longest one's length]"""
+    if len(rows) == 1:
+        return np.array([rows], dtype)
     array = np.full((1, len(rows), max(map(len, rows))), PADDING, dtype)
     for n, row in enumerate(rows):
         array[0, n, : len(row)] = row

@@ -1,0 +1,99 @@
+"""An engine process without a model, for benchmarks only: the real EngineCore, loop and socket over workers that compute nothing.
+
+    python -m benchmarks.way.null_engine --config FILE --socket PATH --step-ms 4
+
+Every row that samples gets the next of a few token ids. `--step-ms`: what a step lasts at least, asleep, as with a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+from collections import deque
+
+from backend.api.config import load_config
+from backend.core.garbage import calm_garbage_collector
+from backend.core.messages import Hello
+from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
+from backend.engine.core import EngineCore
+from backend.engine.loop import EngineLoop
+from backend.wire.engine_server import EngineServer
+
+FIRST_TOKEN, NUM_TOKENS = 1000, 4000  # ids that are told in turn: ordinary words of the tokenizer
+
+
+class NullWorkerGroup:
+    """Implements WorkerGroup."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._next_at = 0.0
+        self._next = 0
+        self._done: deque[StepOutput] = deque()
+
+    def load(self) -> ModelInfo:
+        return ModelInfo("null", vocab_size=32_000, max_seq_len=1 << 20, kv_bytes_per_token=1, device="null")
+
+    def free_memory_bytes(self) -> int:
+        return 1 << 30
+
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse()
+
+    def initialize_kv_cache(self, max_blocks: int, block_size: int, num_blocks: int) -> None:
+        pass
+
+    def submit(self, step: StepInput) -> None:
+        sampled = []
+        for row in step.rows:
+            if row.samples:
+                self._next = (self._next + 1) % NUM_TOKENS
+                sampled.append(SampledToken(row.slot, FIRST_TOKEN + self._next))
+        self._done.append(StepOutput(step.step_id, sampled))
+
+    def collect(self) -> StepOutput:
+        now = time.monotonic()
+        self._next_at = max(self._next_at + self._step_s, now)
+        time.sleep(self._next_at - now)
+        return self._done.popleft()
+
+    def shutdown(self) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    arguments = parser.parse_args()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    config = load_config(arguments.config)
+    core = EngineCore(config, NullWorkerGroup(arguments.step_ms / 1e3))
+    loop = EngineLoop(core)
+    server = EngineServer(
+        arguments.socket,
+        loop.post,
+        lambda index: Hello(index, core.model, config.model.path, config, core.max_kv_tokens),
+        present_turn=lambda: loop.present_turn,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    calm_garbage_collector()
+    if "EVERBATCH_WAY_PROBE" in os.environ:
+        from benchmarks.way import probe
+
+        probe.start("engine")
+    loop.run(server.deliver, server.publish_stats, server.publish_records)
+
+
+def _die_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
