@@ -52,10 +52,14 @@ class PackLinears:
                     f"weights of {weight.dtype} cannot be packed for the native kernels; use --set model.dtype=bfloat16"
                 )
             return PackedLinear.of_floats(self._library, self._arena, weight, bias)
+        values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
+        if weight.format == "w4a8" and four_bits.in_super_blocks(weight.q.shape[1], weight.group):
+            q, (multiples, shared) = four_bits.indices(weight.q), four_bits.multiples(weight.scale)
+            held = SuperBlocks("values", q, multiples, None, shared, None, values)
+            return PackedLinear.of_super_blocks(self._library, self._arena, held, bias)
         self._check_scales(weight.scale)
         if weight.format == "w4a8":
             q, scales, group = _regrouped(weight)
-            values = torch.tensor(four_bits.VALUES, dtype=torch.int8)
             return PackedLinear.of_four_bits(
                 self._library, self._arena, four_bits.indices(q), scales, values, group, bias
             )

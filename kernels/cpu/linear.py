@@ -11,10 +11,10 @@ from kernels.common.four_bits import VALUES
 from kernels.common.quantize import row_slices
 from kernels.common.super_blocks import COLUMNS, GROUP, Kind, SuperBlocks
 from kernels.cpu.memory import Arena
-from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, K_MIX, PANEL, Q4_K, Q5_K, Q6_K, W4A8, W8A8, LinearStruct
+from kernels.cpu.structs import BFLOAT16, FLOAT32, INT8, K_MIX, PANEL, Q4_K, Q5_K, Q6_K, V4_K, W4A8, W8A8, LinearStruct
 
 _FLOAT_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX}
+_SUPER_FORMATS: dict[Kind, int] = {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "mixed": K_MIX, "values": V4_K}
 
 
 class PackedLinear:
@@ -84,7 +84,8 @@ class PackedLinear:
         tables = [None if table is None else table.contiguous() for table in stored]
         packed = arena.empty(library.everbatch_packed_bytes(n, k, kind, group))
         library.everbatch_pack_super(*map(_pointer, tables), n, k, kind, packed.data_ptr(), torch.get_num_threads())
-        held = packed, None, None, None, _by_columns(bias, n)
+        values = None if weight.values is None else weight.values.repeat(4)
+        held = packed, None, None, values, _by_columns(bias, n)
         return cls(library, held, LinearStruct(*map(_pointer, held), n, k, kind, group))
 
     @classmethod

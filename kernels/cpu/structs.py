@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
-FLOAT32, BFLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX = range(9)  # the enum Format of native/formats.h
+FLOAT32, BFLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(10)  # the enum Format of native/formats.h
 PANEL = 32
 
 

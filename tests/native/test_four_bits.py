@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels import w4a8, w4a16
-from kernels.common.four_bits import VALUES, indices, round_weight
+from kernels.common.four_bits import VALUES, in_super_blocks, indices, multiples, round_weight
 from kernels.common.quantize import dequantize
 from kernels.cpu.isa import AMX_EMULATED
 from kernels.cpu.linear import PackedLinear, RoundToFourBits
@@ -153,12 +153,21 @@ def test_both_scales_of_qoq_become_one(best_kernels: CDLL, per_group: bool) -> N
 
 
 def test_a_rounded_weight_is_packed_as_the_numbers_that_it_stands_for(kernels: CDLL, isa: str) -> None:
+    """100 columns have a bfloat16 for each scale, 512 share scales."""
     rng = torch.Generator().manual_seed(8)
-    x, w = random_tensor(rng, 7, 100), random_tensor(rng, 45, 100)
-    q, scale = round_weight(w, 32)
-    layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
-    values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
-    assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, isa)
+    for k, bits in ((100, 4.5), (512, 4.3125)):
+        x, w = random_tensor(rng, 7, k), random_tensor(rng, 64, k)
+        q, scale = round_weight(w, 32)
+        layer = PackLinears(kernels)(QuantizedWeight(q, scale, 32, "w4a8"), None)
+        values = as_the_kernels_quantise(kernels, x, ACTIVATION_GROUP)
+        assert_product(layer(x), values, dequantize(q, scale, 32).double(), None, (isa, k))
+        assert layer.num_bytes == 64 + 64 * -(-k // 64) * 64 * bits / 8
+
+
+def _multiples_and_shared(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As the kernels hold them, each as wide as `scale`."""
+    multiple, shared = multiples(scale)
+    return multiple.float(), shared.float().repeat_interleave(8, 1)
 
 
 def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str) -> None:
@@ -169,7 +178,9 @@ def test_native_rounding_is_as_good_as_its_reference(kernels: CDLL, isa: str) ->
         w[0, :] = 0
         errors = []
         for q, scale in (RoundToFourBits(kernels)(w, group), round_weight(w, group)):
-            assert set(q.unique().tolist()) <= set(VALUES) and torch.equal(scale, scale.bfloat16().float())
+            assert set(q.unique().tolist()) <= set(VALUES)
+            held = torch.mul(*_multiples_and_shared(scale)) if in_super_blocks(k, group) else scale.bfloat16().float()
+            assert torch.equal(scale, held)
             assert scale.shape == (n, -(-k // group))
             errors.append((dequantize(q, scale, group) - w).norm().item())
         assert errors[0] <= 1.002 * errors[1]

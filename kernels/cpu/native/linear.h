@@ -14,7 +14,7 @@ struct Linear {
     const void* data;    // [ceil(n / 32)] panels of depth(k) rows
     const bf16* scales;    // [ceil(n / 32)][groups][32]; null for float formats and super-blocks
     const uint8_t* zeros;  // the same, of W4A8 of the kind ZEROS; else null
-    const int8_t* values;  // [4][16], of W4A8 of the kind VALUES; else null
+    const int8_t* values;  // [4][16], of V4_K and of W4A8 of the kind VALUES; else null
     const float* bias;     // [ceil(n / 32) * 32]; null without
     int64_t n, k;
     int32_t format, group;  // group: columns of a weight that share a scale: 32 or a multiple of 64; 16 or 32 of super-blocks; 0 of floats
@@ -189,7 +189,7 @@ private:
         if (!unpacks_) return {packed, packed, scales, data + next};
         int8_t* to = reinterpret_cast<int8_t*>(unpacked);
         if (l_.has_super_blocks())
-            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), int(count / SUPER_ROWS), to); });
+            with_super_blocks(l_.format, [&](auto s) { unpack_super<decltype(s)>(static_cast<const uint8_t*>(packed), l_.values, int(count / SUPER_ROWS), to); });
         else if (l_.format == INT8)
             unpack_int8(reinterpret_cast<const int8_t*>(data + at(panel, 0)), scales.scales, l_.group, first, count, unpacked);
         else
@@ -247,7 +247,7 @@ private:
         const uint8_t* packed = static_cast<const uint8_t*>(part.packed);
         with_super_blocks(l_.format, [&](auto s) {
             using S = decltype(s);
-            if (is_direct_) return product_super<S>(x, packed, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
+            if (is_direct_) return product_super<S>(x, packed, l_.values, int(count / SUPER_ROWS), c, PANEL, first == 0, n, next, lines());
 #if defined(EVERBATCH_AMX)
             product_int8_amx<lines()>(x, static_cast<const int8_t*>(part.rows), SuperScaling<S>{packed}, S::GROUP, int(count / S::GROUP), c, PANEL,
                                       first == 0, n, next);

@@ -1,15 +1,16 @@
-// Weights in llama.cpp's super-blocks (ggml-quants.c): 256 rows of a column of a panel, in as many bits as in its files.
+// Weights in super-blocks of 256 rows of a column of a panel: llama.cpp's (ggml-quants.c), in as many bits as in its files, and our own.
 //
 //     Q4_K     4 bits, groups of 32    w = (d * s) * q - (e * m)
 //     Q5_K     5 bits, groups of 32    the same
 //     Q6_K     6 bits, groups of 16    w = (d * s) * (q - 32)
 //     K_MIX    6 bits, groups of 16    w = (d * s) * (q - 32) - (e * m), for a layer whose rows are of several of the types above
+//     V4_K     4 bits, groups of 32    w = (d * s) * values[q], 16 int8 that the layer chooses
 //
-// d and e are float16, one for a super-block; s (int8) and m (0 .. 127) are a group's. Nothing is rounded.
+// d and e, one for a super-block, are float16, but of V4_K bfloat16; s (int8) and m (0 .. 127) are a group's. Nothing is rounded.
 //
-// A super-block of a panel is one run of bytes: d [32]; e [32] if there are minima m; then eight times, for 32 rows each: s [groups][32],
-// m [groups][32], the low four bits in the order of four_bits.h [4][32 columns][4], and the bits above them: [32][4] bytes with a bit for each
-// four rows, or [2][32][4] bytes with two bits for each four.
+// A super-block of a panel is one run of bytes: d [32]; e [32] if there are minima m; s [groups][32]; m [groups][32]; then eight times, for
+// 32 rows each, the low four bits in the order of four_bits.h [4][32 columns][4], and the bits above them: [32][4] bytes with a bit for each four
+// rows, or [2][32][4] bytes with two bits for each four.
 //
 // The minimum of a group is multiplied by the sum of its activations. With tiles, super-blocks are unpacked to int8 once for all rows: the
 // sums of a group are the same integers, and so the result is the same, bit for bit.
@@ -21,15 +22,24 @@ namespace everbatch {
 
 constexpr int SUPER_ROWS = 256, CHUNK_ROWS = 32;
 
-template <int BITS, int GROUP_, bool MINIMA_>
-struct SuperBlocks {
-    static constexpr int GROUP = GROUP_, GROUPS = CHUNK_ROWS / GROUP, QUADS = GROUP / 4;
-    static constexpr bool MINIMA = MINIMA_;
-    static constexpr int CENTRE = BITS == 6 ? 32 : 0, HIGH_BITS = BITS - 4;
-    static constexpr int HEAD = 2 * PANEL * (1 + MINIMA), TABLES = GROUPS * PANEL * (1 + MINIMA), LOW = 4 * 4 * PANEL;
-    static constexpr int CHUNK = TABLES + LOW + 4 * PANEL * HIGH_BITS, BYTES = HEAD + SUPER_ROWS / CHUNK_ROWS * CHUNK;
+constexpr int CHUNKS = SUPER_ROWS / CHUNK_ROWS;
 
-    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES. `chunk`: behind its tables.
+template <int BITS, int GROUP_, bool MINIMA_, bool VALUES_ = false>
+struct SuperBlocks {
+    static constexpr int GROUP = GROUP_, GROUPS_OF_CHUNK = CHUNK_ROWS / GROUP, GROUPS = SUPER_ROWS / GROUP, QUADS = GROUP / 4;
+    static constexpr bool MINIMA = MINIMA_, VALUES = VALUES_;
+    static constexpr int CENTRE = BITS == 6 ? 32 : 0, HIGH_BITS = BITS - 4;
+    static constexpr int TABLES = 2 * PANEL * (1 + MINIMA), HEAD = TABLES + GROUPS * PANEL * (1 + MINIMA);
+    static constexpr int LOW = 4 * 4 * PANEL, CHUNK = LOW + 4 * PANEL * HIGH_BITS, BYTES = HEAD + CHUNKS * CHUNK;
+
+    // The values plus `bias`, for `stands_for`.
+    ALWAYS_INLINE static Bytes table(const int8_t* values, int bias) { return VALUES ? load<Bytes>(values) + uint8_t(bias) : Bytes{}; }
+    ALWAYS_INLINE static IVec stands_for(IVec q, Bytes table) { return VALUES ? (IVec)look_up(table, (Bytes)q) : q; }
+    // What a group's integer sum begins with, if `sum` is minus that of the activations.
+    ALWAYS_INLINE static IVec start(int32_t sum) { return VALUES ? splat(DOT_BIAS * sum) : CENTRE ? splat(CENTRE * sum) : IVec{}; }
+    ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return VALUES ? dot_quads(acc, w, x) : dot_nibbles(acc, w, x); }
+
+    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES.
     ALWAYS_INLINE static IVec read(const uint8_t* chunk, int quad, int j) {
         UVec q = load<UVec>(chunk + quad / 2 * 4 * PANEL + 4 * j * LANES) >> (quad % 2 * 4) & 0x0f0f0f0fu;
         if constexpr (HIGH_BITS > 0) {
@@ -41,13 +51,14 @@ struct SuperBlocks {
         }
         return (IVec)q;
     }
-    // Scales and minima of groups, as the products use them. `block`: a super-block; `tables`: those of a chunk.
-    ALWAYS_INLINE static Vec scale(Vec d, const uint8_t* tables, int group, int j) {
-        return d * __builtin_convertvector(load_bytes(tables + group * PANEL + j * LANES), Vec);
+    // The scale and minimum of a group of a super-block; d and e are of_block(block, 0 and 1, j).
+    ALWAYS_INLINE static Vec scale(Vec d, const uint8_t* block, int group, int j) {
+        return d * __builtin_convertvector(load_bytes(block + TABLES + group * PANEL + j * LANES), Vec);
     }
-    ALWAYS_INLINE static Vec minimum(Vec e, const uint8_t* tables, int group, int j) { return scale(e, tables, GROUPS + group, j); }
+    ALWAYS_INLINE static Vec minimum(Vec e, const uint8_t* block, int group, int j) { return scale(e, block, GROUPS + group, j); }
     ALWAYS_INLINE static Vec of_block(const uint8_t* block, int table, int j) {
-        return load_half(reinterpret_cast<const uint16_t*>(block) + table * PANEL + j * LANES);
+        const uint16_t* at = reinterpret_cast<const uint16_t*>(block) + table * PANEL + j * LANES;
+        return VALUES ? load_bf16(at) : load_half(at);
     }
 };
 
@@ -59,47 +70,49 @@ ALWAYS_INLINE void with_super_blocks(int32_t format, F f) {
         case Q5_K: return f(SuperBlocks<5, 32, true>());
         case Q6_K: return f(SuperBlocks<6, 16, false>());
         case K_MIX: return f(SuperBlocks<6, 16, true>());
+        case V4_K: return f(SuperBlocks<4, 32, false, true>());
     }
 }
 
-// c (+)= activations times `count` super-blocks of a panel. Of every 128 bytes that are read, `lines` cache lines ahead are fetched.
+// c (+)= activations times `count` super-blocks of a panel. `values`: of V4_K, four times in a row. Of every 128 bytes that are read, `lines` cache lines ahead are fetched.
 template <class S, int ROWS>
-__attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, const char* ahead,
-                                                  int lines) {
+__attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, const int8_t* values, int count, float* c, size_t ldc, bool first,
+                                                  const char* ahead, int lines) {
     Sums<ROWS> sums(c, ldc, first);
-    const int64_t fetched = S::BYTES / (SUPER_ROWS / CHUNK_ROWS) * lines / 2;
-    for (int g = 0; count > 0; count--) {
+    const int64_t fetched = S::BYTES / CHUNKS * lines / 2;
+    const Bytes table = S::table(values, DOT_BIAS);
+    for (int g = 0; count > 0; count--, w += S::BYTES) {
         Vec d[COLUMN_VECS], e[COLUMN_VECS];
 #pragma GCC unroll 8
         for (int j = 0; j < COLUMN_VECS; j++) {
             d[j] = S::of_block(w, 0, j);
             if (S::MINIMA) e[j] = S::of_block(w, 1, j);
         }
-        w += S::HEAD;
-        for (int chunk = 0; chunk < SUPER_ROWS / CHUNK_ROWS; chunk++, w += S::CHUNK, ahead += fetched) {
+        const uint8_t* bits = w + S::HEAD;
+        for (int chunk = 0; chunk < CHUNKS; chunk++, bits += S::CHUNK, ahead += fetched) {
             for (int64_t i = 0; i < fetched; i += 64) __builtin_prefetch(ahead + i, 0, 2);
 #pragma GCC unroll 2
-            for (int of_chunk = 0; of_chunk < S::GROUPS; of_chunk++, g++, a.data += S::GROUP) {
+            for (int of_chunk = 0; of_chunk < S::GROUPS_OF_CHUNK; of_chunk++, g++, a.data += S::GROUP) {
                 IVec whole[ROWS][COLUMN_VECS];
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::CENTRE ? splat(S::CENTRE * a.sums[r * a.groups + g]) : IVec{};
+                    for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::start(a.sums[r * a.groups + g]);
 #pragma GCC unroll 8
                 for (int quad = 0; quad < S::QUADS; quad++) {
                     IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) wv[j] = S::read(w + S::TABLES, of_chunk * S::QUADS + quad, j);
+                    for (int j = 0; j < COLUMN_VECS; j++) wv[j] = S::stands_for(S::read(bits, of_chunk * S::QUADS + quad, j), table);
 #pragma GCC unroll 16
                     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                        for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = dot_nibbles(whole[r][j], wv[j], a.data + r * a.ld + 4 * quad);
+                        for (int j = 0; j < COLUMN_VECS; j++) whole[r][j] = S::dot(whole[r][j], wv[j], a.data + r * a.ld + 4 * quad);
                 }
                 Vec ws[COLUMN_VECS], wm[COLUMN_VECS];
 #pragma GCC unroll 8
                 for (int j = 0; j < COLUMN_VECS; j++) {
-                    ws[j] = S::scale(d[j], w, of_chunk, j);
-                    if (S::MINIMA) wm[j] = S::minimum(e[j], w, of_chunk, j);
+                    ws[j] = S::scale(d[j], w, chunk * S::GROUPS_OF_CHUNK + of_chunk, j);
+                    if (S::MINIMA) wm[j] = S::minimum(e[j], w, chunk * S::GROUPS_OF_CHUNK + of_chunk, j);
                 }
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
@@ -118,21 +131,22 @@ __attribute__((noinline)) void product_super_rows(Int8Rows a, const uint8_t* w, 
 }
 
 template <class S>
-void product_super(Int8Rows a, const uint8_t* w, int count, float* c, size_t ldc, bool first, int rows, const char* ahead, int lines) {
-    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_super_rows<S, n()>(a, w, count, c, ldc, first, ahead, lines); });
+void product_super(Int8Rows a, const uint8_t* w, const int8_t* values, int count, float* c, size_t ldc, bool first, int rows, const char* ahead,
+                   int lines) {
+    with_rows<W8A8_ROWS>(rows, [&](auto n) { product_super_rows<S, n()>(a, w, values, count, c, ldc, first, ahead, lines); });
 }
 
 // `count` super-blocks of a panel -> a packed panel of int8.
 template <class S>
-void unpack_super(const uint8_t* w, int count, int8_t* out) {
-    const Bytes offset = Bytes{} + uint8_t(WEIGHT_BIAS - S::CENTRE);
-    for (int b = 0, row = 0; b < count; b++) {
-        w += S::HEAD;
-        for (int chunk = 0; chunk < SUPER_ROWS / CHUNK_ROWS; chunk++, w += S::CHUNK)
+void unpack_super(const uint8_t* w, const int8_t* values, int count, int8_t* out) {
+    const Bytes offset = Bytes{} + uint8_t(WEIGHT_BIAS - S::CENTRE), table = S::table(values, 0);
+    for (int b = 0, row = 0; b < count; b++, w += S::BYTES) {
+        const uint8_t* bits = w + S::HEAD;
+        for (int chunk = 0; chunk < CHUNKS; chunk++, bits += S::CHUNK)
 #pragma GCC unroll 8
             for (int quad = 0; quad < CHUNK_ROWS / 4; quad++, row += 4)
                 for (int j = 0; j < COLUMN_VECS; j++)
-                    store(out + packed_at<4>(row, j * LANES), (Bytes)S::read(w + S::TABLES, quad, j) + offset);
+                    store(out + packed_at<4>(row, j * LANES), (Bytes)S::stands_for(S::read(bits, quad, j), table) + offset);
     }
 }
 
@@ -142,10 +156,9 @@ struct SuperScaling {
     static constexpr bool MINIMA = S::MINIMA;
     const uint8_t* data;
 
-    const uint8_t* block(int g) const { return data + int64_t(g) * S::GROUP / SUPER_ROWS * S::BYTES; }
-    const uint8_t* tables(int g) const { return block(g) + S::HEAD + g * S::GROUP % SUPER_ROWS / CHUNK_ROWS * S::CHUNK; }
-    Vec scale(int g, int j) const { return S::scale(S::of_block(block(g), 0, j), tables(g), g % S::GROUPS, j); }
-    Vec minimum(int g, int j) const { return S::minimum(S::of_block(block(g), 1, j), tables(g), g % S::GROUPS, j); }
+    const uint8_t* block(int g) const { return data + int64_t(g / S::GROUPS) * S::BYTES; }
+    Vec scale(int g, int j) const { return S::scale(S::of_block(block(g), 0, j), block(g), g % S::GROUPS, j); }
+    Vec minimum(int g, int j) const { return S::minimum(S::of_block(block(g), 1, j), block(g), g % S::GROUPS, j); }
 };
 
 // The numbers of a column's super-blocks, as everbatch_pack_super takes them: [k] of q, [groups] of s and m, [k / 256] of d and e.
@@ -162,19 +175,19 @@ void pack_super(const SuperColumn& from, int64_t k, int column, uint8_t* panel) 
     for (int64_t b = 0; b < k / SUPER_ROWS; b++, panel += S::BYTES) {
         memcpy(panel + 2 * column, from.d + b, 2);
         if (S::MINIMA) memcpy(panel + 2 * (PANEL + column), from.e + b, 2);
+        for (int g = 0; g < S::GROUPS; g++) {
+            panel[S::TABLES + g * PANEL + column] = uint8_t(from.s[b * S::GROUPS + g]);
+            if (S::MINIMA) panel[S::TABLES + (S::GROUPS + g) * PANEL + column] = from.m[b * S::GROUPS + g];
+        }
         uint8_t* chunk = panel + S::HEAD;
         for (int64_t first = b * SUPER_ROWS; first < (b + 1) * SUPER_ROWS; first += CHUNK_ROWS, chunk += S::CHUNK) {
-            for (int g = 0; g < S::GROUPS; g++) {
-                chunk[g * PANEL + column] = uint8_t(from.s[first / S::GROUP + g]);
-                if (S::MINIMA) chunk[(S::GROUPS + g) * PANEL + column] = from.m[first / S::GROUP + g];
-            }
             for (int row = 0; row < CHUNK_ROWS; row++) {
                 const uint8_t q = from.q[first + row];
-                chunk[S::TABLES + int4_packed_at(row, column)] |= uint8_t((q & 15) << int4_shift(row));
+                chunk[int4_packed_at(row, column)] |= uint8_t((q & 15) << int4_shift(row));
                 if constexpr (S::HIGH_BITS > 0) {
                     constexpr int QUADS_OF_BYTE = 8 / S::HIGH_BITS;
                     const int quad = row / 4, shift = quad % QUADS_OF_BYTE * S::HIGH_BITS;
-                    chunk[S::TABLES + S::LOW + quad / QUADS_OF_BYTE * 4 * PANEL + column * 4 + row % 4] |= uint8_t((q >> 4) << shift);
+                    chunk[S::LOW + quad / QUADS_OF_BYTE * 4 * PANEL + column * 4 + row % 4] |= uint8_t((q >> 4) << shift);
                 }
             }
         }
