@@ -72,7 +72,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
-    max_mixed_context_tokens: int | None = None  # the same of all prompts together; unset = 80 on a CPU without AMX
+    max_mixed_context_tokens: int | None = None  # the same of all prompts together; unset = 96 on a CPU without AMX
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
     look_ahead: bool | None = None  # plan a step while the one before it runs; unset = on CUDA
     enable_batch_size_tuning: bool = False  # no more sequences at once than the pool holds of the latest ones' length
