@@ -27,11 +27,11 @@ RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "sweeps_take_all_the_time": (
-        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S), ", "")),
+        change(cancellation, "pause_s", ("min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S), ", "")),
         ["tests/serving/test_cancellation_gate.py"],
     ),
     "sweeps_stay_away": (
-        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S)", "9 * sweep_s")),
+        change(cancellation, "pause_s", ("min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S)", "sweep_s / SHARE - sweep_s")),
         ["tests/serving/test_cancellation_gate.py"],
     ),
     "an_empty_answer_is_queued_without_the_lock": (
