@@ -148,9 +148,7 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     one_response_per_token: bool = True  # of a stream; off: tokens that wait for a busy sender share a response
-    stream_interval_ms: float = (
-        0.0  # streams are told at most so often, all together; tokens that come sooner share a response
-    )
+    stream_interval_ms: float = 0.0  # streams are told so often at most, all together; in between tokens are collected
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again
