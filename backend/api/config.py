@@ -72,7 +72,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_chunk_tokens: int | None = None  # of one sequence in one step; unset = max_num_tokens
     max_context_tokens: int | None = None  # prompt tokens of one step; unset = 512 on a CPU, no own limit on CUDA
     mixed_context_tokens: int | None = None  # the same per waiting prompt, while others generate; unset = 128 on a CPU
-    max_mixed_context_tokens: int | None = None  # the same of all prompts together; unset = 80 on a CPU without AMX
+    max_mixed_context_tokens: int | None = None  # the same of all prompts together; unset = 96 on a CPU without AMX
     chunking_policy: ChunkingPolicy = "first_come_first_served"  # or `equal_progress`: how long prompts share a step
     look_ahead: bool | None = None  # plan a step while the one before it runs; unset = on CUDA
     enable_batch_size_tuning: bool = False  # no more sequences at once than the pool holds of the latest ones' length
@@ -141,14 +141,14 @@ class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     decoupled: bool = True  # false serves unary clients (ModelInfer, /infer)
     sender_threads: int = 4  # threads that hand responses to Triton; a stream stays with one
-    cancellation_check_period_ms: int = 50  # how often Triton is asked which clients have gone
+    cancellation_check_period_ms: int = 50  # how often at most Triton is asked which clients have gone
     stats_period_ms: int = 1000  # how often the metrics are brought up to date
     log_requests: bool = True  # one line in the log for each request that ended
     strict_parameters: bool = False  # request parameters that nobody knows are refused, not only warned about
     exclude_input_in_output: bool = False  # default of the request input of the same name
     accumulate_tokens: bool = False  # text models: each streamed response holds the whole text so far
     one_response_per_token: bool = True  # of a stream; off: tokens that wait for a busy sender share a response
-    stream_interval_ms: float = 0.0  # between two responses of a stream; tokens that come sooner share one; 0 = none do
+    stream_interval_ms: float = 0.0  # streams are told so often at most, all together; in between tokens are collected
     text_threads: int = 2  # threads that tokenise and render chat templates, beside the one that takes requests in
     text_timeout_s: float = 10.0  # for both together; a request whose text takes longer is refused
     watchdog_timeout_s: float = 60.0  # an engine or stub that is silent for so long is killed and started again

@@ -98,7 +98,6 @@ class Sequence:
     max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
     max_output_tokens: int
     num_published_tokens: int  # token_ids up to here have left in responses
-    published_ns: int  # when the latest of them did; engine.publish writes both
     slot: SlotId | None
     request: Request
     request_id: RequestId
@@ -175,7 +174,6 @@ class Sequence:
             self.seed, self.num_sampled_before = request.sampling_config.seed, 0
         self.deadline_ns = None
         self.num_published_tokens = self.num_prompt_tokens
-        self.published_ns = 0
         self.finish_reason = FinishReason.NOT_FINISHED
         self.cum_log_prob = 0.0
         self.log_probs = []

@@ -302,11 +302,11 @@ class EngineCore:
 
     def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
         """Tell what is new of each sequence, and take out those that end."""
-        iteration, now_ns = self.iteration, self.clock.monotonic_ns()
+        iteration, tells_all = self.iteration, self._interval.is_over(self.clock.monotonic_ns())
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
                 self._finish(seq, reason)
-            elif seq.request.streaming and self._interval.is_over(seq, now_ns):
+            elif seq.request.streaming and (tells_all or publish.is_told_at_once(seq)):
                 self._outbox.put(publish.result_response(seq, iteration))
 
     def _finish(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None = None) -> None:

@@ -12,28 +12,33 @@ from backend.engine.beams import Hypothesis
 
 
 class Interval:
-    """How often a stream is told its new tokens: those that come within `interval_ns` of a response share the next one.
+    """When streams are told their new tokens: all together, and then not for `interval_ns`, so that tokens share responses.
 
-    The first token of a turn leaves at once, and so does what is held back of a stream that ends or is paused. Beams are told
-    with every step.
+    All at once because each time the stub, the server and the clients wake up, on the cores that the model computes on. The
+    first token of a turn leaves at once, and so does what is held back of a stream that ends or is paused. Beams are told with
+    every step.
     """
 
     def __init__(self, interval_ns: int) -> None:
         self._interval_ns = interval_ns  # 0: with every step
+        self._next_ns = 0
 
-    def is_over(self, seq: Sequence, now_ns: int) -> bool:
-        """Whether the stream is to be told now; if so, the next interval begins."""
-        if not self._interval_ns:
-            return True
-        if seq.published_ns and now_ns - seq.published_ns < self._interval_ns:
+    def is_over(self, now_ns: int) -> bool:
+        """Whether streams are to be told now; if so, the next interval begins."""
+        if now_ns < self._next_ns:
             return False
-        seq.published_ns = now_ns
+        self._next_ns = now_ns + self._interval_ns
         return True
 
 
 def holds_back(seq: Sequence) -> bool:
     """Whether a stream has tokens that its client has not been told."""
     return seq.request.streaming and seq.beam_width == 1 and seq.num_published_tokens < len(seq.token_ids)
+
+
+def is_told_at_once(seq: Sequence) -> bool:
+    """Whether a stream has its first token of a turn."""
+    return seq.num_published_tokens == seq.num_prompt_tokens
 
 
 def result_response(seq: Sequence, iteration: int) -> Response:

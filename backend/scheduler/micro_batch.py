@@ -7,17 +7,17 @@ from what is left of the budget.
              |1|1|1|...|1|   chunk of A |  chunk of B       |      EQUAL_PROGRESS: the same for both, until one is done
 
 On a CPU a token of context costs nearly the same in any step, so a large chunk wins little and holds up every stream that
-generates. Prompts are therefore computed in small chunks beside them; when many prompts wait, more wait for a first token than for
-a next one, and chunks grow with their number, up to what holds nobody up for long:
+generates. Prompts are therefore computed in small chunks beside them; when many prompts wait, more wait for a first token than
+for a next one, and chunks grow with their number, as far as that holds nobody up for long:
 
-    context tokens of a step  =  max_context_tokens                                                       nobody generates
-                                 min(max_context_tokens, max_mixed_context_tokens,
-                                     mixed_context_tokens * waiting prompts)                               otherwise
+    context tokens of a step  =  max_context_tokens, while nobody generates; otherwise the least of
+                                 max_context_tokens, max_mixed_context_tokens, mixed_context_tokens * waiting prompts
 
-Without matrix units (AMX), where a model of 135 M in bfloat16 takes some 0.6 ms for each context token, that is 80 tokens: what is
-won by more is not throughput (docs/cpu-speed.md), for the generating rows that a larger step saves are computed later. With them a
-context token costs a quarter of that, weights are what a small step waits for, and 512 tokens may run: a model of 1.1 B takes 78 ms
-+ 0.7 ms for each, so 32 prompts of 128 at once lose 1 % of their tokens/s, where 128 in every step would lose 10 %.
+Without matrix units (AMX) a model of 135 M takes some 0.7 ms for each context token, and max_mixed_context_tokens is 96. With 512
+the worst gaps are three times as long, and throughput is the same (docs/cpu-speed.md), because rows that a larger step saves are
+computed later. With them a context token costs a quarter of that, what a small step waits for is weights, and 512 tokens may
+run: a model of 1.1 B takes 78 ms + 0.7 ms for each, so 32 prompts of 128 at once lose 1 % of their tokens/s, where 128 in every
+step would lose 10 %.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backend.api.config import SchedulerConfig
 
 CPU_CONTEXT_TOKENS = 512  # more would not make the products faster, and nothing is heard of new requests meanwhile
 CPU_MIXED_TOKENS = 128
-CPU_MAX_MIXED_TOKENS = 80  # without matrix units
+CPU_MAX_MIXED_TOKENS = 96  # without matrix units
 
 
 class MicroBatchScheduler:

@@ -2,7 +2,7 @@
 
 One thread sweeps over all live streams, queued ones included, once in every period. Each `is_cancelled` is a round trip of
 60 to 100 us to the server, and holds up the responses of others. So with many streams the sweeps become rarer: they take at most
-a tenth of the time, until they are MAX_PAUSE_S apart. More threads would not make a sweep shorter.
+SHARE of the time, until they are MAX_PAUSE_S apart. More threads would not make a sweep shorter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from backend.serving.pump import Stream
 
 log = logging.getLogger("everbatch.serving")
+SHARE = 0.02
 MAX_PAUSE_S = 0.5
 
 
@@ -71,4 +72,4 @@ class CancellationPoller:
 
 def pause_s(sweep_s: float, period_s: float) -> float:
     """How long to wait after a sweep that took `sweep_s`."""
-    return max(period_s - sweep_s, min(9 * sweep_s, MAX_PAUSE_S), period_s / 2)
+    return max(period_s - sweep_s, min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S), period_s / 2)

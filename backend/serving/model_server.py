@@ -126,7 +126,7 @@ class ModelServer:
             self._stop_at,
             self._books.ended.add,
             on_refused=self._books.ended.add_refused,
-            coalesce=_coalesces(config, dialect),
+            coalesce=coalesces(config, dialect),
             dialect=dialect,
         )
         self._load = EngineLoad(config)
@@ -371,7 +371,7 @@ class ModelServer:
         os._exit(1)
 
 
-def _coalesces(config: EngineConfig, dialect: Dialect) -> bool:
+def coalesces(config: EngineConfig, dialect: Dialect) -> bool:
     """Whether tokens that wait for a busy sender share a response."""
     return not dialect.every_step and (config.triton.stream_interval_ms > 0 or not config.triton.one_response_per_token)
 

@@ -179,7 +179,8 @@ def show(streams: int, done: Run) -> None:
     table.add_column("us", justify="right")
     for name, us in done.cpu_us.items():
         table.add_row(name, f"{us:.1f}")
-    table.add_row("all", f"{sum(done.cpu_us.values()):.1f}")
+    total = sum(done.cpu_us.values())
+    table.add_row(f"all: {total * done.tokens_per_s / 1e6:.2f} cores", f"{total:.1f}")
     console.print(table)
 
 

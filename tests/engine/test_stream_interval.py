@@ -45,15 +45,17 @@ def test_without_an_interval_every_step_tells_its_token() -> None:
     assert sizes(driver, request) == [1] * 6
 
 
-def test_each_stream_has_an_interval_of_its_own() -> None:
-    """The second stream comes 20 ms after the first: its first token leaves at once, its fifth 40 ms later."""
+def test_all_streams_are_told_together() -> None:
+    """Steps of 10 ms under an interval of 35 ms: all are told in steps 1, 5 and 9. The second stream comes behind step 2.
+    Its first token leaves in step 3 at once, those of steps 4 and 5 in step 5, with the first stream's four.
+    """
     driver = Driver(stream_interval_ms=35)
-    first = driver.ask([1, 2, 3], 9)
+    first = driver.ask([1, 2, 3], 20)
     paced(driver, 2, 0.010)
-    second = driver.ask([4, 5], 9)
-    paced(driver, 9, 0.010)
+    second = driver.ask([4, 5], 20)
+    paced(driver, 7, 0.010)
     assert sizes(driver, first) == [1, 4, 4]
-    assert sizes(driver, second) == [1, 4, 4]
+    assert sizes(driver, second) == [1, 2, 4]
 
 
 def test_log_probabilities_stay_with_their_tokens() -> None:

@@ -25,17 +25,12 @@ INTERVAL = ["tests/engine/test_stream_interval.py"]
 TAILS = ["tests/kvcache/test_tails.py"]
 
 MUTANTS = {
-    "an_interval_never_begins": (change(Interval, "is_over", ("seq.published_ns = now_ns", "pass")), INTERVAL),
-    "the_first_token_waits": (change(Interval, "is_over", ("seq.published_ns and", "True and")), INTERVAL),
-    "all_streams_share_an_interval": (
-        change(
-            Interval,
-            "is_over",
-            ("now_ns - seq.published_ns <", "now_ns - getattr(self, 'told_ns', 0) <"),
-            ("seq.published_ns = now_ns", "seq.published_ns = self.told_ns = now_ns"),
-        ),
+    "an_interval_never_begins": (change(Interval, "is_over", ("now_ns + self._interval_ns", "now_ns")), INTERVAL),
+    "an_interval_is_counted_from_the_former": (
+        change(Interval, "is_over", ("= now_ns + self", "+= self")),
         INTERVAL,
     ),
+    "the_first_token_waits": (change(EngineCore, "_publish", (" or publish.is_told_at_once(seq)", "")), INTERVAL),
     "many_prompts_hold_streams_up": (
         change(MicroBatchScheduler, "context_budget", ("self.max_mixed_context_tokens, ", "")),
         ["tests/scheduler/test_context_limits.py"],

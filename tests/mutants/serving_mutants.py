@@ -7,7 +7,7 @@ from tests.serving import conftest  # noqa: F401
 
 # isort: split
 
-from backend.serving import cancellation, requests
+from backend.serving import cancellation, model_server, requests
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
 from backend.serving.fronts import llmapi, trtllm_tokens
@@ -27,11 +27,15 @@ RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "sweeps_take_all_the_time": (
-        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S), ", "")),
+        change(cancellation, "pause_s", ("min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S), ", "")),
         ["tests/serving/test_cancellation_gate.py"],
     ),
+    "an_interval_joins_nothing_that_waits": (
+        change(model_server, "coalesces", ("config.triton.stream_interval_ms > 0 or ", "")),
+        [DETAILS + "test_tokens_that_wait_for_a_sender_share_a_response_where_that_is_asked_for"],
+    ),
     "sweeps_stay_away": (
-        change(cancellation, "pause_s", ("min(9 * sweep_s, MAX_PAUSE_S)", "9 * sweep_s")),
+        change(cancellation, "pause_s", ("min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S)", "sweep_s / SHARE - sweep_s")),
         ["tests/serving/test_cancellation_gate.py"],
     ),
     "an_empty_answer_is_queued_without_the_lock": (

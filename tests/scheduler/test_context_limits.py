@@ -15,14 +15,14 @@ def crowd(**scheduler: object) -> Runner:
     return runner
 
 
-def test_prompts_share_80_tokens_of_a_step_beside_a_stream_however_many_wait() -> None:
-    """700 tokens in chunks of 80 leave 60 for the ninth; then the second prompt takes what is left of 80, and the rest."""
+def test_prompts_share_96_tokens_of_a_step_beside_a_stream_however_many_wait() -> None:
+    """700 tokens in chunks of 96 leave 28 for the eighth; the second prompt takes 68 of that step, then its last 32."""
     runner = crowd()
     runner.ask(0, list(range(700)), 2)
     runner.ask(1, list(range(100)), 2)
-    runner.step(10)
-    assert [seen.num_tokens.get(0, 0) for seen in runner.seen[1:10]] == [80] * 8 + [60]
-    assert [seen.num_tokens.get(1, 0) for seen in runner.seen[8:11]] == [0, 20, 80]
+    runner.step(9)
+    assert [seen.num_tokens.get(0, 0) for seen in runner.seen[1:9]] == [96] * 7 + [28]
+    assert [seen.num_tokens.get(1, 0) for seen in runner.seen[7:10]] == [0, 68, 32]
     assert all(seen.num_tokens[99] == 1 for seen in runner.seen[1:])
 
 

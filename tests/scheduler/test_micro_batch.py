@@ -77,7 +77,7 @@ def test_with_matrix_units_context_beside_generation_grows_with_the_prompts_that
     assert micro_batch.context_budget(num_generation, num_waiting, 1024) == budget
 
 
-@pytest.mark.parametrize("num_generation, num_waiting, budget", [(0, 32, 512), (8, 1, 80), (8, 3, 80), (8, 24, 80)])
+@pytest.mark.parametrize("num_generation, num_waiting, budget", [(0, 32, 512), (8, 1, 96), (8, 3, 96), (8, 24, 96)])
 def test_without_matrix_units_context_beside_generation_is_little(
     num_generation: int, num_waiting: int, budget: int
 ) -> None:

@@ -19,12 +19,13 @@ from backend.api import EngineConfig, EngineCounters, EngineStats, InvalidReques
 from backend.api.config import LimitsConfig, SchedulerConfig, TritonConfig
 from backend.serving import pb, text_pool
 from backend.serving.cancellation import CancellationPoller
+from backend.serving.dialect import Dialect
 from backend.serving.environment import RunDirectory
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE, TOKEN_MODEL
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
-from backend.serving.model_server import ModelServer
+from backend.serving.model_server import ModelServer, coalesces
 from backend.serving.pump import Stream
 from backend.serving.reading import Batch
 from backend.serving.requests import MAX_NAMESPACE, Parameters, ServingContext, Work, parse_parameters
@@ -245,3 +246,19 @@ def test_text_that_is_held_back_makes_no_empty_response() -> None:
     assert not output.render()
     output.feed(Result([[0]]))
     assert dict(*output.render())["text_output"].item() == b" b a"
+
+
+@pytest.mark.parametrize(
+    "interval_ms, one_response_per_token, every_step, share",
+    [
+        (0, True, False, False),
+        (0, False, False, True),
+        (50, True, False, True),  # whoever asks for an interval does not ask for a response per token
+        (50, False, True, False),  # vLLM's wire: as many responses as the engine gives, which has the interval
+    ],
+)
+def test_tokens_that_wait_for_a_sender_share_a_response_where_that_is_asked_for(
+    interval_ms: float, one_response_per_token: bool, every_step: bool, share: bool
+) -> None:
+    triton = TritonConfig(stream_interval_ms=interval_ms, one_response_per_token=one_response_per_token)
+    assert coalesces(EngineConfig(triton=triton), Dialect(every_step=every_step)) is share
