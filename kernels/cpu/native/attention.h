@@ -9,8 +9,12 @@
 // threads can share the keys of one token. Segments and splits begin at multiples of SEGMENT and SPLIT of the absolute position, and
 // where the panels of the sink tokens end (a query sees those from outside of its window too). So a token's result depends neither
 // on the chunk in which it is computed nor on the threads.
+//
+// Of int8 and int4 the whole numbers are multiplied. With keys n * f + o, of which f and o are a token's, a query's score is f times its
+// product with n, plus o times the sum of the query. With values n * f + o, the weight is multiplied by f, and the sum of weights times o is
+// added to all dimensions.
 #pragma once
-#include "kv_pool.h"
+#include "walk.h"
 
 namespace everbatch {
 
@@ -43,47 +47,39 @@ ALWAYS_INLINE Vec exp2_negative(Vec t) {
 #endif
 }
 
-// c (+)= a[row][0 .. 32 * panels] times 32 columns of some panels of 32 rows, one below the other, which begin at panels[i] + offset.
-// Where LINES, the first of the rows prefetch LINES lines for every 128 bytes, from ahead[i] + ahead_offset on.
-template <int LINES, int ROWS, class T>
-__attribute__((noinline)) void product_of_panels(const T* a, size_t lda, const T* const* panels, size_t offset, int count, float* c,
-                                                 size_t ldc, const char* const* ahead, size_t ahead_offset) {
-    Sums<ROWS> sums(c, ldc, false);
-    for (int p = 0; p < count; p++, a += PANEL) {
-        const T* w = panels[p] + offset;
+// c (+)= a[row][0 .. depth * count] times 32 columns of `count` panels of `depth` rows, one below the other, which begin at panels[i] +
+// offset. E: the type of their cells. The rows prefetch LINES lines for every two rows of bfloat16, and less for narrower cells, from
+// ahead[i] + ahead_offset on. `first`: c is overwritten instead of added to.
+template <int LINES, int ROWS, class E>
+__attribute__((noinline)) void product_of_panels(const bf16* a, size_t lda, const char* const* panels, size_t offset, int depth, int count,
+                                                 float* c, size_t ldc, bool first, const char* const* ahead, size_t ahead_offset) {
+    Sums<ROWS> sums(c, ldc, first);
+    for (int p = 0; p < count; p++, a += depth) {
+        const char* w = panels[p] + offset;
         const char* next = LINES ? ahead[p] + ahead_offset : nullptr;
-        for (int i = 0; i < PANEL; i += 4 / int(sizeof(T)), w += 4 / sizeof(T) * PANEL) {
-            prefetch<LINES>(next);
-            if constexpr (sizeof(T) == 4) {
-                Vec wv[COLUMN_VECS];
+        for (int i = 0; i < depth; i += 2, w += 2 * PANEL * BITS<E> / 8) {
+            if (BITS<E> == 16) prefetch<LINES>(next);
+            if (LINES && (BITS<E> == 8 || (BITS<E> == 4 && i % 4 == 0))) prefetch<1>(next);
+            IVec wv[COLUMN_VECS];
 #pragma GCC unroll 8
-                for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<Vec>(w + j * LANES);
+            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = read_pairs<E>(w + 2 * j * LANES * BITS<E> / 8);
 #pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++)
+            for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = fma(wv[j], splat(a[r * lda + i]), sums.v[r][j]);
-            } else {
-                IVec wv[COLUMN_VECS];
-#pragma GCC unroll 8
-                for (int j = 0; j < COLUMN_VECS; j++) wv[j] = load<IVec>(w + 2 * j * LANES);
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-                    for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i);
-            }
+                for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i);
         }
     }
     sums.put(c, ldc);
 }
 
-#if defined(EVERBATCH_AMX)
-template <int LINES>
-void product_of_panels_amx(const bf16* a, size_t lda, const bf16* const* panels, size_t offset, int count, float* c, size_t ldc, int rows,
-                           const char* const* ahead, size_t ahead_offset) {
+// The same for panels of T, where the registers do not hold all sums or sums are tiles. rows <= rows_at_once<T>().
+template <int LINES, class T>
+void product_by_panel(const T* a, size_t lda, const char* const* panels, size_t offset, int depth, int count, float* c, size_t ldc, bool first,
+                      int rows, const char* const* ahead, size_t ahead_offset) {
     for (int p = 0; p < count; p++)
-        product<LINES>(a + p * PANEL, lda, panels[p] + offset, PANEL, c, ldc, false, rows, LINES ? ahead[p] + ahead_offset : nullptr);
+        product<LINES>(a + p * depth, lda, reinterpret_cast<const T*>(panels[p] + offset), depth, c, ldc, first && p == 0, rows,
+                       LINES ? ahead[p] + ahead_offset : nullptr);
 }
-#endif
 
 // The state of the online softmax for some rows.
 struct SoftmaxState {
@@ -119,9 +115,10 @@ struct SoftmaxState {
 template <class T>
 struct AttentionScratch {
     SoftmaxState split, whole;
-    Buffer<float> scores;
+    Buffer<float> scores, query_sums;
     Buffer<T> weights, panels;
-    const char* fetched = nullptr;  // the panel that the last attend() has begun to fetch
+    alignas(64) float factors[2][SEGMENT], offsets[2][SEGMENT];  // of the keys, and the values, of a segment
+    const char* fetched = nullptr;  // the panel that the last segment has begun to fetch
 };
 
 // Attention of a walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
@@ -132,7 +129,13 @@ public:
     Attention(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, AttentionScratch<T>& s)
         : l_(l), walk_(walk), group_(group), q_(q), scale_(scale * 1.44269504088896341f), s_(s) {
         s.scores.grow(size_t(ROWS_HELD) * SCORES_LD), s.weights.grow(size_t(ROWS_HELD) * WEIGHTS_LD);
-        if (IS_INT8) s.panels.grow(size_t(2 * SEGMENT) * dim_);
+        if (!IS_QUANTIZED) return;
+        s.panels.grow(size_t(2 * SEGMENT) * dim_), s.query_sums.grow(rows_);
+        for (int r = 0; HAS_OFFSETS && r < rows_; r++) {
+            Vec sum{};
+            for (int d = 0; d < dim_; d += LANES) sum += load_floats(q + size_t(r) * dim_ + d);
+            s.query_sums.data()[r] = reduce_add(sum);
+        }
     }
 
     // All keys. after: the first panels of the next call. put(token, head in group, acc [dim], 1 / l_i) takes the results.
@@ -152,7 +155,7 @@ public:
         const int64_t end = std::min(walk_.end, index * SPLIT + SPLIT);
         for (int64_t base = walk_.segment_from(index * SPLIT), following; base < end; base = following) {
             following = walk_.next_segment(base);
-            segment(base, following < walk_.end ? walk_.template first_panels<E>(following) : after);
+            segment(base, following < walk_.end ? walk_.first_panels(following) : after);
         }
     }
 
@@ -181,12 +184,17 @@ private:
             put(r / group_, r % group_, s_.whole.acc.data() + size_t(r) * dim_, 1.0f / s_.whole.l_i.data()[r]);
     }
 
-    static constexpr bool IS_INT8 = sizeof(E) == 1;
+    static constexpr bool IS_QUANTIZED = BITS<E> <= 8, HAS_OFFSETS = BITS<E> == 4;
     static constexpr int PANELS = SEGMENT / PANEL;
+#if defined(EVERBATCH_AMX)
+    static constexpr bool BY_REGISTERS = false;
+#else
+    static constexpr bool BY_REGISTERS = sizeof(T) == 2;
+#endif
     static constexpr size_t SCORES_LD = SEGMENT + 16, WEIGHTS_LD = SEGMENT + 32;
 
-    // `next`: the panels that are read after this segment.
-    void segment(int64_t base, const Ahead& next) {
+    // `next`: the panels that are read after this segment. One copy for all callers, so that sums are rounded alike.
+    __attribute__((noinline)) void segment(int64_t base, const Ahead& next) {
         const int64_t from = walk_.from(base), to = walk_.to(base);
         const int count = int(to - from) / PANEL;
         // The panels in the order in which they are read. While one is used, the one AHEAD places later is fetched.
@@ -194,79 +202,83 @@ private:
         for (int i = 0; i < count; i++) {
             const KVHead head = walk_.head(from + i * PANEL);
             const int unit = walk_.unit(from + i * PANEL);
-            order[i] = (const char*)head.keys<E>(unit), order[count + i] = (const char*)head.values<E>(unit);
+            order[i] = head.keys(unit), order[count + i] = head.values(unit);
         }
         std::copy_n(next.at, AHEAD, order + 2 * count);
         if (order[0] != s_.fetched)
             for (int i = 0; i < AHEAD; i++)
-                for (size_t at = 0; at < l_.unit() * sizeof(E); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
+                for (size_t at = 0; at < l_.unit_bytes(); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
         s_.fetched = next.at[0];
-        const T* panels[2 * PANELS];  // those of keys, then those of values, as products read them
-        for (int i = 0; i < 2 * count; i++) panels[i] = IS_INT8 ? unpacked(from, count, i, order[i + AHEAD]) : (const T*)order[i];
-
+        const char* parameters[2][PANELS];  // of keys and of values; needed only after the first product
+        for (int i = 0; IS_QUANTIZED && i < count; i++) {
+            const KVHead head = walk_.head(from + i * PANEL);
+            const int offset = walk_.unit(from + i * PANEL) * PANEL;
+            parameters[0][i] = head.of_key(offset), parameters[1][i] = head.of_value(offset);
+            for (auto& of : parameters)
+                for (int at = 0; at < PANEL * KVLayout::PARAMETER_BYTES; at += 64) __builtin_prefetch(of[i] + at);
+        }
+        const char* panels[2 * PANELS];  // those of keys, then those of values, as products read them
+        for (int i = 0; i < 2 * count; i++) panels[i] = IS_QUANTIZED && !reads_cells_ ? unpacked(order[i], i, order[i + AHEAD]) : order[i];
         for (int r = 0; r < rows_; r += ROWS_HELD) {
             const int rows = std::min(ROWS_HELD, rows_ - r);
             const int64_t last = walk_.position + (r + rows - 1) / group_;  // the last token of these rows
-            const int seen = int(std::min<int64_t>(count, (last - from) / PANEL + 1));  // panels
-            if (last < from) continue;
+            const int seen = int(std::min<int64_t>(count, last < from ? 0 : (last - from) / PANEL + 1));  // panels
             multiply_keys(r, rows, panels, seen, order);
+            for (int side : {0, 1})
+                for (int i = 0; IS_QUANTIZED && r == 0 && i < count; i++)
+                    read_parameters<E>(parameters[side][i], PANEL, s_.factors[side] + i * PANEL, s_.offsets[side] + i * PANEL);
+            if (!seen) continue;
             weigh(r, rows, int(from - base), int(from - base) + seen * PANEL, base);
             multiply_values(r, rows, panels + count, seen, order + count);
         }
     }
 
-    // Unpacks panel i of a segment's keys and values.
-    const T* unpacked(int64_t from, int count, int i, const char* ahead) {
-        const int64_t key = from + i % count * PANEL;
-        const KVHead head = walk_.head(key);
-        const int unit = walk_.unit(key);
+    // Unpacks the cells of panel i of a segment's keys and values.
+    const char* unpacked(const char* cells, int i, const char* ahead) {
         T* out = s_.panels.data() + size_t(i) * l_.unit();
-        if constexpr (IS_INT8) {
-            if (i < count)
-                dequantize_panel<T, true>(head.keys<E>(unit), dim_, head.key_scales() + unit * PANEL, out, ahead);
-            else
-                for (int d = 0; d < dim_; d += PANEL)
-                    dequantize_panel<T, false>(head.values<E>(unit) + size_t(d) * PANEL, PANEL, head.value_scales() + unit * PANEL,
-                                               out + size_t(d) * PANEL, ahead + size_t(d) * PANEL);
-        }
-        return out;
+        if constexpr (IS_QUANTIZED) unpack_panel<T, E>(cells, dim_, out, ahead);
+        return reinterpret_cast<const char*>(out);
     }
 
-    // Calls f(first row, rows, whether these rows prefetch) for the rows that a product takes at once.
-    template <class F>
-    ALWAYS_INLINE void by_tiles(int r, int rows, F f) {
-        constexpr int MAX = rows_at_once<T>();
-        for (int i = 0; i < rows; i += MAX) {
-            if (r + i == 0 && !IS_INT8)
-                f(0, std::min(MAX, rows), std::integral_constant<int, 2>());
+    // c (+)= the products of rows of a (row r of the walk is the first), with `count` panels. ahead: what is read AHEAD panels later.
+    void multiply(int r, int rows, const T* a, size_t lda, const char* const* panels, size_t offset, int depth, int count, float* c, size_t ldc,
+                  bool first, const char* const* ahead) {
+        for (int i = 0; i < rows; i += rows_at_once<T>()) {
+            const int n = std::min(rows_at_once<T>(), rows - i);
+            const T* of = a + i * lda;
+            float* to = c + i * ldc;
+            auto run = [&](auto lines) {
+                if constexpr (BY_REGISTERS) {
+                    with_rows<rows_at_once<T>()>(n, [&](auto exactly) {
+                        if (reads_cells_)
+                            product_of_panels<lines(), exactly(), E>(of, lda, panels, offset * BITS<E> / 8, depth, count, to, ldc, first, ahead,
+                                                                     offset * BITS<E> / 8);
+                        else
+                            product_of_panels<lines(), exactly(), T>(of, lda, panels, offset * sizeof(T), depth, count, to, ldc, first, ahead,
+                                                                     offset * sizeof(T));
+                    });
+                } else {
+                    product_by_panel<lines()>(of, lda, panels, offset * sizeof(T), depth, count, to, ldc, first, n, ahead, offset * sizeof(T));
+                }
+            };
+            if (r + i == 0 && reads_cells_)
+                run(std::integral_constant<int, 2>());
             else
-                f(i, std::min(MAX, rows - i), std::integral_constant<int, 0>());
+                run(std::integral_constant<int, 0>());
         }
     }
 
-    // scores = the product of rows r .. r + rows with `count` panels of keys. ahead: what is read AHEAD panels later.
-    void multiply_keys(int r, int rows, const T* const* panels, int count, const char* const* order) {
+    // scores = the product of rows r .. r + rows with `count` panels of keys.
+    void multiply_keys(int r, int rows, const char* const* panels, int count, const char* const* order) {
         for (int i = 0; i < count; i++)
-            by_tiles(r, rows, [&](int first, int n, auto lines) {
-                product<lines()>(q_ + size_t(r + first) * dim_, dim_, panels[i], dim_, s_.scores.data() + first * SCORES_LD + i * PANEL,
-                                 SCORES_LD, true, n, order[i + AHEAD]);
-            });
+            multiply(r, rows, q_ + size_t(r) * dim_, dim_, panels + i, 0, dim_, 1, s_.scores.data() + i * PANEL, SCORES_LD, true,
+                     order + AHEAD + i);
     }
 
-    void multiply_values(int r, int rows, const T* const* panels, int count, const char* const* order) {
+    void multiply_values(int r, int rows, const char* const* panels, int count, const char* const* order) {
         for (int d = 0; d < dim_; d += PANEL)
-            by_tiles(r, rows, [&](int first, int n, auto lines) {
-                const T* p = s_.weights.data() + first * WEIGHTS_LD;
-                float* acc = s_.split.acc.data() + size_t(r + first) * dim_ + d;
-                const size_t offset = size_t(d) * PANEL;
-#if defined(EVERBATCH_AMX)
-                if constexpr (sizeof(T) == 2)
-                    return product_of_panels_amx<lines()>(p, WEIGHTS_LD, panels, offset, count, acc, dim_, n, order + AHEAD, offset * sizeof(E));
-#endif
-                with_rows<rows_at_once<T>()>(n, [&](auto exactly) {
-                    product_of_panels<lines(), exactly()>(p, WEIGHTS_LD, panels, offset, count, acc, dim_, order + AHEAD, offset * sizeof(E));
-                });
-            });
+            multiply(r, rows, s_.weights.data(), WEIGHTS_LD, panels, size_t(d) * PANEL, PANEL, count,
+                     s_.split.acc.data() + size_t(r) * dim_ + d, dim_, false, order + AHEAD);
     }
 
     // A step of the softmax: the scores of rows r .. r + rows become weights. Positions lo .. hi of the segment at `base` are there; the
@@ -274,7 +286,7 @@ private:
     void weigh(int r, int rows, int lo, int hi, int64_t base) {
         constexpr int PADDED = (ROWS_HELD + LANES - 1) / LANES * LANES;
         alignas(64) float greatest[PADDED] = {}, alpha[PADDED], shift[PADDED];
-        for (int i = 0; i < rows; i++) greatest[i] = mask((r + i) / group_, s_.scores.data() + i * SCORES_LD - lo, lo, hi, base);
+        for (int i = 0; i < rows; i++) greatest[i] = mask(r + i, s_.scores.data() + i * SCORES_LD - lo, lo, hi, base);
         float *m_i = s_.split.m_i.data() + r, *l_i = s_.split.l_i.data() + r;
         for (int i = 0; i < rows; i += LANES) {
             const Vec before = load<Vec>(m_i + i), m = vmax(before, load<Vec>(greatest + i));
@@ -286,23 +298,38 @@ private:
             const float* x = s_.scores.data() + i * SCORES_LD - lo;
             T* p = s_.weights.data() + i * WEIGHTS_LD - lo;
             const Vec factor = splat(scale_), minus = splat(shift[i]);
-            Vec sums[2] = {};
+            Vec sums[2] = {}, of_offsets{};
             for (int j = lo; j < hi; j += 2 * LANES) {
                 const Vec e0 = exp2_negative<T>(fma(load<Vec>(x + j), factor, minus));
                 const Vec e1 = exp2_negative<T>(fma(load<Vec>(x + j + LANES), factor, minus));
                 sums[0] += e0, sums[1] += e1;
-                store_both(p + j, e0, e1);
+                if constexpr (IS_QUANTIZED) {
+                    const float *f = s_.factors[1] + j - lo, *o = s_.offsets[1] + j - lo;
+                    if (HAS_OFFSETS) of_offsets = fma(e1, load<Vec>(o + LANES), fma(e0, load<Vec>(o), of_offsets));
+                    store_both(p + j, e0 * load<Vec>(f), e1 * load<Vec>(f + LANES));
+                } else {
+                    store_both(p + j, e0, e1);
+                }
             }
             l_i[i] = l_i[i] * alpha[i] + reduce_add(sums[0] + sums[1]);
-            if (alpha[i] == 1.0f) continue;
+            if (alpha[i] == 1.0f && !HAS_OFFSETS) continue;
             float* acc = s_.split.acc.data() + size_t(r + i) * dim_;
-            for (int d = 0; d < dim_; d += LANES) store(acc + d, load<Vec>(acc + d) * alpha[i]);
+            const Vec added = splat(HAS_OFFSETS ? reduce_add(of_offsets) : 0.0f);
+            for (int d = 0; d < dim_; d += LANES) store(acc + d, fma(load<Vec>(acc + d), splat(alpha[i]), added));
         }
     }
 
-    // Sets the scores x[lo .. hi) of keys that a token does not see to minus infinity. Returns the greatest.
-    float mask(int token, float* x, int lo, int hi, int64_t base) const {
-        const int64_t at = walk_.position + token;  // sees keys (at - window, at], and those before sink_tokens
+    // Sets the scores x[lo .. hi) of a row to minus infinity where it does not see the key. Returns the greatest.
+    float mask(int row, float* x, int lo, int hi, int64_t base) const {
+        if constexpr (IS_QUANTIZED) {
+            const Vec sum = splat(HAS_OFFSETS ? s_.query_sums.data()[row] : 0.0f);
+            const float *f = s_.factors[0] - lo, *o = s_.offsets[0] - lo;
+            for (int j = lo; j < hi; j += LANES) {
+                const Vec scaled = load<Vec>(x + j) * load<Vec>(f + j);
+                store(x + j, HAS_OFFSETS ? fma(sum, load<Vec>(o + j), scaled) : scaled);
+            }
+        }
+        const int64_t at = walk_.position + row / group_;  // sees keys (at - window, at], and those before sink_tokens
         if (walk_.window) {
             const int seen_from = int(std::min<int64_t>(hi, at - walk_.window + 1 - base));
             for (int j = int(std::max<int64_t>(lo, walk_.sink_tokens - base)); j < seen_from; j++) x[j] = -INFINITY;
@@ -314,6 +341,8 @@ private:
         return reduce_max(vmax(greatest[0], greatest[1]));
     }
 
+    static Vec load_floats(const float* x) { return load<Vec>(x); }
+    static Vec load_floats(const bf16* x) { return load_bf16(x); }
     static void store_both(float* p, Vec a, Vec b) { store(p, a), store(p + LANES, b); }
     static void store_both(bf16* p, Vec a, Vec b) { store_bf16(p, a, b); }
 
@@ -324,6 +353,8 @@ private:
     const float scale_;  // of scores, times log2(e)
     AttentionScratch<T>& s_;
     const int dim_ = l_.dim(), rows_ = walk_.tokens * group_;
+    // Products read the pool's cells. Of int8 and int4 they do so for a few rows only; for more, cells are unpacked once.
+    const bool reads_cells_ = !IS_QUANTIZED || (BY_REGISTERS && rows_ <= rows_at_once<T>());
 };
 
 }  // namespace everbatch

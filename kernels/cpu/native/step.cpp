@@ -144,8 +144,10 @@ private:
         prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_);
         to_y(team, l.qkv, tokens_);
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
-        if (kv_.is_int8)
+        if (kv_.kv_bits == 8)
             attention<int8_t>(team, l, b_.pools[index], !picked.empty());
+        else if (kv_.kv_bits == 4)
+            attention<Int4>(team, l, b_.pools[index], !picked.empty());
         else
             attention<T>(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
@@ -234,7 +236,7 @@ private:
         team.for_each(items, [&](int64_t item) {
             const int64_t following = std::min(item + 1, items - 1), h = item % kv_heads;
             const Walk walk = walk_of(item), next = walk_of(following);
-            const Ahead ahead = next.template first_panels<E>(next.segment_from(int64_t(spans_.all[following / kv_heads].split) * SPLIT));
+            const Ahead ahead = next.first_panels(next.segment_from(int64_t(spans_.all[following / kv_heads].split) * SPLIT));
             const Span& span = spans_.all[item / kv_heads];
             const int64_t first = queries_[span.piece].first;
             Attention<T, E> attention(kv_, walk, group_, queries + (h * tokens_ + first) * group_ * dim_, scale,
