@@ -6,6 +6,7 @@
     ./everbatch bench peers --weights int4 --shapes L --concurrency 8 --peers ik_llamacpp:q4_0,openvino --add
                                                                some peers, added to what earlier runs have measured
     ./everbatch bench peers --prompt 16,16,16,1000             short prompts and long ones together
+    ./everbatch bench peers --shapes M-long --prompt 8192 --concurrency 1,8 --new 32     long contexts
     ./everbatch bench peers --busy 1                           beside another process that wants a core
 
 Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
@@ -51,7 +52,7 @@ def main(
     model_dir: Annotated[
         Path | None, typer.Option(help="Checkpoint directory; without it the shapes are made.")
     ] = None,
-    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, L.")] = "M,L",
+    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, M-long, L.")] = "M,L",
     weights: Annotated[
         Literal["bf16", "int8", "int4"], typer.Option(help="How every engine holds the weights.")
     ] = "bf16",

@@ -21,7 +21,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 from deploy.progress import Progress
 
-SHAPES = ("S", "M", "L")  # names of shapes in tools/make_random_model.py
+SHAPES = ("S", "M", "M-long", "L")  # names of shapes in tools/make_random_model.py
 BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of one weight, without scales
 # what optimum exports -> its options. The CPU plug-in turns fp16 weights into bf16 as it loads; a group of 128 that does not
 # divide a row is made smaller.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.layers import attention
-from kernels.common.kv_format import KVPool
+from kernels.common.kv_format import KVPool, dequantize_rows, quantize_rows
 from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.kv_append import kv_append
@@ -61,7 +61,7 @@ class Scenes:
         if key not in self._known:
             directory, window, attention = self._families[family]
             driver = torch_driver(directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9)
-            with rounded_kv() if form.int8_kv else nullcontext():
+            with rounded_kv(form.kv_bits) if form.kv_bits else nullcontext():
                 self._known[key] = torch.cat(play.run(driver))
         return self._known[key]
 
@@ -72,8 +72,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
 
 
 @contextmanager
-def rounded_kv() -> Iterator[None]:
-    """The torch tier keeps only keys and values that int8 can hold, with a scale for each token and head."""
+def rounded_kv(bits: int) -> Iterator[None]:
+    """The torch tier keeps only keys and values that int8 or int4 can hold, as numbers of each token and head are rounded."""
 
     def append(
         qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, pool: KVPool, *norms: object
@@ -82,9 +82,11 @@ def rounded_kv() -> Iterator[None]:
         place = cells // pool.data.shape[1], cells % pool.data.shape[1]
         written = pool.data[place]
         rows = written.flatten(0, -2)
-        pool.data[place] = (
-            dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim).view_as(written).to(rows.dtype)
-        )
+        if bits == 8:
+            rounded = dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim)
+        else:
+            rounded = dequantize_rows(*quantize_rows(rows, bits))
+        pool.data[place] = rounded.view_as(written).to(rows.dtype)
         return q
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,6 +122,8 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("bfloat16", "w4a8"),
         Format("float32", int8_kv=True),
         Format("bfloat16", "w8a8", int8_kv=True),
+        Format("float32", int4_kv=True),
+        Format("bfloat16", int4_kv=True),
     ],
     ids=str,
 )
