@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from backend.core.guides import Guides
 from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
 
 MASK = (1 << 64) - 1
@@ -119,6 +120,8 @@ class HashWorkerGroup:
         self.num_grown = 0  # how often memory was obtained
         self._keep_trace = keep_trace
         self._slots: dict[int, NewRow] = {}
+
+    guides: Guides | None = None  # guides are refused unless a test gives some
 
     @property
     def num_in_flight(self) -> int:
