@@ -19,8 +19,6 @@ _GUIDED = "asks for guided decoding, which is not there yet; leave it out"
 _TEXT_ONLY = "is not served: the models read and write text only; leave it out"
 _NOT_HERE = "is not served here; leave it out"
 REFUSED = {
-    "response_format": f'other than {{"type": "text"}} {_GUIDED}',
-    "text": f'other than {{"format": {{"type": "text"}}}} {_GUIDED}',
     "tools": _GUIDED,
     "tool_choice": f'other than "none" or "auto" {_GUIDED}',
     "functions": _GUIDED,

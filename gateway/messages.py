@@ -33,6 +33,29 @@ class TextFormat(Wire):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Wire):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Wire):
+    """`strict` changes nothing: the output has the form in any case."""
+
+    name: Annotated[str, Field(max_length=256)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted, nothing is added
@@ -100,8 +123,8 @@ class ChatRequest(Completing):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
     # Known and refused, but for their neutral values.
-    response_format: TextFormat | None = None
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
@@ -138,4 +161,4 @@ class CompletionRequest(Completing):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None

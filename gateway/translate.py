@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import GatewayError
+from gateway.formats import guide
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.response_messages import InputMessage, ResponseRequest
 
@@ -29,6 +30,7 @@ def chat(message: ChatRequest) -> dict[str, Any]:
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
         **_choices(message),
+        **guide(message.response_format),
     }
     if limits:
         request["max_tokens"] = limits.pop()
@@ -54,7 +56,8 @@ def completions(message: CompletionRequest) -> list[dict[str, Any]]:
         text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
         raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), **_choices(message), "max_tokens": message.max_tokens or DEFAULT_COMPLETION_TOKENS}
+    common = {**sampling(message), **_choices(message), **guide(message.response_format)}
+    common["max_tokens"] = message.max_tokens or DEFAULT_COMPLETION_TOKENS
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
@@ -87,6 +90,7 @@ def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[st
     _check_stream_options(message)
     system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
     request: dict[str, Any] = {"messages": [*system, *earlier, *input_turns(message)], **sampling(message)}
+    request |= guide(None if message.text is None else message.text.format)
     if message.max_output_tokens is not None:
         request["max_tokens"] = message.max_output_tokens
     if message.include or message.top_logprobs:

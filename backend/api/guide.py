@@ -31,10 +31,14 @@ class Guide(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     text: str = ""
 
 
-def check_guide(guide: Guide, refusal: str, max_bytes: int) -> None:
+def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | None) -> None:
     """Raise InvalidRequest for a guide that nobody should try to compile. `refusal`: why no guide is taken at all, or ''."""
     if refusal:
         raise InvalidRequest(refusal)
+    if min_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}, and where the guide is complete nothing can follow; leave one of them out"
+        )
     if guide.type is GuideType.JSON:
         if guide.text:
             raise InvalidRequest("a guide of type json has no text; use json_schema for a schema")

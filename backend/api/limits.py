@@ -62,7 +62,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
     )
     if request.guide is not None:
-        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes)
+        min_tokens = request.sampling_config.min_tokens
+        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)

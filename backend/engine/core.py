@@ -109,13 +109,10 @@ class EngineCore:
         now_ns = self.clock.monotonic_ns()
         try:
             if request_id in self._live or request_id in self.held or self._outbox.holds(request_id):
-                raise InvalidRequest(
-                    f"request id {request_id} is in use by a request that is still processed; choose another"
-                )
-            if request.guide is not None:
-                request = self.intake.check(request)
-                if self.held.hold(request_id, request, now_ns):
-                    return
+                raise InvalidRequest(f"request id {request_id} is in use by a request still processed; choose another")
+            request = self.intake.with_end_ids(request)
+            if self.held.hold(request_id, request, now_ns):
+                return
         except EverbatchError as error:
             self._refuse(request_id, request, error)
         else:
@@ -124,12 +121,10 @@ class EngineCore:
     def guide_compiled(self, request_id: RequestId, error: str) -> None:
         """The guide of a request that is held has been compiled, or cannot be used. Ids that are not known are ignored."""
         held = self.held.take(request_id)
-        if held is None:
-            return
-        if error:
+        if held is not None and error:
             self.held.end(request_id, held[0])
             self._refuse(request_id, held[0], InvalidRequest(error))
-        else:
+        elif held is not None:
             self._accept(request_id, *held)
 
     def _refuse(self, request_id: RequestId, request: Request, error: EverbatchError) -> None:
@@ -218,10 +213,8 @@ class EngineCore:
 
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
-        for request_id in self.held:
-            held = self.held.take(request_id)
-            if held is not None:
-                self._refuse(request_id, held[0], error)
+        for request_id, request in self.held.take_all():
+            self._refuse(request_id, request, error)
         for seq in list(self._live.values()):
             self._fail(seq, error)
 

@@ -29,9 +29,8 @@ class Held:
             self._guides.on_compiled(tell)
 
     def hold(self, request_id: RequestId, request: Request, now_ns: int) -> bool:
-        """Have the request's guide compiled. False when it is, and the request need not be held. Raises Overloaded."""
-        assert self._guides is not None and request.guide is not None  # intake has looked
-        if self._guides.begin(request_id, request.guide):
+        """Have the request's guide compiled. False where there is none, or it is compiled already. Raises Overloaded."""
+        if self._guides is None or request.guide is None or self._guides.begin(request_id, request.guide):
             return False
         self._requests[request_id] = request, now_ns
         return True
@@ -39,6 +38,14 @@ class Held:
     def take(self, request_id: RequestId) -> tuple[Request, int] | None:
         """Hold it no longer. Returns the request and when it came; None for ids that are not known."""
         return self._requests.pop(request_id, None)
+
+    def take_all(self) -> list[tuple[RequestId, Request]]:
+        """Hold none any longer; their guides need not be kept for them."""
+        taken = [(request_id, request) for request_id, (request, _) in self._requests.items()]
+        self._requests.clear()
+        for request_id, request in taken:
+            self.end(request_id, request)
+        return taken
 
     def end(self, request_id: RequestId, request: Request) -> None:
         """The request is over, whether it was held or not: its guide need not be kept for it."""

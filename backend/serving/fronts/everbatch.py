@@ -19,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import InvalidRequest, OutputConfig, Request
+from backend.api.guide import Guide
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
@@ -55,6 +56,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     include_stop_in_output: bool = False
     echo: bool = False
     timeout_s: float | None = None
+    guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
 
 
 class Choice(Struct, frozen=True):
@@ -122,6 +124,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
+        guide=asked.guide,
     )
 
     def new_reporter() -> TextReporter:
