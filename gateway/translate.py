@@ -8,6 +8,7 @@ from gateway.errors import GatewayError
 from gateway.formats import guide
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.response_messages import InputMessage, ResponseRequest
+from gateway.tools import template_fields, tool_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
 _SAME_NAME = (
@@ -31,6 +32,7 @@ def chat(message: ChatRequest) -> dict[str, Any]:
         **sampling(message),
         **_choices(message),
         **guide(message.response_format),
+        **tool_fields(message),
     }
     if limits:
         request["max_tokens"] = limits.pop()
@@ -40,14 +42,17 @@ def chat(message: ChatRequest) -> dict[str, Any]:
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
-    """A message for the chat template: text only, `developer` by its older name."""
+    """A message for the chat template: text, calls of tools and their results, `developer` by its older name."""
+    if turn.role == "tool" and turn.tool_call_id is None:
+        text = "a message of role tool has no tool_call_id; say which call it answers"
+        raise GatewayError(400, text, f"messages[{index}].tool_call_id", "invalid_value")
     if turn.content is None and turn.role != "assistant":
         text = f"a message of role {turn.role} has no content; give it some, or leave the message out"
         raise GatewayError(400, text, f"messages[{index}].content", "invalid_value")
     content = turn.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     name = {} if turn.name is None else {"name": turn.name}
-    return {"role": _template_role(turn.role), "content": text, **name}
+    return {"role": _template_role(turn.role), "content": text, **name, **template_fields(turn)}
 
 
 def completions(message: CompletionRequest) -> list[dict[str, Any]]:

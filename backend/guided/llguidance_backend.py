@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from backend.api.guide import Guide, GuideType
 from backend.guided.json_text import check_schema, parse_json
 from backend.guided.protocol import GuideError
-from backend.guided.structural_tag import StructuralTag, parse_structural_tag
+from backend.guided.structural_tag import StructuralTag, Structure, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
 WHITESPACE = r" ?|\n[ ]{0,32}"  # one space, or a line break with an indentation
@@ -169,20 +169,24 @@ def _lark(text: str) -> str:
 
 
 def _of_tags(tag: StructuralTag) -> str:
-    """Any text in which each trigger begins one of the structures that begin with it."""
+    """Any text in which each trigger begins one of the structures that begin with it; without triggers one structure."""
+    if not tag.triggers:
+        return "%llguidance {}\nstart: " + " | ".join(_body(each, each.begin) for each in tag.structures)
     rules = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(tag.triggers))) + ")* tag_end"]
     rules += ["tag_end: TAG_TEXT", r"TAG_TEXT: /(.|\n)*/"]
     for i, trigger in enumerate(tag.triggers):
-        bodies = []
-        for structure in tag.of_trigger(trigger):
-            check_schema(structure.schema)
-            schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
-            body = json.dumps({**schema, "x-guidance": _OPTIONS})
-            rest = structure.begin[len(trigger) :]
-            bodies.append(f"{_quoted(rest)} %json {body} {_quoted(structure.end)}")
+        bodies = [_body(each, each.begin[len(trigger) :]) for each in tag.of_trigger(trigger)]
         rules.append(f"tag_{i}_head[lazy]: TAG_TEXT {_quoted(trigger)}")
         rules.append(f"tag_{i}: tag_{i}_head (" + " | ".join(bodies) + ")")
     return "\n".join(rules)
+
+
+def _body(structure: Structure, begin: str) -> str:
+    """A structure of which `begin` is still to come."""
+    check_schema(structure.schema)
+    schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
+    text = json.dumps({**schema, "x-guidance": _OPTIONS})
+    return f"{_quoted(begin)} %json {text} {_quoted(structure.end)}"
 
 
 def _quoted(text: str) -> str:

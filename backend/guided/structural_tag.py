@@ -2,6 +2,8 @@
 
 {"type": "structural_tag", "triggers": ["<function="],
  "structures": [{"begin": "<function=add>", "schema": {...}, "end": "</function>"}]}
+
+With `"free_text": false`, this project's own, the output is one of the structures and nothing else; triggers are then left out.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Structure(NamedTuple):
 
 class StructuralTag(NamedTuple):
     structures: list[Structure]
-    triggers: list[str]
+    triggers: list[str]  # none: the output is one of the structures
 
     def of_trigger(self, trigger: str) -> list[Structure]:
         return [structure for structure in self.structures if structure.begin.startswith(trigger)]
@@ -34,11 +36,11 @@ def parse_structural_tag(text: str) -> StructuralTag:
     tree = parse_json(text)
     if not isinstance(tree, dict) or tree.get("type", "structural_tag") != "structural_tag":
         raise GuideError(f"the structural tag has not the form {_FORM}")
-    unknown = set(tree) - {"type", "structures", "triggers"}
+    unknown = set(tree) - {"type", "structures", "triggers", "free_text"}
     if unknown:
         raise GuideError(f"the structural tag has the key {min(unknown)[:80]!r}; its form is {_FORM}")
-    structures, triggers = tree.get("structures"), tree.get("triggers")
-    if not (isinstance(structures, list) and isinstance(triggers, list) and structures and triggers):
+    structures, triggers, is_bound = tree.get("structures"), tree.get("triggers", []), tree.get("free_text") is False
+    if not (isinstance(structures, list) and isinstance(triggers, list) and structures and bool(triggers) != is_bound):
         raise GuideError(f"the structural tag needs structures and triggers; its form is {_FORM}")
     if len(structures) > MAX_STRUCTURES or len(triggers) > MAX_STRUCTURES:
         raise GuideError(f"the structural tag has more than {MAX_STRUCTURES} structures or triggers; give fewer")
@@ -50,7 +52,7 @@ def parse_structural_tag(text: str) -> StructuralTag:
             raise GuideError(f"no structure begins with the trigger {trigger[:80]!r}; remove it")
         if any(other != trigger and other.startswith(trigger) for other in tag.triggers):
             raise GuideError(f"the trigger {trigger[:80]!r} is the beginning of another one; leave one out")
-    for structure in tag.structures:
+    for structure in tag.structures if tag.triggers else ():
         if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
             raise GuideError(f"the structure {structure.begin[:80]!r} begins with no trigger; add one")
     return tag

@@ -56,6 +56,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     include_stop_in_output: bool = False
     echo: bool = False
     timeout_s: float | None = None
+    tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
 
 
@@ -158,7 +159,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     elif asked.prompt is not None:
         text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
     else:
-        text = tools.template.render(asked.messages or [])
+        text = tools.template.render(asked.messages or [], tools=asked.tools)
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")
