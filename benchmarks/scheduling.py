@@ -99,6 +99,8 @@ class NullDevice:
         self._marks: list[list[int]] = []  # all clocks, every BLOCK_STEPS steps
         self.is_done = threading.Event()
 
+    guides = None
+
     def load(self) -> ModelInfo:
         return ModelInfo("null", VOCAB, 1 << 20, kv_bytes_per_token=1)
 

@@ -27,6 +27,7 @@ from gateway.outputs import ChatCompletion, Completion, DeletedResponse, Health,
 from gateway.request_log import RouteNames
 from gateway.response_events import ResponseWriter
 from gateway.response_messages import ResponseRequest
+from gateway.tools import wants_calls
 from gateway.visit import visit_of
 
 
@@ -62,11 +63,13 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
 
         async def work(out: Outlet) -> None:
             if message.stream:
-                chunks = ChatChunks(Head(name, "chat.completion.chunk", message.model), count, wants_usage(message))
+                head = Head(name, "chat.completion.chunk", message.model)
+                chunks = ChatChunks(head, count, wants_usage(message), wants_calls(message))
                 await gateway.send_chunks(out, jobs, visit, chunks)
             else:
                 replies = await whole(gateway.link, jobs, visit)
-                await out.json(chat_body(Head(name, "chat.completion", message.model), replies))
+                head = Head(name, "chat.completion", message.model)
+                await out.json(chat_body(head, replies, wants_calls(message)))
 
         return gateway.answer(work, jobs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.choices import total_usage
+from gateway.tools import CallReader, read_calls
 from gateway.triton_client import Piece, TokenLogProb, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -72,16 +73,17 @@ def _top(token: TokenLogProb) -> dict[str, float]:
     return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}
 
 
-def chat_body(head: Head, replies: list[Piece]) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": reply.text, "refusal": None},
-            "logprobs": chat_logprobs(reply.logprobs),
-            "finish_reason": reply.finish_reason,
-        }
-        for index, reply in enumerate(replies)
-    ]
+def chat_body(head: Head, replies: list[Piece], with_calls: bool = False) -> dict[str, Any]:
+    """`with_calls`: the model may call tools."""
+    choices = []
+    for index, reply in enumerate(replies):
+        content, calls = read_calls(reply.text) if with_calls else (reply.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [call.body() for call in calls]}
+        reason = _reason(reply.finish_reason, len(calls))
+        logprobs = chat_logprobs(reply.logprobs)
+        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), len(replies))}
 
 
@@ -96,6 +98,10 @@ def completion_body(head: Head, replies: list[Piece], choices_per_prompt: int) -
         for index, reply in enumerate(replies)
     ]
     return {**head.values(), "choices": choices, "usage": total_usage(usages_of(replies), choices_per_prompt)}
+
+
+def _reason(reason: str | None, num_calls: int) -> str | None:
+    return "tool_calls" if reason == "stop" and num_calls else reason
 
 
 def usages_of(replies: list[Piece]) -> list[Usage]:
@@ -135,23 +141,47 @@ class Chunks:
 
 
 class ChatChunks(Chunks):
-    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
+    def __init__(self, head: Head, choices: int, include_usage: bool, with_calls: bool = False) -> None:
         super().__init__(head, choices, choices, include_usage)
         self._greeted = [False] * choices
+        self._readers = [CallReader() for _ in range(choices)] if with_calls else []
 
     def _body(self, index: int, piece: Piece) -> list[bytes]:
         parts = []
         if not self._greeted[index]:
             self._greeted[index] = True
             parts.append(b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
+        if self._readers:
+            return parts + _with_calls(self._readers[index], piece)
         if piece.text or piece.logprobs:
-            logprobs = b"null" if piece.logprobs is None else encode(chat_logprobs(piece.logprobs))
-            delta = b'"delta":{"content":' + encode(piece.text) + b'},"logprobs":'
-            parts.append(delta + logprobs + b',"finish_reason":null')
+            parts.append(_delta({"content": piece.text}, piece.logprobs))
         return parts
 
     def _end(self, index: int, reason: str) -> bytes:
-        return b'"delta":{},"logprobs":null,"finish_reason":' + encode(reason)
+        told = _reason(reason, self._readers[index].num_calls if self._readers else 0)
+        return b'"delta":{},"logprobs":null,"finish_reason":' + encode(told)
+
+
+def _with_calls(reader: CallReader, piece: Piece) -> list[bytes]:
+    """Each call is one delta. Log-probabilities go with the first one of the piece, or with an empty text."""
+    number = reader.num_calls
+    found = reader.push(piece.text)
+    rest = "" if piece.finish_reason is None else reader.flush()
+    deltas: list[dict[str, Any]] = []
+    for part in [*found, rest] if rest else found:
+        if isinstance(part, str):
+            deltas.append({"content": part})
+        else:
+            deltas.append({"tool_calls": [{"index": number, **part.body()}]})
+            number += 1
+    if not deltas and piece.logprobs:
+        deltas.append({"content": ""})
+    return [_delta(delta, None if i else piece.logprobs) for i, delta in enumerate(deltas)]
+
+
+def _delta(delta: dict[str, Any], tokens: list[TokenLogProb] | None) -> bytes:
+    logprobs = b"null" if tokens is None else encode(chat_logprobs(tokens))
+    return b'"delta":' + encode(delta) + b',"logprobs":' + logprobs + b',"finish_reason":null'
 
 
 class CompletionChunks(Chunks):

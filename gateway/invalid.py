@@ -15,18 +15,12 @@ from gateway.errors import GatewayError
 from gateway.messages import Wire
 
 LONGEST_VALUE = 80
-_GUIDED = "asks for guided decoding, which is not there yet; leave it out"
+_OLDER = "is not served here; use tools and tool_choice of chat completions"
 _TEXT_ONLY = "is not served: the models read and write text only; leave it out"
 _NOT_HERE = "is not served here; leave it out"
 REFUSED = {
-    "response_format": f'other than {{"type": "text"}} {_GUIDED}',
-    "text": f'other than {{"format": {{"type": "text"}}}} {_GUIDED}',
-    "tools": _GUIDED,
-    "tool_choice": f'other than "none" or "auto" {_GUIDED}',
-    "functions": _GUIDED,
-    "function_call": f'other than "none" or "auto" {_GUIDED}',
-    "tool_calls": _GUIDED,
-    "tool_call_id": _GUIDED,
+    "functions": _OLDER,
+    "function_call": f'other than "none" or "auto" {_OLDER}',
     "modalities": f'other than ["text"] {_TEXT_ONLY}',
     "audio": _TEXT_ONLY,
     "suffix": _NOT_HERE,
@@ -39,7 +33,7 @@ REFUSED = {
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
 }
-_REFUSED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio")
+_REFUSED_IN_MESSAGES = ("function_call", "audio")
 # Names of one thing in this API's endpoints and in others; where several are known, the first one is meant.
 _SAME = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),

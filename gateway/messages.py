@@ -33,6 +33,29 @@ class TextFormat(Wire):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Wire):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Wire):
+    """`strict` changes nothing: the output has the form in any case."""
+
+    name: Annotated[str, Field(max_length=256)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted, nothing is added
@@ -80,16 +103,57 @@ class TextPart(Wire):
     text: Text
 
 
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Wire):
+    """`strict` changes nothing: arguments satisfy the schema in any case."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(Wire):
+    name: FunctionName
+
+
+class ToolChoice(Wire):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(Wire):
+    name: str
+    arguments: Text
+
+
+class ToolCall(Wire):
+    """A call of an earlier answer. `index`: as streams have it."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
 class ChatMessage(Wire):
     """One turn. What an answer's message carries besides its text is taken back when it is empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
     annotations: Nothing | None = None
 
 
@@ -100,10 +164,10 @@ class ChatRequest(Completing):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     # Known and refused, but for their neutral values.
-    response_format: TextFormat | None = None
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -138,4 +202,4 @@ class CompletionRequest(Completing):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None

@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.chunks import encode, token_logprob
 from gateway.errors import GatewayError
+from gateway.formats import shown_format
 from gateway.response_messages import ResponseRequest
 from gateway.triton_client import Piece, TokenLogProb, Usage
 
@@ -103,7 +104,7 @@ class ResponseWriter:
             "previous_response_id": message.previous_response_id,
             "store": message.store is not False,
             "temperature": 1.0 if message.temperature is None else message.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": shown_format(None if message.text is None else message.text.format)},
             "tool_choice": message.tool_choice or "auto",
             "tools": [],
             "top_logprobs": message.top_logprobs or 0,

@@ -6,13 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway.messages import Nothing, Sampling, StreamOptions, Text, TextFormat, Wire
+from gateway.messages import (
+    JsonObjectFormat,
+    JsonSchema,
+    Nothing,
+    Sampling,
+    StreamOptions,
+    Text,
+    TextFormat,
+    Wire,
+)
 
 ResponseId = Annotated[str, Field(max_length=64)]
 
 
+class SchemaFormat(JsonSchema):
+    """A schema, as this API writes it."""
+
+    type: Literal["json_schema"]
+
+
 class TextConfig(Wire):
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -45,8 +60,8 @@ class ResponseRequest(Sampling):
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    # Known and refused, but for their neutral values.
     text: TextConfig | None = None
+    # Known and refused, but for their neutral values.
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import GatewayError
+from gateway.formats import guide
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.response_messages import InputMessage, ResponseRequest
+from gateway.tools import template_fields, tool_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
 _SAME_NAME = (
@@ -29,6 +31,8 @@ def chat(message: ChatRequest) -> dict[str, Any]:
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
         **_choices(message),
+        **guide(message.response_format),
+        **tool_fields(message),
     }
     if limits:
         request["max_tokens"] = limits.pop()
@@ -38,14 +42,17 @@ def chat(message: ChatRequest) -> dict[str, Any]:
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
-    """A message for the chat template: text only, `developer` by its older name."""
+    """A message for the chat template: text, calls of tools and their results, `developer` by its older name."""
+    if turn.role == "tool" and turn.tool_call_id is None:
+        text = "a message of role tool has no tool_call_id; say which call it answers"
+        raise GatewayError(400, text, f"messages[{index}].tool_call_id", "invalid_value")
     if turn.content is None and turn.role != "assistant":
         text = f"a message of role {turn.role} has no content; give it some, or leave the message out"
         raise GatewayError(400, text, f"messages[{index}].content", "invalid_value")
     content = turn.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     name = {} if turn.name is None else {"name": turn.name}
-    return {"role": _template_role(turn.role), "content": text, **name}
+    return {"role": _template_role(turn.role), "content": text, **name, **template_fields(turn)}
 
 
 def completions(message: CompletionRequest) -> list[dict[str, Any]]:
@@ -54,7 +61,8 @@ def completions(message: CompletionRequest) -> list[dict[str, Any]]:
         text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
         raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), **_choices(message), "max_tokens": message.max_tokens or DEFAULT_COMPLETION_TOKENS}
+    common = {**sampling(message), **_choices(message), **guide(message.response_format)}
+    common["max_tokens"] = message.max_tokens or DEFAULT_COMPLETION_TOKENS
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
     if message.logprobs is not None:
@@ -87,6 +95,7 @@ def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[st
     _check_stream_options(message)
     system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
     request: dict[str, Any] = {"messages": [*system, *earlier, *input_turns(message)], **sampling(message)}
+    request |= guide(None if message.text is None else message.text.format)
     if message.max_output_tokens is not None:
         request["max_tokens"] = message.max_output_tokens
     if message.include or message.top_logprobs:

@@ -21,6 +21,7 @@ KvDType = Literal["auto", "int8", "int4"]
 Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
+GuidedBackend = Literal["auto", "llguidance", "xgrammar", "none"]
 Windows = int | tuple[int, ...]  # of several, layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
@@ -136,6 +137,19 @@ class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     debug_tensors: tuple[str, ...] = ()  # inputs of a step, `logits`, what `model.additional_outputs` names
 
 
+class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Guided decoding: outputs of a form that requests ask for."""
+
+    backend: GuidedBackend = "auto"  # `llguidance`, `xgrammar`, `none`; auto = llguidance where it is installed
+    tokenizer_info: str | None = (
+        None  # JSON file with encoded_vocab, tokenizer_str, stop_token_ids; unset = the model's
+    )
+    max_bytes: int = 65_536  # UTF-8 bytes of one guide
+    compile_timeout_s: float = 5.0  # until a guide must be compiled, the wait for others included
+    max_compiling: int = 256  # different guides that wait to be compiled
+    cache_bytes: int = 67_108_864  # of compiled guides that are kept; those of live requests are kept besides
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -165,6 +179,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     sessions: SessionsConfig = SessionsConfig()
     records: RecordsConfig = RecordsConfig()
+    guided: GuidedConfig = GuidedConfig()
     triton: TritonConfig = TritonConfig()
 
 
@@ -300,6 +315,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "records.max_request_iterations": (0, 1_000_000),
     "records.max_kv_events": (0, 10_000_000),
     "records.max_debug_iterations": (0, 1_000_000),
+    "guided.max_bytes": (1, 1 << 24),
+    "guided.compile_timeout_s": (0.01, 3600.0),
+    "guided.max_compiling": (1, 65536),
+    "guided.cache_bytes": (0, math.inf),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

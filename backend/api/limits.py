@@ -12,6 +12,7 @@ from msgspec import Struct
 from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
+from backend.api.guide import NOT_SET_UP, check_guide
 from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
@@ -35,6 +36,8 @@ class RequestLimits(Struct, frozen=True):
     post_processors: tuple[str, ...] = ()
     is_static: bool = False
     prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
+    guide_refusal: str = NOT_SET_UP  # why requests with a guide are refused; '' = they are not
+    max_guide_bytes: int = 65_536
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -58,6 +61,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_outputs(
         request.output_config, limits.context_logits, limits.generation_logits, list(limits.additional_outputs)
     )
+    if request.guide is not None:
+        min_tokens = request.sampling_config.min_tokens
+        check_guide(request.guide, limits.guide_refusal, limits.max_guide_bytes, min_tokens)
     check_post_processor(request, limits.post_processors, limits.is_static)
     _check_range("top_log_probs", request.output_config.top_log_probs, 0, limits.caps.max_top_log_probs)
     check_prompt_log_probs(request, limits.caps.max_top_log_probs)

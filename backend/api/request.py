@@ -8,6 +8,7 @@ from typing import ClassVar, NewType
 import msgspec
 from msgspec import Struct
 
+from backend.api.guide import Guide
 from backend.api.sampling import OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
 
@@ -81,6 +82,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_ids`: a number for each input token, which says what else it stands for; 0 = nothing.
+    `guide`: the form that the output must have.
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Refused by models that take none. KV is shared only between requests that are equal in these four; of extra ids, but for
     zeros at the end.
@@ -106,6 +108,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     prompt_embeddings: TensorData | None = None
     position_ids: list[int] | None = None
     extra_ids: list[int] = []
+    guide: Guide | None = None
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 

@@ -19,8 +19,10 @@ from typing import NewType, Protocol
 
 from msgspec import Struct
 
+from backend.api.guide import NOT_SET_UP, Guide
 from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
+from backend.core.guides import Guides
 
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)  # row of the persistent batch
@@ -56,6 +58,7 @@ class NewRow(Struct, frozen=True):
     gather: list[Gather] = []
     prompt_embeddings: TensorData | None = None  # for token ids from vocab_size on
     position_ids: list[int] | None = None  # of the prompt's tokens
+    guide: Guide | None = None  # the form of the output, token_ids[num_prompt_tokens:]
     post_processor: str = ""  # name of a callable that changes the logits; it is told the next two
     request_id: int = 0
     client_id: int | None = None
@@ -131,6 +134,7 @@ class ModelInfo(Struct, frozen=True):
     output_widths: dict[str, int] = {}  # numbers in a row of each of these tensors, and of "logits"
     prompt_embedding_width: int = 0  # the hidden size, if prompts may bring embeddings and positions
     post_processors: tuple[str, ...] = ()  # names of the callables that requests may have their logits changed by
+    guide_refusal: str = NOT_SET_UP  # why requests with guides are refused; '' = they are not
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 
@@ -147,6 +151,11 @@ class WorkersLost(Exception):
 
 class WorkerGroup(Protocol):
     """The fan-out of one step to the ranks. The engine knows the workers only through this."""
+
+    @property
+    def guides(self) -> Guides | None:
+        """Who compiles guides; None before `load`, and where ModelInfo.guide_refusal says why not."""
+        ...
 
     def load(self) -> ModelInfo:
         """Load the weights. Raises ConfigError when the checkpoint cannot be used."""

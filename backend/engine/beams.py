@@ -24,6 +24,8 @@ from backend.core.sequence import BeamSequence, Sequence
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
+FORBIDDEN = -9999.0  # what workers tell of a token that a guide forbids
+
 
 @dataclass(slots=True)
 class Hypothesis:
@@ -117,7 +119,8 @@ def _candidates(search: BeamSearch, request: Request) -> list[_Candidate]:
         forbidden = {word[-1] for word in request.bad_words if _ends_with(beam, word[:-1])}
         if is_short:
             forbidden.update(request.end_ids)
-        allowed = (pair for pair in beam.candidates.top_log_probs if pair[0] not in forbidden)
+        told = beam.candidates.top_log_probs
+        allowed = (pair for pair in told if pair[0] not in forbidden and pair[1] > FORBIDDEN)
         for index, (token_id, log_prob) in enumerate(allowed):
             total = beam.cum_log_prob + log_prob
             found.append(_Candidate(beam, token_id, log_prob, total, total + rate * index))

@@ -25,10 +25,11 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats, Recor
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import beam_step, gathered, groups, publish, update
+from backend.engine import beam_step, gathered, groups, publish, row_step
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, WorkerFailure, check_samples
+from backend.engine.held import Held
 from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
@@ -60,7 +61,8 @@ class EngineCore:
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", self.model.has_matrix_units)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
-        self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
+        self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
+        self.held = Held(workers.guides)
         self.statistics = Statistics(self.clock)
         self._recorder = Recorder(config.records)
         self._num_launched = 0
@@ -93,11 +95,11 @@ class EngineCore:
     @property
     def num_live(self) -> int:
         """Requests accepted and not finished."""
-        return len(self._live)
+        return len(self._live) + len(self.held)
 
     def live_ids(self) -> list[RequestId]:
         """Their ids, in order of acceptance."""
-        return list(self._live)
+        return [*self._live, *self.held]
 
     def begin_poll(self) -> None:
         """The commands that follow, up to the next call, have arrived at the same moment."""
@@ -107,14 +109,35 @@ class EngineCore:
         """Accept a request, or answer it with an error."""
         now_ns = self.clock.monotonic_ns()
         try:
-            if request_id in self._live or self._outbox.holds(request_id):
-                raise InvalidRequest(
-                    f"request id {request_id} is in use by a request that is still processed; choose another"
-                )
+            if request_id in self._live or request_id in self.held or self._outbox.holds(request_id):
+                raise InvalidRequest(f"request id {request_id} is in use by a request still processed; choose another")
+            request = self.intake.with_end_ids(request)
+            if self.held.hold(request_id, request, now_ns):
+                return
+        except EverbatchError as error:
+            self._refuse(request_id, request, error)
+        else:
+            self._accept(request_id, request, now_ns)
+
+    def guide_compiled(self, request_id: RequestId, error: str) -> None:
+        """The guide of a request that is held has been compiled, or cannot be used. Ids that are not known are ignored."""
+        held = self.held.take(request_id)
+        if held is not None and error:
+            self.held.end(request_id, held[0])
+            self._refuse(request_id, held[0], InvalidRequest(error))
+        elif held is not None:
+            self._accept(request_id, *held)
+
+    def _refuse(self, request_id: RequestId, request: Request, error: EverbatchError) -> None:
+        self.counters.requests_rejected_total += 1
+        self._outbox.put(publish.error_response(request_id, request.client_id, error))
+
+    def _accept(self, request_id: RequestId, request: Request, now_ns: int) -> None:
+        try:
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
-            self.counters.requests_rejected_total += 1
-            self._outbox.put(publish.error_response(request_id, request.client_id, error))
+            self.held.end(request_id, request)
+            self._refuse(request_id, request, error)
             return
         self._live[request_id] = seq
         self._deadlines.note(seq, self._live)
@@ -129,6 +152,9 @@ class EngineCore:
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
+        held = self.held.take(request_id)
+        if held is not None:  # it takes its place in the queue, and leaves it at once
+            self._accept(request_id, *held)
         live = self._live.get(request_id)
         for seq in [] if live is None else groups.members(live, sequence_index):
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
@@ -188,6 +214,8 @@ class EngineCore:
 
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
+        for request_id, request in self.held.take_all():
+            self._refuse(request_id, request, error)
         for seq in list(self._live.values()):
             self._fail(seq, error)
 
@@ -252,46 +280,20 @@ class EngineCore:
         return self._in_flight.popleft(), output
 
     def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
-        """Book what a step did: counters, tokens, KV. Returns the sequences with news, in row order, and whether they end."""
-        plan, dropped, now_ns = flight.plan, flight.dropped, self.clock.monotonic_ns()
+        """Book what a step did. Returns the sequences with news, in row order, and whether they end."""
+        self._fail_rows(flight, output)
+        self.statistics.iteration = flight.step.step_id
+        return row_step.book(flight, output, self.kv, self.counters, self.clock.monotonic_ns())
+
+    def _fail_rows(self, flight: Flight, output: StepOutput) -> None:
         if output.gathered or output.failed:
             for seq, error in gathered.book(flight, output):
                 self._fail(seq, error)
-        self.statistics.iteration = flight.step.step_id
-        counters = self.counters
-        news: list[tuple[Sequence, FinishReason]] = []
-        samples = iter(output.sampled)
-        for seq, sample in zip(plan.generation, samples):
-            if dropped and seq.seq_id in dropped:
-                continue
-            update.advance_by_newest(seq)
-            if seq.num_computed_tokens >= seq.kv_due_at:
-                self.kv.advance(seq)
-            update.append_token(seq, sample, now_ns)
-            news.append((seq, update.finish_reason(seq)))
-        counters.generated_tokens_total += len(news)
-        rows = flight.step.rows[len(plan.generation) :]
-        for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
-            first = next(samples) if row.samples else None  # token of its output
-            if seq.seq_id in dropped:
-                continue
-            context, recomputed = update.advance(seq, num_tokens)
-            counters.context_tokens_total += context
-            counters.recomputed_tokens_total += recomputed
-            self.kv.advance(seq)
-            if seq.group is not None:
-                groups.share_prompt(seq, self.kv)
-            if first is not None:
-                update.append_token(seq, first, now_ns)
-                counters.generated_tokens_total += 1
-            asked_for_no_output = first is None and not seq.num_uncomputed_tokens + seq.num_inflight_tokens
-            if first is not None or asked_for_no_output:
-                news.append((seq, update.finish_reason(seq)))
-        return news
 
     def _advance_beams(self, flight: Flight, output: StepOutput) -> None:
         """`_update` and `_publish` of a step of beams."""
         now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
+        self._fail_rows(flight, output)
         for search in beam_step.book(flight, output, self.kv, self.counters):
             reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
             first = search.members[0]
@@ -360,6 +362,7 @@ class EngineCore:
         if another is None:
             self._recorder.note_end(seq)
             del self._live[seq.request_id]
+            self.held.end(seq.request_id, seq.request)
         else:
             self._live[seq.request_id] = another
         seq.num_inflight_tokens = seq.num_inflight_samples = 0

@@ -13,8 +13,8 @@ from backend.core.step import StepOutput
 from backend.engine.flight import Flight
 
 
-class PostProcessorFailure(EverbatchError):
-    """The logits post-processor of a request failed; it ends that request alone."""
+class RowFailure(EverbatchError):
+    """The logits post-processor of a request failed, or its guide left no token; it ends that request alone."""
 
 
 def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
@@ -28,7 +28,7 @@ def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, Everbat
         seq = sequences[row]
         if seq.seq_id not in flight.dropped:
             flight.dropped.add(seq.seq_id)
-            yield seq, PostProcessorFailure(reason)
+            yield seq, RowFailure(reason)
 
 
 def promise(

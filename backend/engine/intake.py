@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
+
 from backend.api.config import LimitsConfig, max_beam_width
 from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
@@ -25,7 +27,13 @@ from backend.scheduler.scheduler import Scheduler
 
 class Intake:
     def __init__(
-        self, limits: LimitsConfig, model: ModelInfo, kv: KVCacheManager, scheduler: Scheduler, sessions: SessionTable
+        self,
+        limits: LimitsConfig,
+        model: ModelInfo,
+        kv: KVCacheManager,
+        scheduler: Scheduler,
+        sessions: SessionTable,
+        max_guide_bytes: int,
     ) -> None:
         self._caps = limits
         self._model = model
@@ -44,10 +52,26 @@ class Intake:
             model.post_processors,
             scheduler.is_static,
             model.prompt_embedding_width,
+            model.guide_refusal,
+            max_guide_bytes,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
         self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
+
+    def with_end_ids(self, request: Request) -> Request:
+        """The request; one with a guide has end ids, for those are allowed where the guide is complete.
+
+        Raises EverbatchError where a field of a request with a guide is out of its limits, before anything is compiled.
+        """
+        if request.guide is None:
+            return request
+        check_request(request, self._limits)
+        if request.end_ids:
+            return request
+        if not self._model.eos_ids:
+            raise InvalidRequest("a request with a guide needs an end id, and the model names none; give end_ids")
+        return msgspec.structs.replace(request, end_ids=self._model.eos_ids)
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
         """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing."""

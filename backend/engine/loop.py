@@ -9,8 +9,10 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from backend.api.errors import EngineUnavailable
+from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
@@ -22,12 +24,20 @@ PublishStats = Callable[[EngineStats], None]
 PublishRecords = Callable[[Records], None]
 
 
+class GuideCompiled(NamedTuple):
+    """The guide of a request that is held has been compiled, or `error` says why not."""
+
+    request_id: RequestId
+    error: str
+
+
 class EngineLoop:
     def __init__(self, core: EngineCore, stats_period_s: float = 1.0) -> None:
         self._core = core
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
-        self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | ClientGone | GuideCompiled | None] = queue.SimpleQueue()
+        core.held.on_compiled(lambda request_id, error: self._inbox.put(GuideCompiled(request_id, error)))
         self._stopping = False
         self._drain = False
         self._num_turns = 0
@@ -60,7 +70,7 @@ class EngineLoop:
             while True:
                 self._begin_turn()
                 self._poll()
-                if self._stopping and not (self._drain and self._core.has_work):
+                if self._stopping and not (self._drain and (self._core.has_work or self._core.held)):
                     farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
@@ -90,7 +100,7 @@ class EngineLoop:
         while not self._inbox.empty():
             self._apply(self._inbox.get())
 
-    def _sleep(self) -> Command | ClientGone | None:
+    def _sleep(self) -> Command | ClientGone | GuideCompiled | None:
         """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S."""
         self.present_turn = None
         try:
@@ -98,7 +108,7 @@ class EngineLoop:
         finally:
             self._begin_turn()
 
-    def _apply(self, command: Command | ClientGone | None) -> None:
+    def _apply(self, command: Command | ClientGone | GuideCompiled | None) -> None:
         match command:
             case Submit(request_id, request):
                 self._core.enqueue(request_id, request)
@@ -106,6 +116,8 @@ class EngineLoop:
                 self._core.cancel(request_id, keep_output_tokens, sequence_index)
             case StopSession(request_id, session_id, end, namespace):
                 self._core.stop_session(request_id, session_id, end, namespace)
+            case GuideCompiled(request_id, error):
+                self._core.guide_compiled(request_id, error)
             case ClientGone(client_index):
                 for request_id in self._core.live_ids():
                     if request_id >> CLIENT_SHIFT == client_index:

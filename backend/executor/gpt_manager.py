@@ -41,7 +41,10 @@ def load_engine(
     model = msgspec.structs.replace(config.model, path=model_path)
     config = msgspec.structs.replace(config, model=model)
     processors = PostProcessors(logits_post_processors)
-    return EngineCore(config, InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors))
+    workers = InProcessWorkerGroup(
+        model, config.scheduler, config.kv_cache, processors=processors, guided=config.guided
+    )
+    return EngineCore(config, workers)
 
 
 class GptManager:

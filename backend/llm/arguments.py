@@ -22,6 +22,7 @@ KEYS = {
     "max_num_tokens": "scheduler.max_num_tokens",
     "max_beam_width": "scheduler.max_beam_width",
     "enable_chunked_prefill": "scheduler.enable_chunked_context",
+    "guided_decoding_backend": "guided.backend",
     "iter_stats_max_iterations": "records.max_iterations",
     "request_stats_max_iterations": "records.max_request_iterations",
 }
@@ -37,7 +38,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), "adapters are not served here"),
     "lora_config": ((None,), "adapters are not served here"),
     "peft_cache_config": ((None,), "adapters are not served here"),
-    "guided_decoding_backend": ((None,), "guided decoding is not set up"),
     "speculative_config": ((None,), "nothing is decoded speculatively"),
     "batch_wait_timeout_ms": ((0, None), "a request never waits for others"),
 }
@@ -138,7 +138,7 @@ def _base(config: EngineConfig | None) -> EngineConfig:
 
 def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration with what the arguments change."""
-    changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}, "records": {}}
+    changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}, "records": {}, "guided": {}}
     for wanted, field in {
         "enable_iter_perf_stats": "max_iterations",
         "enable_iter_req_stats": "max_request_iterations",

@@ -6,18 +6,20 @@ What the engine does not have is refused here by the name that the caller has us
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
+from backend.api.guide import Guide, GuideType
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.requests import GenerationRequest
-from backend.llm.sampling_params import SamplingParams
+from backend.llm.sampling_params import GuidedDecodingParams, SamplingParams
 from backend.llm.updates import TextParams
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
@@ -39,7 +41,6 @@ DEFAULT_PRIORITY = 0.5
 NOT_HERE = {
     "return_encoder_output": "the models have no encoder",
     "lookahead_config": "nothing is decoded speculatively",
-    "guided_decoding": "guided decoding is not set up",
 }
 REQUEST_NOT_HERE = {
     "lora_request": "adapters are not served here",
@@ -89,6 +90,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         priority=_priority(request),
         retention=retention(request.kv_cache_retention_config),
         logits_post_processor=post_processor(params, model.post_processors),
+        guide=guide(params.guided_decoding),
     )
 
 
@@ -143,6 +145,22 @@ def post_processor(params: SamplingParams, known: tuple[str, ...]) -> str:
             "or give LLM a batched_logits_processor that stands at the top of a module"
         )
     return OF_REQUEST
+
+
+def guide(params: GuidedDecodingParams | None) -> Guide | None:
+    """The form of the output. A schema may be a dictionary, or a class of pydantic's, whose schema it then is."""
+    if params is None:
+        return None
+    if params.json is not None and params.json != "":
+        schema: Any = params.json
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        return Guide(GuideType.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
+    texts = {"regex": GuideType.REGEX, "grammar": GuideType.EBNF_GRAMMAR, "structural_tag": GuideType.STRUCTURAL_TAG}
+    for name, kind in texts.items():
+        if getattr(params, name):
+            return Guide(kind, getattr(params, name))
+    return Guide(GuideType.JSON) if params.json_object else None
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

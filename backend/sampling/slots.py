@@ -54,6 +54,7 @@ class SlotOptions(Struct, frozen=True):
     decay: TopPDecay | None = None
     return_log_probs: bool = False
     top_log_probs: int = 0
+    is_guided: bool = False  # others mask its logits
 
     @property
     def wants_log_probs(self) -> bool:
@@ -67,7 +68,15 @@ class SlotOptions(Struct, frozen=True):
     @property
     def special_until(self) -> int:
         """The row needs Kind.SPECIAL (changed logits, or log-probabilities) while it has fewer known tokens than this."""
-        if self.has_penalties or self.bias or self.words or self.ngram or self.decay or self.wants_log_probs:
+        if (
+            self.has_penalties
+            or self.bias
+            or self.words
+            or self.ngram
+            or self.decay
+            or self.wants_log_probs
+            or self.is_guided
+        ):
             return NEVER
         return 0 if self.end_ids is None else self.num_prompt_tokens + self.min_tokens
 
@@ -119,6 +128,7 @@ class SlotParameters:
             decay=_decay(config, top_p) if config.decays_top_p and not config.is_greedy else None,
             return_log_probs=row.return_log_probs,
             top_log_probs=min(row.top_log_probs, self.vocab_size),
+            is_guided=row.guide is not None,
         )
         seed = config.seed or 0
         seed -= (1 << 64) if seed >= 1 << 63 else 0

@@ -319,6 +319,7 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         gather=[] if seq.gathered is None else seq.gathered.asked(),
         prompt_embeddings=request.prompt_embeddings,
         position_ids=request.position_ids,
+        guide=request.guide,
         post_processor=request.logits_post_processor,
         request_id=seq.request_id,
         client_id=request.client_id,
@@ -335,7 +336,9 @@ def _new_beam_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
         num_sampled_before=0,
         block_ids=kv.block_ids(seq),
         sampling=SamplingConfig(),
+        end_ids=seq.request.end_ids if seq.request.guide is not None else (),
         top_log_probs=seq.search.num_candidates,
+        guide=seq.request.guide,
         cache_namespace=seq.namespace,
         extra_inputs=seq.request.extra_inputs,
     )

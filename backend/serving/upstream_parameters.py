@@ -84,6 +84,7 @@ def _device(text: str) -> str:
 
 
 _TYPES = {"inflight_fused_batching": "fused", "inflight_batching": "separate", "v1": "static"}
+_GUIDED = {"xgrammar": "xgrammar", "llguidance": "llguidance"}
 _POLICIES = {name: name for name in ("guaranteed_no_evict", "max_utilization", "static_batch")}
 
 
@@ -165,8 +166,9 @@ _ENGINE = (
     ),
     *_refused("speculative decoding", "medusa_choices", "eagle_choices"),
     *_refused("speculative decoding", "speculative_decoding_fast_logits", neutral=FALSE),
-    *_refused("guided decoding", "guided_decoding_backend"),
-    *_no_effect("it serves guided decoding alone, which is refused", "tokenizer_dir", "xgrammar_tokenizer_info_path"),
+    _honoured("guided_decoding_backend", "guided.backend", _chosen(_GUIDED)),
+    _honoured("xgrammar_tokenizer_info_path", "guided.tokenizer_info", str, "whatever the backend"),
+    *_no_effect("it serves guided decoding alone, which takes the model's own tokenizer", "tokenizer_dir"),
 )
 _TOKENIZER = Parameter("tokenizer_dir", "honoured", "else the served model's own tokenizer", convert=str)
 _ONE_TOKENIZER = _no_effect("the tokenizer's own files say what it is", "tokenizer_type")

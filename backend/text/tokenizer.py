@@ -137,6 +137,16 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the highest id; ids in between may be unused."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def to_json(self) -> str:
+        """What a tokenizer.json of it would hold."""
+        text: str = self._backend.to_str()
+        return text
+
     def visible_token(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """The vocabulary's entry for `token_id`, which the decoder is given; None if the token has no text."""
         if skip_special_tokens and token_id in self.special_ids:

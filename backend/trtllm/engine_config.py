@@ -23,7 +23,6 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
     "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
     "peft_cache_config": ((None,), "LoRA is not served; merge the adapter into the weights"),
-    "guided_decoding_config": ((None,), "guided decoding is not served; leave it out"),
     "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
     "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
     "use_gpu_direct_storage": ((False,), "leave it out"),
@@ -68,6 +67,12 @@ def _debug_tensors(config: ExecutorConfig) -> tuple[str, ...]:
 
 def _max_debug_iterations(config: ExecutorConfig) -> int:
     return config.debug_config.debug_tensors_max_iterations if config.debug_config and _debug_tensors(config) else 0
+
+
+def _guided_backend(config: ExecutorConfig) -> str:
+    """Without a GuidedDecodingConfig nobody may ask for guides, as with TensorRT-LLM."""
+    guided = config.guided_decoding_config
+    return "none" if guided is None else guided.backend.name.lower()
 
 
 def _dynamic(name: str) -> Callable[[ExecutorConfig], Any]:
@@ -117,6 +122,7 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "limits.max_words": lambda config: 65536,
     "limits.max_word_tokens": lambda config: 65536,
     "limits.max_logit_bias": lambda config: 1 << 20,
+    "guided.backend": _guided_backend,
     "records.max_iterations": lambda config: config.iter_stats_max_iterations,
     "records.max_request_iterations": lambda config: config.request_stats_max_iterations,
     "records.max_kv_events": lambda config: config.kv_cache_config.event_buffer_max_size,

@@ -26,6 +26,7 @@ from backend.executor import Executor as Core
 from backend.executor.own_processors import OF_REQUEST, OwnProcessors, PostProcessor, import_path
 from backend.trtllm import from_core
 from backend.trtllm.configs import ExecutorConfig
+from backend.trtllm.decoding import GuidedDecodingConfig
 from backend.trtllm.engine_config import engine_config, runs_in_own_process
 from backend.trtllm.enums import ModelType
 from backend.trtllm.kinds import PATH, STR, UINT64, Kind, list_of, of, optional
@@ -281,12 +282,37 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
     batched = None if processors is None else processors.processor_batched
     if parallel is not None and parallel.device_ids:
         config = _on_device(config, parallel.device_ids[0])
-    if isinstance(given, FromBuffers):
-        if own_process:
-            raise RuntimeError("an engine process reads a directory; give a model_path, or CommunicationMode.LEADER")
-        return Core.from_buffers(_tensors(given), given.json_config_str, config, by_name, batched), ""
-    if not own_process:
-        return Core.from_directory(given.model_path, config, by_name, batched), ""
+    if isinstance(given, FromBuffers) and own_process:
+        raise RuntimeError("an engine process reads a directory; give a model_path, or CommunicationMode.LEADER")
+    guided = given.executor_config.guided_decoding_config
+    directory = tempfile.mkdtemp(prefix="everbatch-") if own_process or guided is not None else ""
+    try:
+        if guided is not None and guided.encoded_vocab is not None:
+            config = _with_vocabulary(config, guided, directory)
+        if isinstance(given, FromBuffers):
+            return Core.from_buffers(_tensors(given), given.json_config_str, config, by_name, batched), directory
+        if not own_process:
+            return Core.from_directory(given.model_path, config, by_name, batched), directory
+        config = _own_process(given, config, by_name, batched)
+        return Core.launch(config, f"{directory}/engine.sock"), directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _with_vocabulary(config: EngineConfig, guided: GuidedDecodingConfig, directory: str) -> EngineConfig:
+    """The materials of guided decoding in a file, for the engine may be another process."""
+    path = f"{directory}/tokenizer_info.json"
+    names = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
+    Path(path).write_bytes(msgspec.json.encode({name: getattr(guided, name) for name in names}))
+    return msgspec.structs.replace(config, guided=msgspec.structs.replace(config.guided, tokenizer_info=path))
+
+
+def _own_process(
+    given: FromDirectory, config: EngineConfig, by_name: Mapping[str, PostProcessor], batched: PostProcessor | None
+) -> EngineConfig:
+    """The configuration of an engine process: it imports post-processors."""
+    own = by_name[OF_REQUEST]
     model = msgspec.structs.replace(
         config.model,
         path=given.model_path,
@@ -295,12 +321,7 @@ def _started(given: FromDirectory | FromBuffers, config: EngineConfig, own: OwnP
         ),
         batched_logits_post_processor=None if batched is None else import_path("batched", batched),
     )
-    directory = tempfile.mkdtemp(prefix="everbatch-")
-    try:
-        return Core.launch(msgspec.structs.replace(config, model=model), f"{directory}/engine.sock"), directory
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    return msgspec.structs.replace(config, model=model)
 
 
 def _on_device(config: EngineConfig, device_id: int) -> EngineConfig:

@@ -6,13 +6,14 @@ from datetime import timedelta
 from typing import Any
 
 from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.guide import Guide, GuideType
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
 from backend.executor.tensors import as_data
 from backend.trtllm import request as theirs
 from backend.trtllm import request_configs as configs
 from backend.trtllm.enums import KvCacheTransferMode, RequestType
-from backend.trtllm.request_configs import KvCacheRetentionConfig
+from backend.trtllm.request_configs import GuidedDecodingParams, KvCacheRetentionConfig
 
 # Attributes of one name and meaning on both sides.
 _REQUEST = ("max_tokens", "streaming", "client_id", "return_all_generated_tokens", "priority", "position_ids")
@@ -77,8 +78,6 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
     _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
     if request.sampling_config.beam_width > 1:
         _check(request.sampling_config, _REFUSED_OF_BEAMS, "SamplingConfig")
-    if request.guided_decoding_params is not None:
-        raise Unsupported("GuidedDecoder is not setup; leave guided_decoding_params out")
     if request.sampling_config.beam_width > max_beam_width:
         raise InvalidRequest(
             f"beam_width is {request.sampling_config.beam_width}, the limit is max_beam_width {max_beam_width} "
@@ -89,6 +88,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         sampling_config=_sampling(request, vocab_size),
         output_config=_output(request.output_config),
         logits_post_processor=_processor(request),
+        guide=None if request.guided_decoding_params is None else _guide(request.guided_decoding_params),
         end_ids=() if request.end_id is None or request.end_id < 0 else (request.end_id,),
         stop_words=request.stop_words or [],
         bad_words=request.bad_words or [],
@@ -138,6 +138,12 @@ def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:
     if table.dim() == 3 and len(table) == 1:
         table = table[0]
     return {"prompt_embeddings": as_data(table), "extra_ids": given.input_token_extra_ids or []}
+
+
+def _guide(given: GuidedDecodingParams) -> Guide:
+    """The type JSON has no text."""
+    kind = GuideType(given.guide_type.name.lower())
+    return Guide(kind, "" if kind is GuideType.JSON else given.guide or "")
 
 
 def _processor(request: theirs.Request) -> str:

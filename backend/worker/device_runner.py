@@ -25,6 +25,7 @@ from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples,
 from backend.sampling.slots import SlotParameters
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.graphs import Graphs
+from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.model_runner import prepare
@@ -51,12 +52,22 @@ class QueuedStep(NamedTuple):
     step_id: int
     samples: FetchedSamples
     gathered: Sequence[FetchedRows] = ()  # of each pass
-    failed: list[tuple[int, str]] | None = None
+    failed: Sequence[tuple[int, str]] = ()
+    guided: GuidedStep | None = None
+
+    def settle(self) -> None:
+        """Wait for the tokens, and let the guides go on by them."""
+        if self.guided is not None:
+            self.guided.accept(self.samples.wait())
 
     def wait(self) -> StepOutput:
         samples, gathered = self.samples.wait(), fetch_all(self.gathered)
+        failed = list(self.failed)
+        if self.guided is not None:
+            failed += self.guided.accept(samples)
+            samples = self.guided.told(samples)
         debug_tensors = self.gathered[-1].wait_for_debug() if self.gathered else {}  # they come with the last pass
-        return StepOutput(self.step_id, samples, gathered, self.failed or [], debug_tensors)
+        return StepOutput(self.step_id, samples, gathered, failed, debug_tensors)
 
 
 class DeviceRunner:
@@ -69,6 +80,7 @@ class DeviceRunner:
         parameters: SlotParameters,
         graphs: Graphs,
         extras: Extras | None = None,
+        guided: GuidedRows | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
@@ -81,6 +93,8 @@ class DeviceRunner:
         self._pad_slot = len(batch.num_tokens) - 1
         self._split = split_for(self._pad_slot, model.config.num_kv_heads)
         self._extras = extras or Extras()
+        self._guided = guided or GuidedRows(None, 0, 0)
+        self._guided_before: QueuedStep | None = None  # the step ahead, if it had guided rows
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
@@ -96,27 +110,41 @@ class DeviceRunner:
             self.storage.grow(step.num_blocks)
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
-        prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras)
-        passes = self._extras.of_step(step.rows)
+        prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras, self._guided)
+        passes, guided = self._extras.of_step(step.rows), self._guided.of_step(step.rows)
         if passes is not None:
-            return self._launch_with_extras(step, passes)
-        if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
-            slots, chosen = self._run_generation(step.rows)
+            queued = self._launch_with_extras(step, passes, guided)
         else:
-            slots, chosen = self._run_mixed(step.rows)
-        self.batch.count_tokens(slots)
-        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen))
+            if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
+                slots, chosen = self._run_generation(step.rows, guided)
+            else:
+                slots, chosen = self._run_mixed(step.rows, guided)
+            self.batch.count_tokens(slots)
+            queued = QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), guided=guided)
+        self._guided_before = None if guided is None else queued
+        return queued
 
-    def _launch_with_extras(self, step: StepInput, passes: list[ExtraWork]) -> QueuedStep:
+    def _masked(self, logits: Tensor, guided: GuidedStep | None) -> Tensor:
+        """logits [rows that sample, vocab] under the guides. The forward pass is queued: the device runs it while the host waits
+        for the tokens of the step ahead and makes masks.
+        """
+        if guided is None:
+            return logits
+        if self._guided_before is not None:
+            self._guided_before.settle()
+        return guided.mask(logits)
+
+    def _launch_with_extras(self, step: StepInput, passes: list[ExtraWork], guided: GuidedStep | None) -> QueuedStep:
         """Queue a step with rows that want more than tokens, or have a post-processor; it runs eagerly."""
         gathered = [self._run_with_extras(work)[1] for work in passes[:-1]]
         work = passes[-1]
         logits, rows = self._run_with_extras(work)
         logits = logits[work.sampling_rows].float()
         failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
+        logits = self._masked(logits, guided)
         slots, chosen = self._choose_and_append([row.slot for row in step.rows if row.samples], logits)
         self.batch.count_tokens(slots)
-        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), [*gathered, rows], failed)
+        return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), [*gathered, rows], failed, guided)
 
     def _run_with_extras(self, work: ExtraWork) -> tuple[Tensor, FetchedRows]:
         """One pass: logits [sum of num_logits, vocab], and what clients want of it."""
@@ -139,7 +167,7 @@ class DeviceRunner:
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def _run_generation(self, rows: list[Row]) -> tuple[list[SlotId], Chosen]:
+    def _run_generation(self, rows: list[Row], guided: GuidedStep | None) -> tuple[list[SlotId], Chosen]:
         """Returns the rows' slots, and their tokens followed by those of padding rows."""
         numbers = self.batch.row_numbers(rows, [1] * len(rows))
         slots, num_tokens = numbers[:, 0].tolist(), (numbers[:, 1] + 1).tolist()
@@ -152,7 +180,8 @@ class DeviceRunner:
         if kind is not Kind.SPECIAL:
             return slots, Chosen(result, None)
         here = inputs.device_numbers[:, : len(rows)]
-        chosen = self._choice.choose_special(result[: len(rows)], here, slots, num_tokens, self.batch.token_ids)
+        logits = self._masked(result[: len(rows)], guided)
+        chosen = self._choice.choose_special(logits, here, slots, num_tokens, self.batch.token_ids)
         self._append(here, chosen.tokens)
         return slots, chosen
 
@@ -210,7 +239,7 @@ class DeviceRunner:
 
     # ---------------------------------------------------------------------------------------------------------- mixed
 
-    def _run_mixed(self, rows: list[Row]) -> tuple[list[SlotId], Chosen]:
+    def _run_mixed(self, rows: list[Row], guided: GuidedStep | None) -> tuple[list[SlotId], Chosen]:
         """Returns the slots that sample, and their tokens."""
         if not rows:
             return [], self._nothing
@@ -218,7 +247,8 @@ class DeviceRunner:
         slots = [row.slot for row in rows if row.samples]
         if not slots:
             return [], self._nothing
-        return self._choose_and_append(slots, self._model.logits(hidden[flat.logits_index]))
+        logits = self._masked(self._model.logits(hidden[flat.logits_index]), guided)
+        return self._choose_and_append(slots, logits)
 
     def _forward(self, rows: list[Row], num_logits: list[int]) -> tuple[Tensor, FlatBatch]:
         config, batch = self._model.config, self.batch

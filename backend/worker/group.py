@@ -13,10 +13,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig
+from backend.api.config import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.errors import ConfigError
 from backend.api.gguf import SUFFIX
+from backend.api.guide import NOT_SET_UP
 from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
+from backend.guided.compiler import GuideCompiler
+from backend.guided.setup import make_guides
 from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
@@ -27,6 +30,7 @@ from backend.worker.debug_tensors import DebugFetch
 from backend.worker.device_runner import DeviceRunner
 from backend.worker.extras import Extras, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
+from backend.worker.guided_rows import GuidedRows
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.memory import free_bytes, memory_use
@@ -55,9 +59,10 @@ class InProcessWorkerGroup:
         progress: Callable[[str], None] = lambda line: None,
         processors: PostProcessors | None = None,
         debug: DebugFetch | None = None,
+        guided: GuidedConfig | None = None,
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
-        `debug`: what is kept of every step.
+        `debug`: what is kept of every step. `guided`: None for no guided decoding.
 
         Raises ConfigError when the checkpoint or the device does not exist.
         """
@@ -66,6 +71,8 @@ class InProcessWorkerGroup:
         self._progress = progress
         self._processors = (processors or PostProcessors()).with_configured(model)
         self._debug = debug
+        self._guided = guided
+        self.guides: GuideCompiler | None = None
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
@@ -90,10 +97,16 @@ class InProcessWorkerGroup:
         kv_cache: KvCacheConfig = KvCacheConfig(),  # noqa: B008 (immutable)
         processors: PostProcessors | None = None,
         debug: DebugFetch | None = None,
+        guided: GuidedConfig | None = None,
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
         group = cls(
-            msgspec.structs.replace(model, path="<buffers>"), scheduler, kv_cache, processors=processors, debug=debug
+            msgspec.structs.replace(model, path="<buffers>"),
+            scheduler,
+            kv_cache,
+            processors=processors,
+            debug=debug,
+            guided=guided,
         )
         group._buffers = (tensors, json_config)
         return group
@@ -116,6 +129,10 @@ class InProcessWorkerGroup:
         log.info("weights: %s", self.model.memory)
         check_outputs(section.additional_outputs, self.model)
         kv_block = self._kv_block(self._kv_cache.block_size)
+        refusal = NOT_SET_UP
+        if self._guided is not None:
+            tokenizer = None if self._buffers is not None else self.model_path
+            self.guides, refusal = make_guides(self._guided, tokenizer, config.vocab_size, eos_ids)
         return ModelInfo(
             name=self.model_path.name.removesuffix(SUFFIX) or config.architecture,
             vocab_size=config.vocab_size,
@@ -133,6 +150,7 @@ class InProcessWorkerGroup:
             output_widths={name: output.width for name, output in self.model.outputs.items()},
             post_processors=self._processors.names,
             prompt_embedding_width=config.hidden_size if self._choice.name == "torch" else 0,
+            guide_refusal=refusal,
             looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 
@@ -261,13 +279,16 @@ class InProcessWorkerGroup:
             batch = InputBatch(slots + 1, max_len, block_size, device)
             parameters = SlotParameters(slots, vocab_size, device)
             extras = Extras(self._processors, self._debug)
-            return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras)
+            guided = GuidedRows(self.guides, slots + 1, vocab_size)
+            layout = self._layout(block_size)
+            return DeviceRunner(model, layout, storage, batch, parameters, self._graphs(), extras, guided)
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         prompts = None if is_native else PromptInputs(vocab_size, model.dtype, device)
         batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, self._choice.library)
-        return ModelRunner(tier, storage, batch, sampler, Extras(self._processors, self._debug))
+        guided = GuidedRows(self.guides, slots, vocab_size)
+        return ModelRunner(tier, storage, batch, sampler, Extras(self._processors, self._debug), guided)
 
     def _graphs(self) -> Graphs:
         return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)

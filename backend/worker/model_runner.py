@@ -17,6 +17,7 @@ from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
+from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_storage import KVStorage
 from backend.worker.tier import Tier
@@ -37,13 +38,20 @@ class Done(NamedTuple):
 
 class ModelRunner:
     def __init__(
-        self, tier: Tier, storage: KVStorage, batch: InputBatch, sampler: Sampler, extras: Extras | None = None
+        self,
+        tier: Tier,
+        storage: KVStorage,
+        batch: InputBatch,
+        sampler: Sampler,
+        extras: Extras | None = None,
+        guided: GuidedRows | None = None,
     ) -> None:
         self.tier = tier
         self.storage = storage
         self.batch = batch
         self.sampler = sampler
         self.extras = extras or Extras()
+        self.guided = guided or GuidedRows(None, 0, 0)
 
     def launch(self, step: StepInput) -> Done:
         """Run a step; there is nothing to wait for afterwards."""
@@ -56,18 +64,27 @@ class ModelRunner:
         slots = [row.slot for row in step.rows if row.samples]
         # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`.
         num_tokens = [self.batch.num_tokens[slot] for slot in slots]
-        passes = self.extras.of_step(step.rows)
+        passes, guided = self.extras.of_step(step.rows), self.guided.of_step(step.rows)
         if passes is not None:
-            return self._execute_with_extras(step, passes, slots, num_tokens)
+            return self._execute_with_extras(step, passes, guided, slots, num_tokens)
         num_logits = [int(row.samples) for row in step.rows]
         needed = self.sampler.needs_logits(slots, num_tokens)
         greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, any(needed))
+        if guided is not None and logits is not None:
+            logits = guided.mask(logits)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         self.batch.append_tokens(samples)
+        if guided is not None:
+            return StepOutput(step.step_id, guided.told(samples), failed=guided.accept(samples))
         return StepOutput(step.step_id, samples)
 
     def _execute_with_extras(
-        self, step: StepInput, passes: list[ExtraWork], slots: list[SlotId], num_tokens: list[int]
+        self,
+        step: StepInput,
+        passes: list[ExtraWork],
+        guided: GuidedStep | None,
+        slots: list[SlotId],
+        num_tokens: list[int],
     ) -> StepOutput:
         """Like the rest of `execute`, for a step with rows that want more than tokens or have a post-processor."""
         gathered = [self._run(work, False)[2] for work in passes[:-1]]
@@ -81,8 +98,13 @@ class ModelRunner:
         greedy = None if greedy is None else greedy[sampling]
         logits = None if logits is None else logits[sampling]
         failed = [] if logits is None else work.process(logits, self.batch.token_ids, self.batch.num_tokens)
+        if guided is not None and logits is not None:
+            logits = guided.mask(logits)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         self.batch.append_tokens(samples)
+        if guided is not None:
+            failed = [*failed, *guided.accept(samples)]
+            samples = guided.told(samples)
         return StepOutput(step.step_id, samples, fetch_all([*gathered, rows]), failed, rows.wait_for_debug())
 
     def _run(self, work: ExtraWork, needs_logits: bool) -> tuple[NDArray[np.int64] | None, Tensor | None, FetchedRows]:
@@ -95,11 +117,16 @@ class ModelRunner:
 
     def prepare(self, step: StepInput) -> None:
         """Bring KV storage, slots and sampling parameters up to date, before the model runs."""
-        prepare(step, self.storage, self.batch, self.sampler.set_row, self.extras)
+        prepare(step, self.storage, self.batch, self.sampler.set_row, self.extras, self.guided)
 
 
 def prepare(
-    step: StepInput, storage: KVStorage, batch: InputBatch, set_row: Callable[[NewRow], None], extras: Extras
+    step: StepInput,
+    storage: KVStorage,
+    batch: InputBatch,
+    set_row: Callable[[NewRow], None],
+    extras: Extras,
+    guided: GuidedRows,
 ) -> None:
     """Grow the KV pool, copy blocks, store new rows, append blocks."""
     storage.grow(step.num_blocks)
@@ -108,6 +135,7 @@ def prepare(
     for new_row in step.new_rows:
         set_row(new_row)
         extras.set_row(new_row)
+        guided.set_row(new_row)
     for row in step.rows:
         if row.new_block_ids:
             batch.append_blocks(row.slot, row.new_block_ids)

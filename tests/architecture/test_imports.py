@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "distributed": {"api", "core"},
     "layers": {"api"},
     "lora": {"api", "layers"},
-    "guided": {"api"},
+    "guided": {"api", "text"},
     "sampling": {"api", "core"},
     "models": {"api", "core", "layers", "lora", "distributed"},
     "quant": {"api", "models", "layers", "text"},  # offline: nobody imports it

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from backend.api.guide import NOT_SET_UP
+from backend.core.guides import Guides
 from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
 
 MASK = (1 << 64) - 1
@@ -100,7 +102,11 @@ class HashWorkerGroup:
         takes_extra_inputs: bool = False,
         looks_ahead: bool = False,
         sink_tokens: int = 0,
+        eos_ids: tuple[int, ...] = (),
+        guides: Guides | None = None,
     ) -> None:
+        """`guides`: they are refused without; the tokens are what they are in any case."""
+        self.guides = guides
         self.info = ModelInfo(
             "hash",
             vocab_size,
@@ -109,6 +115,8 @@ class HashWorkerGroup:
             bytes_per_token,
             takes_extra_inputs=takes_extra_inputs,
             looks_ahead=looks_ahead,
+            eos_ids=eos_ids,
+            guide_refusal=NOT_SET_UP if guides is None else "",
         )
         self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()

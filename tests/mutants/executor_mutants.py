@@ -40,7 +40,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
         change(Deadlines, "pop_due", (" and seq.deadline_ns == deadline_ns", "")),
         CORE,
     ),
-    "prompt_tokens_with_history": (change(EngineCore, "enqueue", (" - seq.num_history_tokens", "")), CORE),
+    "prompt_tokens_with_history": (change(EngineCore, "_accept", (" - seq.num_history_tokens", "")), CORE),
     "step_time_with_the_step_before": (
         change(Statistics, "record", ("max(flight.started_ns, before_ns)", "flight.started_ns")),
         CORE,

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from backend.api import InvalidRequest, OutputConfig, Request
+from backend.api.guide import Guide
 from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
@@ -55,6 +56,8 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     include_stop_in_output: bool = False
     echo: bool = False
     timeout_s: float | None = None
+    tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
+    guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
 
 
 class Choice(Struct, frozen=True):
@@ -122,6 +125,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
+        guide=asked.guide,
     )
 
     def new_reporter() -> TextReporter:
@@ -155,7 +159,7 @@ def _read_prompt(asked: Generate, context: ServingContext, tools: TextTools) -> 
     elif asked.prompt is not None:
         text, ids = asked.prompt, tools.tokenizer.encode(asked.prompt)
     else:
-        text = tools.template.render(asked.messages or [])
+        text = tools.template.render(asked.messages or [], tools=asked.tools)
         ids = tools.tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
     if not ids:
         raise InvalidRequest("the prompt holds no token; give more text")

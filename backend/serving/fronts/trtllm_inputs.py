@@ -1,10 +1,11 @@
-"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: KV retention, and prompt embeddings."""
+"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: retention, embeddings, guides."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from backend.api import InvalidRequest
+from backend.api.guide import Guide, GuideType
 from backend.api.prompt_limits import FLOAT_BYTES
 from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
@@ -50,6 +51,27 @@ def _read_ranges(batch: Batch, row: int) -> list[TokenRangeRetention]:
 
 def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds in (None, _FOR_EVER) else milliseconds / 1000
+
+
+def check_guides(batch: Batch, max_bytes: int) -> None:
+    """Raise InvalidRequest for a guide of more bytes than allowed. Nothing is decoded."""
+    for row in range(batch.num_rows):
+        batch.check_texts("guided_decoding_guide", row, 1, max_bytes, "guided.max_bytes")
+
+
+def read_guide(batch: Batch, row: int) -> Guide | None:
+    """The row's guide; None without one, or where both inputs are empty. Raises InvalidRequest for a type that is not known."""
+    kind = batch.scalar("guided_decoding_guide_type", row) or ""
+    text = batch.scalar("guided_decoding_guide", row) or ""
+    if not kind:
+        if text:
+            raise InvalidRequest("guided_decoding_guide is given without guided_decoding_guide_type; send both")
+        return None
+    try:
+        return Guide(GuideType(kind), text)
+    except ValueError:
+        known = ", ".join(each.value for each in GuideType)
+        raise InvalidRequest(f"guided_decoding_guide_type is {kind[:80]!r}, allowed are {known}") from None
 
 
 def read_embeddings(batch: Batch, row: int, max_bytes: int) -> TensorData | None:

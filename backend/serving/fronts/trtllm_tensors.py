@@ -57,12 +57,11 @@ _PROMPT_TUNING = (
 _NOT_BUILT = (
     *refused("LoRA", ("lora_task_id", "UINT64", ONE), neutral=(0,)),
     *refused("LoRA", ("lora_weights", "FP16", (-1, -1)), ("lora_config", "INT32", (-1, 3))),
-    *refused(
-        "guided decoding",
-        ("guided_decoding_guide_type", "STRING", ONE),
-        ("guided_decoding_guide", "STRING", ONE),
-        neutral=("",),
-    ),
+)
+
+_GUIDE = (
+    Input("guided_decoding_guide_type", "STRING", ONE, "request"),
+    Input("guided_decoding_guide", "STRING", ONE, "request"),
 )
 
 _ENGINE_ONLY_NOT_BUILT = (
@@ -161,6 +160,7 @@ TOKEN_MODEL = ModelTensors(
         *_PROMPT_TUNING,
         *ignored(("prompt_table_extra_ids", "UINT64", ANY), why=_EXTRA_IDS),
         *_NOT_BUILT,
+        *_GUIDE,
         *_ENGINE_ONLY_NOT_BUILT,
     ),
     outputs=(
@@ -193,6 +193,7 @@ _TEXT_INPUTS = (
     *_PROMPT_TUNING,
     *ignored(("prompt_table_extra_id", "UINT64", ONE), why=_EXTRA_IDS),
     *_NOT_BUILT,
+    *_GUIDE,
 )
 
 _TEXT_OUTPUTS = (

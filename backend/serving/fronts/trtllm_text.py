@@ -21,7 +21,7 @@ from backend.serving.fronts.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
-from backend.serving.fronts.trtllm_inputs import read_embeddings
+from backend.serving.fronts.trtllm_inputs import check_guides, read_embeddings, read_guide
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
@@ -57,6 +57,7 @@ def check_text_requests(batch: Batch, context: ServingContext) -> None:
     check_mode(batch, "stream", context.decoupled)
     limits = context.config.limits
     prompt_bytes = MAX_TOKEN_BYTES * context.model.max_seq_len
+    check_guides(batch, context.config.guided.max_bytes)
     for row in range(batch.num_rows):
         batch.check_texts("text_input", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
         batch.check_texts("messages", row, 1, prompt_bytes, "64 for each token of model.max_seq_len")
@@ -94,6 +95,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         session=session,
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
+        guide=read_guide(batch, row),
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
     )
     # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.

@@ -112,6 +112,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         bad_words=words_token_ids(tools.tokenizer, [word for word in asked.bad_words or [] if word]),
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
+        guide=asked.guide(),
     )
     prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
 

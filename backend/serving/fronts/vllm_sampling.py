@@ -8,10 +8,13 @@ import msgspec
 
 from backend.api import InvalidRequest, Unsupported
 from backend.api.config import LimitsConfig
+from backend.api.guide import Guide
 from backend.serving.fronts.limits import check_stops
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, from_json, read_json
+from backend.serving.fronts.vllm_guides import read_guide
 from backend.serving.requests import Parameters
 
+GUIDES = ("structured_outputs", "guided_decoding")
 TENSOR = "sampling_parameters"
 NO_LORA = "LoRA feature is not enabled."
 RANDOM_SEED = -1
@@ -22,8 +25,6 @@ _MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((None,), "log-probabilities of the prompt"),
     "detokenize": ((True,), "output without text (use the model tensorrt_llm)"),
     "allowed_token_ids": ((None, []), "a list of allowed tokens"),
-    "guided_decoding": ((None, "", {}), "guided decoding"),
-    "structured_outputs": ((None, "", {}), "guided decoding"),
 }
 
 
@@ -42,6 +43,13 @@ class VllmSampling(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
+    def guide(self) -> Guide | None:
+        """The form of the output: `structured_outputs`, or `guided_decoding`, its older name. Raises InvalidRequest."""
+        given = {name: value for name in GUIDES if (value := getattr(self, name)) not in (None, "", {})}
+        if len(given) > 1:
+            raise InvalidRequest(f"{' and '.join(given)} mean the same; send one of them")
+        return next((read_guide(name, value) for name, value in given.items()), None)
+
 
 def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConfig, streaming: bool) -> VllmSampling:
     """The parameters of a request: those of the tensor `sampling_parameters`, without one the request's own parameters.
@@ -56,6 +64,7 @@ def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConf
     asked: VllmSampling = from_json(source, given, VllmSampling, strict=False)
     _refuse_what_is_missing(asked)
     _check(asked, limits)
+    asked.guide()
     check_choices(asked, streaming)
     return msgspec.structs.replace(asked, seed=None) if asked.seed == RANDOM_SEED else asked
 

@@ -1,0 +1,72 @@
+"""Guide: the form that an output must have. See docs/guided-decoding.md."""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from backend.api.errors import InvalidRequest
+
+NOT_SET_UP = "GuidedDecoder is not setup"  # TensorRT-LLM's words, which its clients look for
+MAX_NESTING = 64  # brackets within brackets in a guide's text
+
+
+class GuideType(enum.StrEnum):
+    """What the text of a guide is. The names are those of TensorRT-LLM's Triton input."""
+
+    JSON = "json"  # any JSON object; there is no text
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # of the whole output
+    EBNF_GRAMMAR = "ebnf_grammar"  # rules as `root ::= ...` (GBNF), or a Lark grammar that begins with `start`
+    STRUCTURAL_TAG = "structural_tag"  # free text in which certain beginnings must be followed by JSON of a schema
+
+
+class Guide(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Asks for outputs of one form. An output that ends by itself (FinishReason.END_ID) has it in full; one that is cut at
+    its length, or cancelled, is the beginning of one that has it.
+    """
+
+    type: GuideType
+    text: str = ""
+
+
+def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | None) -> None:
+    """Raise InvalidRequest for a guide that nobody should try to compile. `refusal`: why no guide is taken at all, or ''."""
+    if refusal:
+        raise InvalidRequest(refusal)
+    if min_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}, and where the guide is complete nothing can follow; leave one of them out"
+        )
+    if guide.type is GuideType.JSON:
+        if guide.text:
+            raise InvalidRequest("a guide of type json has no text; use json_schema for a schema")
+        return
+    if not guide.text:
+        raise InvalidRequest(f"a guide of type {guide.type.value} needs a text; give one")
+    try:
+        num_bytes = len(guide.text.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise InvalidRequest("the guide has a lone surrogate, only Unicode can be compiled; remove it") from None
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"the guide has {num_bytes} bytes, the limit is {max_bytes} (guided.max_bytes); shorten it"
+        )
+    if "\0" in guide.text:
+        raise InvalidRequest("the guide has a zero character; remove it")
+    depth = nesting(guide.text)
+    if depth > MAX_NESTING:
+        raise InvalidRequest(f"the guide has brackets nested {depth} deep, the limit is {MAX_NESTING}; flatten it")
+
+
+def nesting(text: str) -> int:
+    """How deep brackets of any kind lie within each other, those in strings counted as well."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest

@@ -1,0 +1,47 @@
+"""A step of rows that has landed: counters, KV and tokens of its sequences are booked. (Steps of beams: beam_step.py.)"""
+
+from __future__ import annotations
+
+from backend.api.response import FinishReason
+from backend.api.stats import EngineCounters
+from backend.core.sequence import Sequence
+from backend.core.step import StepOutput
+from backend.engine import groups, update
+from backend.engine.flight import Flight
+from backend.kvcache.manager import KVCacheManager
+
+
+def book(
+    flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters, now_ns: int
+) -> list[tuple[Sequence, FinishReason]]:
+    """Book what a step did. Returns the sequences with news, in row order, and whether they end."""
+    plan, dropped = flight.plan, flight.dropped
+    news: list[tuple[Sequence, FinishReason]] = []
+    samples = iter(output.sampled)
+    for seq, sample in zip(plan.generation, samples):
+        if dropped and seq.seq_id in dropped:
+            continue
+        update.advance_by_newest(seq)
+        if seq.num_computed_tokens >= seq.kv_due_at:
+            kv.advance(seq)
+        update.append_token(seq, sample, now_ns)
+        news.append((seq, update.finish_reason(seq)))
+    counters.generated_tokens_total += len(news)
+    rows = flight.step.rows[len(plan.generation) :]
+    for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
+        first = next(samples) if row.samples else None  # token of its output
+        if seq.seq_id in dropped:
+            continue
+        context, recomputed = update.advance(seq, num_tokens)
+        counters.context_tokens_total += context
+        counters.recomputed_tokens_total += recomputed
+        kv.advance(seq)
+        if seq.group is not None:
+            groups.share_prompt(seq, kv)
+        if first is not None:
+            update.append_token(seq, first, now_ns)
+            counters.generated_tokens_total += 1
+        asked_for_no_output = first is None and not seq.num_uncomputed_tokens + seq.num_inflight_tokens
+        if first is not None or asked_for_no_output:
+            news.append((seq, update.finish_reason(seq)))
+    return news

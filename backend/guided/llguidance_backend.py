@@ -1,0 +1,197 @@
+"""LLGuidanceBackend: grammars by llguidance (Earley parser over lexemes that are derivatives of regular expressions).
+
+All that it does is bounded in steps of its own (LIMITS): a guide, or an output under it, that needs more ends with an error.
+JSON may have WHITESPACE between its parts, and no more. A keyword of a schema that llguidance does not hold is an error that
+names it (`lenient` is off), and a client cannot change these options (its key x-guidance is overridden).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from backend.api.guide import Guide, GuideType
+from backend.guided.json_text import check_schema, parse_json
+from backend.guided.protocol import GuideError
+from backend.guided.structural_tag import StructuralTag, Structure, parse_structural_tag
+from backend.guided.vocabulary import Vocabulary
+
+WHITESPACE = r" ?|\n[ ]{0,32}"  # one space, or a line break with an indentation
+_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": WHITESPACE,
+    "whitespace_flexible": True,
+    "item_separator": ",",
+    "key_separator": ":",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_ANY_OBJECT = '{"type":"object"}'
+# What a compiled guide takes is not told; these are above what has been seen of the sets in docs/guided-decoding.md.
+_BYTES_AT_LEAST, _BYTES_PER_BYTE = 64 << 10, 256
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,
+}
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, end_id: int) -> None:
+        self.eos_token_id = end_id
+        self.bos_token_id = None
+        self.tokens: Sequence[bytes] = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.special_ids)
+        self._greedy = _Greedy(vocabulary)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._greedy(text.encode() if isinstance(text, str) else text)
+
+
+class _Greedy:
+    """The longest token first. llguidance asks only for text that a guide leaves no choice about."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = vocabulary.special_ids
+        self._ids = {token: i for i, token in enumerate(vocabulary.tokens) if i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                if (token := self._ids.get(text[start:end])) is not None:
+                    ids.append(token)
+                    start = end
+                    break
+            else:
+                start += 1  # a byte that no token stands for
+        return ids
+
+
+class LLGuidanceBackend:
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """`vocabulary.stop_ids` must not be empty."""
+        ends = vocabulary.stop_ids
+        source: Any = vocabulary.tokenizer_str or _Tokens(vocabulary, ends[0])
+        self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary.size, eos_token=list(ends))
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+
+    def compile(self, guide: Guide) -> LLGuidanceGuide:
+        grammar = _grammar(guide)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GuideError(f"the guide cannot be compiled: {_first_line(matcher.get_error())}")
+        warnings = matcher.get_grammar_warnings()
+        if warnings:
+            raise GuideError(f"the guide cannot be held in full: {_first_line(warnings[0])}")
+        mask = bytearray(4 * ((self._tokenizer.vocab_size + 31) // 32))
+        twin = matcher.deep_copy()
+        mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
+        if twin.is_error():
+            raise GuideError(f"the guide cannot be compiled: {_first_line(twin.get_error())}")
+        return LLGuidanceGuide(twin, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
+
+
+class LLGuidanceGuide:
+    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
+        self._matcher = matcher
+        self.num_bytes = num_bytes
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy())
+
+
+class LLGuidanceMatcher:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+        self.accept = matcher.consume_token
+
+    def fill(self, masks: NDArray[np.int32], row: int) -> None:
+        width = masks.strides[0]
+        self._matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * width, width)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def error(self) -> str:
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+def _grammar(guide: Guide) -> str:
+    """The guide in llguidance's terms. Raises GuideError."""
+    match guide.type:
+        case GuideType.JSON:
+            return _of_schema(_ANY_OBJECT)
+        case GuideType.JSON_SCHEMA:
+            return _of_schema(guide.text)
+        case GuideType.REGEX:
+            return llguidance.LLMatcher.grammar_from_regex(guide.text)
+        case GuideType.EBNF_GRAMMAR:
+            return llguidance.LLMatcher.grammar_from_lark(_lark(guide.text))
+        case GuideType.STRUCTURAL_TAG:
+            return _of_tags(parse_structural_tag(guide.text))
+
+
+def _of_schema(text: str) -> str:
+    schema = parse_json(text)
+    check_schema(schema)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise GuideError(f"the schema cannot be compiled: {_first_line(str(error))}") from None
+
+
+def _lark(text: str) -> str:
+    if "::=" not in text:
+        return text
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter's own class, and whatever its recursion ends in
+        raise GuideError(f"the grammar cannot be read: {_first_line(str(error))}") from None
+
+
+def _of_tags(tag: StructuralTag) -> str:
+    """Any text in which each trigger begins one of the structures that begin with it; without triggers one structure."""
+    if not tag.triggers:
+        return "%llguidance {}\nstart: " + " | ".join(_body(each, each.begin) for each in tag.structures)
+    rules = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(tag.triggers))) + ")* tag_end"]
+    rules += ["tag_end: TAG_TEXT", r"TAG_TEXT: /(.|\n)*/"]
+    for i, trigger in enumerate(tag.triggers):
+        bodies = [_body(each, each.begin[len(trigger) :]) for each in tag.of_trigger(trigger)]
+        rules.append(f"tag_{i}_head[lazy]: TAG_TEXT {_quoted(trigger)}")
+        rules.append(f"tag_{i}: tag_{i}_head (" + " | ".join(bodies) + ")")
+    return "\n".join(rules)
+
+
+def _body(structure: Structure, begin: str) -> str:
+    """A structure of which `begin` is still to come."""
+    check_schema(structure.schema)
+    schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
+    text = json.dumps({**schema, "x-guidance": _OPTIONS})
+    return f"{_quoted(begin)} %json {text} {_quoted(structure.end)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split("\n", 1)[0].split())[:300] or "it is too complex"

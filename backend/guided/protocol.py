@@ -1,0 +1,57 @@
+"""What the engines that compile grammars have in common.
+
+    GuideBackend.compile(guide) -> CompiledGuide      slow: milliseconds, off the step loop; shared by all who give the same guide
+    CompiledGuide.matcher()     -> Matcher            fast: where one output stands within the guide
+    Matcher                        fill (a mask of the tokens that may follow), accept, is_complete
+
+A mask has a bit for each token, in int32 words: token t is bit t % 32 of word t // 32.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backend.api.guide import Guide
+
+
+class GuideError(Exception):
+    """A guide cannot be compiled, or an output cannot go on under it. The text is a sentence for the client."""
+
+
+class Matcher(Protocol):
+    def fill(self, masks: NDArray[np.int32], row: int) -> None:
+        """Write the mask of the tokens that may follow to a row of masks [rows, words]. Bits of end ids mean nothing in it."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token. False when the guide forbids it; then nothing else may be asked."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output may end here."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the matcher can tell nothing any more (a limit on its work was reached), or ''."""
+        ...
+
+
+class CompiledGuide(Protocol):
+    num_bytes: int  # that it takes of the cache
+
+    def matcher(self) -> Matcher:
+        """A matcher at the beginning of the output."""
+        ...
+
+
+class GuideBackend(Protocol):
+    name: str
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        """Raises GuideError. Several threads may call it; it lets others run meanwhile."""
+        ...

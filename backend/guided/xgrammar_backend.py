@@ -1,0 +1,96 @@
+"""XGrammarBackend: grammars by xgrammar, which is installed besides (requirements/xgrammar.txt).
+
+It is here to be compared with and for who wants it. It drops keywords of JSON Schema that it does not hold, so its outputs are
+not promised to satisfy a schema (docs/guided-decoding.md has the figures).
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from backend.api.guide import Guide, GuideType
+from backend.guided.json_text import check_schema, parse_json
+from backend.guided.protocol import GuideError
+from backend.guided.structural_tag import parse_structural_tag
+from backend.guided.vocabulary import Vocabulary
+
+_MAX_WHITESPACE = 33  # characters in a row
+
+
+class XGrammarBackend:
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens)]
+        info = xgrammar.TokenizerInfo(
+            tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, guide: Guide) -> XGrammarGuide:
+        try:
+            return XGrammarGuide(self._compiled(guide))
+        except GuideError:
+            raise
+        except Exception as error:  # whatever the library raises for a guide that it cannot read
+            line = str(error).strip().rpartition("\n")[2]
+            raise GuideError(f"the guide cannot be compiled: {line[:300]}") from None
+
+    def _compiled(self, guide: Guide) -> xgrammar.CompiledGrammar:
+        match guide.type:
+            case GuideType.JSON:
+                return self._of_schema('{"type":"object"}')
+            case GuideType.JSON_SCHEMA:
+                return self._of_schema(guide.text)
+            case GuideType.REGEX:
+                return self._compiler.compile_regex(guide.text)
+            case GuideType.EBNF_GRAMMAR:
+                return self._compiler.compile_grammar(guide.text)
+            case GuideType.STRUCTURAL_TAG:
+                tag = parse_structural_tag(guide.text)
+                if not tag.triggers:
+                    raise GuideError(
+                        "xgrammar takes no structural tag without free text; use guided.backend=llguidance"
+                    )
+                items = [
+                    xgrammar.StructuralTagItem(begin=each.begin, schema=json.dumps(each.schema), end=each.end)
+                    for each in tag.structures
+                ]
+                return self._compiler.compile_structural_tag(items, tag.triggers)
+
+    def _of_schema(self, text: str) -> xgrammar.CompiledGrammar:
+        schema = parse_json(text)
+        check_schema(schema)
+        return self._compiler.compile_json_schema(
+            json.dumps(schema), strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
+        )
+
+
+class XGrammarGuide:
+    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+        self._compiled = compiled
+        self.num_bytes: int = compiled.memory_size_bytes
+
+    def matcher(self) -> XGrammarMatcher:
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+
+
+class XGrammarMatcher:
+    error = ""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, masks: NDArray[np.int32], row: int) -> None:
+        self._matcher.fill_next_token_bitmask(masks, row)
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_completed())

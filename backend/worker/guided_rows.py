@@ -1,0 +1,160 @@
+"""Guided rows: where the outputs of a step's rows stand within their guides, and the masks of what may follow.
+
+    after the forward pass, before tokens are chosen     GuidedStep.mask: all logits but those of allowed tokens become -inf
+    when the chosen tokens are known                     GuidedStep.accept: the matchers go on by them
+
+A matcher is never stored: a row that is new to its slot brings the ids of its output so far, and they are replayed. So it is for
+sequences that were paused or evicted, for beams that change their rows, and after a failed step.
+
+The request's end ids are allowed where the guide is complete and nowhere else, so an output that ends by itself has the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backend.api.guide import Guide
+from backend.core.step import NewRow, Row, SampledToken, SlotId
+from backend.guided.protocol import Matcher
+from kernels.common.transfer import place
+
+NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
+Failure = tuple[int, str]  # index of the step's row, a sentence for its client
+_STUCK = "the guide and what else the request forbids (bad words, repeated n-grams) leave no token; forbid less"
+
+
+class MatcherSource(Protocol):
+    def matcher(self, guide: Guide) -> Matcher: ...
+
+
+class GuidedRow:
+    """One output."""
+
+    __slots__ = ("_end_bits", "_end_ids", "_matcher", "error", "is_over")
+
+    def __init__(self, matcher: Matcher, end_ids: Sequence[int], output: Sequence[int]) -> None:
+        """`output`: its tokens so far."""
+        self._matcher = matcher
+        self._end_ids = frozenset(end_ids)
+        self._end_bits = [(i >> 5, np.int32(np.uint32(1 << (i & 31)).astype(np.int32))) for i in end_ids]
+        self.is_over = False
+        self.error = ""
+        for token_id in output:
+            self.accept(token_id)
+
+    def fill(self, masks: NDArray[np.int32], row: int) -> None:
+        """Write the mask of what may follow to a row of masks [rows, words]."""
+        if self.is_over or self.error:
+            masks[row] = 0
+        else:
+            self._matcher.fill(masks, row)
+        is_complete = self.is_over or self._matcher.is_complete
+        for word, bit in self._end_bits:
+            if is_complete:
+                masks[row, word] |= bit
+            else:
+                masks[row, word] &= ~bit
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token; `error` says why that cannot be."""
+        if self.error or self.is_over:
+            return
+        if token_id in self._end_ids and self._matcher.is_complete:
+            self.is_over = True
+        elif not self._matcher.accept(token_id):
+            limit = self._matcher.error
+            self.error = f"the guide cannot be followed any further: {limit}" if self.is_limit(limit) else _STUCK
+
+    @staticmethod
+    def is_limit(error: str) -> bool:
+        """Whether a matcher's error is that its work has a limit, not that a token is forbidden."""
+        return any(word in error.lower() for word in ("max is", "too complex", "fuel", "limit", "too large"))
+
+
+class GuidedRows:
+    def __init__(self, source: MatcherSource | None, num_slots: int, vocab_size: int) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._masks = np.zeros((num_slots, -(-vocab_size // 32)), dtype=np.int32)
+        self._slots: dict[SlotId, GuidedRow] = {}  # only of sequences with guides
+
+    def set_row(self, row: NewRow) -> None:
+        """Take note of the sequence that takes a slot."""
+        self._slots.pop(row.slot, None)
+        if row.guide is not None:
+            assert self._source is not None  # the engine refuses guides without
+            output = row.token_ids[row.num_prompt_tokens :]
+            self._slots[row.slot] = GuidedRow(self._source.matcher(row.guide), row.end_ids, output)
+
+    def of_step(self, rows: Sequence[Row]) -> GuidedStep | None:
+        """The guided rows among those that sample; None when there are none."""
+        if not self._slots:
+            return None
+        sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
+        found = [
+            (i, index, self._slots[row.slot]) for i, (index, row) in enumerate(sampling) if row.slot in self._slots
+        ]
+        return GuidedStep(found, len(sampling), self._masks, self._vocab_size) if found else None
+
+
+class GuidedStep:
+    """The guided rows of one step. It outlives changes of slots, for the tokens of a step in flight come later."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int, GuidedRow]],
+        num_sampling: int,
+        masks: NDArray[np.int32],
+        vocab_size: int,
+    ) -> None:
+        """rows: place among the rows that sample, index in the step, row. masks: room for one mask a slot."""
+        self._rows, self._num_sampling, self._masks, self._vocab_size = rows, num_sampling, masks, vocab_size
+        self._failed: list[Failure] | None = None
+
+    @torch.inference_mode()
+    def mask(self, logits: Tensor) -> Tensor:
+        """logits [rows that sample, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
+        for i, (_, _, row) in enumerate(self._rows):
+            row.fill(self._masks, i)
+        forbidden = np.invert(self._masks[: len(self._rows)])
+        places = [at for at, _, _ in self._rows]
+        if logits.device.type == "cpu":
+            bits = np.unpackbits(forbidden.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            hit = torch.from_numpy(bits.view(np.bool_))
+            if len(places) == len(logits):
+                return logits.masked_fill_(hit, -torch.inf)
+            for at, row_hit in zip(places, hit):
+                logits[at].masked_fill_(row_hit, -torch.inf)
+            return logits
+        words = place(forbidden, logits.device)  # [rows, words]
+        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+        hit = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : self._vocab_size].bool()
+        where = place(np.array(places), logits.device)
+        return logits.float().index_copy(0, where, logits[where].float().masked_fill(hit, -torch.inf))
+
+    def accept(self, samples: Sequence[SampledToken]) -> list[Failure]:
+        """Go on by the tokens of the rows that sample. Returns the rows that cannot; a second call changes nothing."""
+        if self._failed is None:
+            self._failed = []
+            for at, index, row in self._rows:
+                row.accept(samples[at].token_id)
+                if row.error:
+                    self._failed.append((index, row.error))
+        return self._failed
+
+    def told(self, samples: list[SampledToken]) -> list[SampledToken]:
+        """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED."""
+        for at, _, _ in self._rows:
+            sample = samples[at]
+            if sample.log_prob is None and not sample.top_log_probs:
+                continue
+            own = None if sample.log_prob is None else max(sample.log_prob, NOT_ALLOWED)
+            top = [(token_id, max(value, NOT_ALLOWED)) for token_id, value in sample.top_log_probs]
+            samples[at] = SampledToken(sample.slot, sample.token_id, own, top)
+        return samples

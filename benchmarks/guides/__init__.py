@@ -1,0 +1,1 @@
+"""What guided decoding gets right, and what it costs."""

@@ -1,0 +1,161 @@
+"""Tools: what makes the model call functions, and calls read out of its text.
+
+    auto        free text, in which OPENING begins a call of one of the tools, which then has its form
+    required    the output is one call, of any tool; a named function: of that tool
+    none        the model is not told of the tools
+
+A call is written as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>, as Hermes and Qwen write it. The model is told of
+the tools by its chat template, if that shows any.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.messages import ChatMessage, ChatRequest, FunctionChoice, Tool, ToolChoice
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+def wants_calls(message: ChatRequest) -> bool:
+    """Whether the answer may hold calls."""
+    return bool(message.tools) and message.tool_choice != "none"
+
+
+def tool_fields(message: ChatRequest) -> dict[str, Any]:
+    """The fields `tools` and `guide` of the request; none where no tool may be called. Raises GatewayError."""
+    choice = message.tool_choice
+    if not message.tools:
+        if choice not in (None, "none", "auto"):
+            raise GatewayError(
+                400, "tool_choice asks for a call, and there are no tools", "tool_choice", "invalid_value"
+            )
+        return {}
+    names = [tool.function.name for tool in message.tools]
+    if len(set(names)) < len(names):
+        raise GatewayError(400, "two tools have the same name; rename one", "tools", "invalid_value")
+    if choice == "none":
+        return {}
+    if message.response_format is not None and message.response_format.type != "text":
+        text = "response_format and tools both say what the answer looks like; leave one out, or send tool_choice none"
+        raise GatewayError(400, text, "response_format", "invalid_value")
+    tools = _chosen(message.tools, choice.function if isinstance(choice, ToolChoice) else None)
+    tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools]}
+    tag |= {"triggers": [OPENING]} if choice in (None, "auto") else {"free_text": False}
+    shown = [tool.model_dump(exclude_none=True) for tool in message.tools]
+    return {"tools": shown, "guide": {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}}
+
+
+def _chosen(tools: list[Tool], named: FunctionChoice | None) -> list[Tool]:
+    if named is None:
+        return tools
+    found = [tool for tool in tools if tool.function.name == named.name]
+    if not found:
+        text = f"tool_choice names {named.name!r}, which is none of the tools"
+        raise GatewayError(400, text, "tool_choice.function.name", "invalid_value")
+    return found
+
+
+def _structure(tool: Tool) -> dict[str, Any]:
+    """Without parameters a function takes an empty object."""
+    function = tool.function
+    schema = function.parameters
+    if not schema:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    begin = f'{OPENING}{{"name": {json.dumps(function.name)}, "arguments": '
+    return {"begin": begin, "schema": schema, "end": "}" + CLOSING}
+
+
+def template_fields(turn: ChatMessage) -> dict[str, Any]:
+    """What a turn has besides its text, as chat templates know it: arguments are objects there."""
+    fields: dict[str, Any] = {}
+    if turn.tool_calls:
+        calls = [(call.id, call.function.name, _arguments(call.function.arguments)) for call in turn.tool_calls]
+        fields["tool_calls"] = [
+            {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for key, name, arguments in calls
+        ]
+    if turn.tool_call_id is not None:
+        fields["tool_call_id"] = turn.tool_call_id
+    return fields
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # whatever a client sends back is shown to the model
+
+
+@dataclass(frozen=True)
+class Call:
+    id: str
+    name: str
+    arguments: str  # JSON
+
+    def body(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class CallReader:
+    """Takes the text of one answer piece by piece, and tells its content and its calls in their order.
+
+    What may be the beginning of OPENING is held back until it is known, and a call until it is complete.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[str | Call]:
+        self._held += text
+        found: list[str | Call] = []
+        while self._held:
+            start = self._held.find(OPENING)
+            if start < 0:
+                keep = _overlap(self._held)
+                content, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+                return [*found, content] if content else found
+            if start:
+                found.append(self._held[:start])
+                self._held = self._held[start:]
+            end = self._held.find(CLOSING)
+            if end < 0:
+                return found
+            found.append(self._call(self._held[len(OPENING) : end]))
+            self._held = self._held[end + len(CLOSING) :]
+        return found
+
+    def flush(self) -> str:
+        """The answer is over: what was held back is content, a call that was cut off too."""
+        held, self._held = self._held, ""
+        return held
+
+    def _call(self, text: str) -> str | Call:
+        try:
+            tree = json.loads(text)
+            name, arguments = tree["name"], tree["arguments"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return OPENING + text + CLOSING  # no call of ours: a model that was not guided may write anything
+        self.num_calls += 1
+        return Call(f"call_{secrets.token_hex(12)}", str(name), json.dumps(arguments, ensure_ascii=False))
+
+
+def _overlap(text: str) -> int:
+    """How many characters at the end of the text may begin OPENING."""
+    sizes = range(min(len(text), len(OPENING) - 1), 0, -1)
+    return next((size for size in sizes if OPENING.startswith(text[-size:])), 0)
+
+
+def read_calls(text: str) -> tuple[str, list[Call]]:
+    """The content and the calls of a whole answer."""
+    reader = CallReader()
+    found = [*reader.push(text), reader.flush()]
+    content = "".join(part for part in found if isinstance(part, str))
+    return content, [part for part in found if isinstance(part, Call)]

@@ -1,0 +1,1 @@
+"""Guided decoding: grammars, the compiler, and outputs judged by other parsers."""

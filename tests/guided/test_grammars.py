@@ -1,0 +1,137 @@
+"""Regular expressions, grammars and structural tags, beside other parsers: re, lark, and patterns written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import lark
+import pytest
+
+from backend.guided.protocol import GuideError
+from tests.guided.tools import accepts, allowed, compiled, tokenizer
+
+REGEXES = {
+    "[a-c]{2,3}": ["a", "ab", "abc", "abcd", "ad", ""],
+    "(foo|bar)+ ?baz": ["foobaz", "barfoo baz", "baz", "foo  baz"],
+    r"\d{3}-\d{4}": ["555-1234", "5551234", "555-123"],
+    "^a.c$": ["abc", "a\nc", "abcd", "a/c"],
+    "(?i)yes|no": ["YES", "no", "yesno", "n"],
+    r"[^\"]*\\": ["\\", 'a"\\', "ab\\"],
+    "caf\u00e9|\u65e5\u672c+": ["caf\u00e9", "\u65e5\u672c\u672c", "cafe", "\u65e5"],
+}
+
+
+@pytest.mark.feature("000-46")
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_a_regex_is_that_of_the_whole_output(pattern: str) -> None:
+    guide = compiled("regex", pattern)
+    verdicts = [re.fullmatch(pattern, text) is not None for text in REGEXES[pattern]]
+    assert True in verdicts and False in verdicts
+    assert [accepts(guide, text) for text in REGEXES[pattern]] == verdicts
+
+
+ARITHMETIC = """
+root ::= expr
+expr ::= term (("+" | "-") term)*
+term ::= num | "(" expr ")"
+num ::= [0-9]+
+"""
+ARITHMETIC_IN_LARK = """
+start: expr
+expr: term (("+" | "-") term)*
+term: NUM | "(" expr ")"
+NUM: /[0-9]+/
+"""
+
+
+@pytest.mark.feature("000-47")
+@pytest.mark.parametrize("grammar", [ARITHMETIC, ARITHMETIC_IN_LARK])
+def test_a_grammar_derives_what_a_reference_parser_derives(grammar: str) -> None:
+    guide, reference = compiled("ebnf_grammar", grammar), lark.Lark(ARITHMETIC_IN_LARK, parser="earley")
+
+    def derives(text: str) -> bool:
+        try:
+            reference.parse(text)
+        except lark.exceptions.LarkError:
+            return False
+        return True
+
+    texts = ["1", "1+2", "(1-2)+34", "((7))", "1+", "(1", "1 + 2", "", "a", "()", "1-(2+(3))"]
+    assert {derives(text) for text in texts} == {True, False}
+    assert [accepts(guide, text) for text in texts] == [derives(text) for text in texts]
+
+
+TAG = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=add>", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+                                        "additionalProperties": False}, "end": "</f>"},
+        {"begin": "<f=no>", "schema": {"type": "null"}, "end": "</f>"},
+    ],
+}  # fmt: skip
+
+
+def test_a_structural_tag_leaves_text_free_and_binds_what_follows_a_trigger() -> None:
+    guide = compiled("structural_tag", json.dumps(TAG))
+    for text in ("plain text", 'so: <f=add>{"n": 1}</f> done', "<f=no>null</f>", '<f=no>null</f><f=add>{"n":2}</f>'):
+        assert accepts(guide, text), text
+    for text in ("<f=mul>{}</f>", '<f=add>{"n": "x"}</f>', '<f=add>{"n": 1}', "<f=no>  null</f>"):
+        assert not accepts(guide, text), text
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"triggers": []}, "needs structures and triggers"),
+        ({"triggers": ["<g"]}, "no structure begins with"),
+        ({"triggers": ["<f=", "<f=a"]}, "is the beginning of another"),
+        ({"structures": [{"begin": "x", "schema": {}, "end": ""}]}, "no structure begins with"),
+        ({"structures": [{"begin": "<f=", "end": ""}]}, "has not its form"),
+        ({"format": {}}, "the key 'format'"),
+        ({"type": "tag"}, "has not the form"),
+    ],
+)
+def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(GuideError, match=sentence):
+        compiled("structural_tag", json.dumps({**TAG, **change}))
+
+
+def test_special_tokens_are_no_text() -> None:
+    """A regex that allows all characters allows none of the tokens that only a tokenizer writes."""
+    matcher = compiled("regex", r"(.|\n)*").matcher()
+    special = tokenizer().special_ids
+    ends = set(tokenizer().eos_ids)
+    assert special and not (allowed(matcher) & (special - ends))
+
+
+BOMBS = {
+    "regex": ["(((((a+)+)+)+)+)+$", "((a{0,1000}){0,1000}){0,1000}", "(a|aa|aaa){5000}", "(x+x+)+y", "(.*a.*b.*c){30}"],
+    "ebnf_grammar": ["start: start start | \"a\"", "start: start", "root ::= root root | \"\"", "start: foo", "root ::= [a"],
+    "json_schema": [
+        json.dumps({"enum": [f"value{i}" for i in range(4000)]}),
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
+        json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
+        json.dumps({"type": "string", "minLength": 10**6}),
+        json.dumps({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)} | {"d25": {}},
+                    "$ref": "#/$defs/d0"}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BOMBS.items() for text in texts])
+def test_a_hostile_guide_ends_in_an_error_or_goes_on_within_bounds(kind: str, text: str) -> None:
+    """Compiling and twenty tokens take seconds at most on any machine (limits count steps, not time), and nothing crashes."""
+    started = time.monotonic()
+    try:
+        matcher = compiled(kind, text).matcher()
+    except GuideError as error:
+        assert "\n" not in str(error)
+    else:
+        for _ in range(20):
+            following = allowed(matcher) - set(tokenizer().eos_ids)
+            if not following or not matcher.accept(min(following)):
+                break
+    assert time.monotonic() - started < 20
