@@ -12,6 +12,7 @@ from msgspec import Struct
 from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
+from backend.api.lora import check_lora
 from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
@@ -35,6 +36,7 @@ class RequestLimits(Struct, frozen=True):
     post_processors: tuple[str, ...] = ()
     is_static: bool = False
     prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
+    takes_adapters: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -72,6 +74,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_range("priority", request.priority, 0, 1)
     if request.retention is not None:
         _check_retention(request.retention)
+    if request.lora is not None:
+        check_lora(request.lora, limits.takes_adapters)
     if request.extra_inputs:
         if request.session is not None:
             raise Unsupported("a session takes tokens only in this version; send extra inputs without a session")

@@ -36,6 +36,7 @@ from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
+from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
@@ -48,7 +49,8 @@ class EngineCore:
         self.clock = clock or SystemClock()
         self.workers = workers
         self.model = workers.load()
-        num_blocks = num_pool_blocks(config, self.model, workers.free_memory_bytes())
+        free_bytes = workers.free_memory_bytes()
+        num_blocks = num_pool_blocks(config, self.model, free_bytes)
         self.kv = KVCacheManager(
             config.kv_cache,
             num_blocks,
@@ -58,7 +60,8 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
+        self.adapters = AdapterCache(config.lora, self.model, free_bytes)
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", self.adapters)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)
@@ -112,13 +115,17 @@ class EngineCore:
                 )
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
-            self.counters.requests_rejected_total += 1
-            self._outbox.put(publish.error_response(request_id, request.client_id, error))
+            self.refuse(request_id, request.client_id, error)
             return
         self._live[request_id] = seq
         self._deadlines.note(seq, self._live)
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
+
+    def refuse(self, request_id: RequestId, client_id: int | None, error: EverbatchError) -> None:
+        """Answer a request that is not accepted."""
+        self.counters.requests_rejected_total += 1
+        self._outbox.put(publish.error_response(request_id, client_id, error))
 
     def cancel(
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
@@ -375,6 +382,7 @@ class EngineCore:
         for seq in list(self.scheduler.running):  # had no tokens in these steps
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
+        self.adapters.send_again()
         for flight in flights:
             self._record(flight)
 

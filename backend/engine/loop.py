@@ -14,6 +14,7 @@ from backend.api.errors import EngineUnavailable
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
+from backend.engine.adapter_desk import AdapterDesk
 from backend.engine.core import EngineCore
 
 MAX_IDLE_S = 1.0
@@ -28,6 +29,7 @@ class EngineLoop:
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
         self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
+        self._desk = AdapterDesk(core, on_ready=lambda: self._inbox.put(None))
         self._stopping = False
         self._drain = False
         self._num_turns = 0
@@ -60,7 +62,7 @@ class EngineLoop:
             while True:
                 self._begin_turn()
                 self._poll()
-                if self._stopping and not (self._drain and self._core.has_work):
+                if self._stopping and not (self._drain and (self._core.has_work or self._desk.num_waiting)):
                     farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
@@ -71,6 +73,7 @@ class EngineLoop:
                     deliver(responses)
                 self._report(publish_stats)
         finally:
+            self._desk.fail_all(EngineUnavailable(farewell))
             self._core.fail_all(EngineUnavailable(farewell))
             deliver(self._core.take_responses())
             self.present_turn = None
@@ -81,14 +84,14 @@ class EngineLoop:
 
     def _poll(self) -> None:
         self._core.begin_poll()
-        if not (self._core.has_work or self._stopping):
+        if not self._core.has_work and (self._desk.num_waiting or not self._stopping):
             try:
                 self._apply(self._sleep())
             except queue.Empty:
                 self._core.expire()
-                return
         while not self._inbox.empty():
             self._apply(self._inbox.get())
+        self._desk.admit()
 
     def _sleep(self) -> Command | ClientGone | None:
         """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S."""
@@ -101,14 +104,15 @@ class EngineLoop:
     def _apply(self, command: Command | ClientGone | None) -> None:
         match command:
             case Submit(request_id, request):
-                self._core.enqueue(request_id, request)
+                self._desk.submit(request_id, request)
             case Cancel(request_id, keep_output_tokens, sequence_index):
-                self._core.cancel(request_id, keep_output_tokens, sequence_index)
+                if not self._desk.cancel(request_id):
+                    self._core.cancel(request_id, keep_output_tokens, sequence_index)
             case StopSession(request_id, session_id, end, namespace):
                 self._core.stop_session(request_id, session_id, end, namespace)
             case ClientGone(client_index):
-                for request_id in self._core.live_ids():
-                    if request_id >> CLIENT_SHIFT == client_index:
+                for request_id in (*self._desk.live_ids(), *self._core.live_ids()):
+                    if request_id >> CLIENT_SHIFT == client_index and not self._desk.cancel(request_id):
                         self._core.cancel(request_id)
 
     def _report(self, publish_stats: PublishStats) -> None:
