@@ -84,7 +84,8 @@ class EngineLoop:
 
     def _poll(self) -> None:
         self._core.begin_poll()
-        if not self._core.has_work and (self._desk.num_waiting or not self._stopping):
+        goes_on = not self._stopping or (self._drain and self._desk.num_waiting)
+        if goes_on and not self._core.has_work:
             try:
                 self._apply(self._sleep())
             except queue.Empty:

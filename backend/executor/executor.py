@@ -102,7 +102,12 @@ class Executor:
         model = msgspec.structs.replace(config.model, path=str(model_path))
         config = msgspec.structs.replace(config, model=model)
         workers = InProcessWorkerGroup(
-            model, config.scheduler, config.kv_cache, processors=processors, debug=DebugFetch.of(config)
+            model,
+            config.scheduler,
+            config.kv_cache,
+            processors=processors,
+            debug=DebugFetch.of(config),
+            lora=config.lora,
         )
         return cls.in_process(config, workers, str(workers.model_path))
 
@@ -126,7 +131,14 @@ class Executor:
         processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
         config = config or EngineConfig()
         workers = InProcessWorkerGroup.from_buffers(
-            tensors, json_config, config.model, config.scheduler, config.kv_cache, processors, DebugFetch.of(config)
+            tensors,
+            json_config,
+            config.model,
+            config.scheduler,
+            config.kv_cache,
+            processors,
+            DebugFetch.of(config),
+            config.lora,
         )
         return cls.in_process(config, workers)
 

@@ -12,11 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST
 from backend.llm.errors import NotHere, ParameterError, refuse
-from backend.llm.requests import GenerationRequest
+from backend.llm.requests import GenerationRequest, LoRARequest
 from backend.llm.sampling_params import SamplingParams
 from backend.llm.updates import TextParams
 from backend.text.tokenizer import Tokenizer
@@ -42,7 +43,6 @@ NOT_HERE = {
     "guided_decoding": "guided decoding is not set up",
 }
 REQUEST_NOT_HERE = {
-    "lora_request": "adapters are not served here",
     "prompt_adapter_request": "prompt adapters are not served here",
     "disaggregated_params": "prompt and output are computed in one place here",
     "postproc_params": "the output is made into text and nothing else",
@@ -89,6 +89,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         priority=_priority(request),
         retention=retention(request.kv_cache_retention_config),
         logits_post_processor=post_processor(params, model.post_processors),
+        lora=lora_config(request.lora_request),
     )
 
 
@@ -143,6 +144,15 @@ def post_processor(params: SamplingParams, known: tuple[str, ...]) -> str:
             "or give LLM a batched_logits_processor that stands at the top of a module"
         )
     return OF_REQUEST
+
+
+def lora_config(given: LoRARequest | None) -> LoraConfig | None:
+    """The adapter of a LoRARequest: the engine reads the directory, unless it has not changed since."""
+    if given is None:
+        return None
+    if not isinstance(given, LoRARequest):
+        raise TypeError(f"lora_request is a {type(given).__name__}, a LoRARequest is needed")
+    return LoraConfig(given.adapter_id, path=given.path)
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
@@ -23,6 +24,7 @@ from backend.serving.environment import Health, RunDirectory, check_numpy, drain
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
 from backend.serving.model_server import ModelServer
+from backend.serving.named_adapters import read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -49,6 +51,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
     try:
         arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+        adapters = read_adapters(Path(args["model_repository"], args["model_version"]))
     except ConfigError:
         executor.shutdown()
         raise
@@ -65,6 +68,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         parameters=parameters,
         configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
+        adapters=adapters,
         **arguments,
     )
 

@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.models.llama import LayerWeights, Llama
+from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
 from kernels import w4a16
 from kernels.common import four_bits
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
 from kernels.cpu.screen import Screen
 from kernels.int8_rows import GROUP
@@ -103,6 +106,7 @@ class NativeTier:
             library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
         )
         self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
+        self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
 
     def kv_block(self) -> KVBlock:
         """One layer's block; its layout is described in kernels/cpu/native/attention.h."""
@@ -120,7 +124,8 @@ class NativeTier:
         assert not outputs, "choose_tier lets nobody ask for these"
         numbers = batch.row_numbers(rows, num_logits)
         try:
-            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits)
+            adapters = self.adapters.of_rows(batch, rows) or ()
+            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits, adapters)
         except UnknownCell as error:
             raise IndexError(
                 f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
@@ -140,6 +145,11 @@ def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
         down=_packed(layer.mlp.down),
         window=window,
     )
+
+
+def _packed_adapter(adapter: PreparedAdapter) -> PackedAdapter:
+    assert isinstance(adapter.weights, PackedAdapter), "the adapter was not packed for this tier"
+    return adapter.weights
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -1,10 +1,13 @@
-"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: KV retention, and prompt embeddings."""
+"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: KV retention, LoRA adapters, and prompt
+embeddings.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from backend.api import InvalidRequest
+from backend.api.lora import LoraConfig
 from backend.api.prompt_limits import FLOAT_BYTES
 from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
@@ -50,6 +53,21 @@ def _read_ranges(batch: Batch, row: int) -> list[TokenRangeRetention]:
 
 def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds in (None, _FOR_EVER) else milliseconds / 1000
+
+
+def read_lora(batch: Batch, row: int) -> LoraConfig | None:
+    """The row's adapter; None without one. Raises InvalidRequest for weights without an id."""
+    task_id = batch.scalar("lora_task_id", row)
+    weights, config = (batch.matrix(name, row) for name in ("lora_weights", "lora_config"))
+    if weights is None and config is None:
+        return LoraConfig(task_id) if task_id else None
+    if task_id is None:
+        raise InvalidRequest("lora_weights and lora_config need the lora_task_id that they are known by")
+    return LoraConfig(
+        task_id,
+        None if weights is None else TensorData("float16", weights.shape, weights.astype("<f2").tobytes()),
+        () if config is None else tuple(map(tuple, config.tolist())),
+    )
 
 
 def read_embeddings(batch: Batch, row: int, max_bytes: int) -> TensorData | None:
