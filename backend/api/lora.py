@@ -15,8 +15,8 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     """An adapter, known by `task_id` within the client's namespace. Its weights come with the first use, later the id is enough.
 
     `weights` [rows, width]: each row is one projection of one layer, A [rank, k] and behind it B [n, rank], both in C order,
-    filled up with anything; the factor alpha / rank is part of B. `config`: for each row its module id, layer and rank, and perhaps a
-    1 for DoRA, which is refused. `path`: instead of both a PEFT directory on the engine's machine.
+    filled up with anything; the factor alpha / rank is part of B. `config`: for each row its module id, layer and rank, and
+    perhaps a 1 for DoRA, which is refused. `path`: instead of both a PEFT directory on the engine's machine.
     `content` is the engine's: the hash of what the weights are. Whatever a client says there is overwritten.
 
     After TensorRT-LLM's LoraConfig.

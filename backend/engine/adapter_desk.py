@@ -1,8 +1,8 @@
 """AdapterDesk: where requests wait whose LoRA adapter is still being read.
 
-Reading, checking and packing an adapter takes up to a second, and is the work of threads of its own (lora.put_workers). Meanwhile the
-request waits here, and with it every later one of the same task id, so that they reach the engine in their order. An adapter for
-which those in use leave no room waits here too, until there is some.
+Reading, checking and packing an adapter takes up to a second, and is the work of threads of its own (lora.put_workers).
+Meanwhile the request waits here, and with it every later one of the same task id, so that they reach the engine in their
+order. An adapter for which those in use leave no room waits here too, until there is some.
 
     submit -> (read by a thread -> on_ready, which wakes the loop) -> admit -> EngineCore.enqueue
 

@@ -163,7 +163,7 @@ class EngineCore:
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
-        self._expire(started_ns)
+        self.expire()
         flight = self._schedule(started_ns)
         try:
             if flight is not None:
@@ -199,9 +199,7 @@ class EngineCore:
 
     def expire(self) -> None:
         """End requests that are past their deadline, and sessions that nobody has used for long. Every step begins with it."""
-        self._expire(self.clock.monotonic_ns())
-
-    def _expire(self, now_ns: int) -> None:
+        now_ns = self.clock.monotonic_ns()
         for live in self._deadlines.pop_due(now_ns, self._live):
             for seq in groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
@@ -323,7 +321,8 @@ class EngineCore:
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name)
         response = publish.result_response(seq, self.iteration)
-        self._outbox.put(response, held=self._ends_with_its_batch(seq, reason, keep_output_tokens))
+        held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
+        self._outbox.put(response, held=held)
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
 
     def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
@@ -336,12 +335,8 @@ class EngineCore:
             self._leave(row)
         self.statistics.count_end(reason.name)
         response = publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True)
-        self._outbox.put(response, held=self._ends_with_its_batch(rows[0], reason, keep_output_tokens))
-
-    def _ends_with_its_batch(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None) -> bool:
-        """Whether the answer waits until nobody runs. That of a turn never does, for its session may go on."""
-        ended_by_itself = reason in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
-        return self.scheduler.is_static and ended_by_itself and keep_output_tokens is None and seq.session_key is None
+        held = self.scheduler.is_static and update.ends_with_its_batch(rows[0], reason, keep_output_tokens)
+        self._outbox.put(response, held=held)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
         """End the request of a sequence, with all its sequences."""

@@ -105,7 +105,8 @@ class Intake:
         known = self._sessions.check_turn(request)
         if known is not None and known.adapter != request.adapter:
             raise SessionError(
-                SessionStatus.INVALID, f"session {session.id} runs with another LoRA adapter; begin it afresh with START"
+                SessionStatus.INVALID,
+                f"session {session.id} runs with another LoRA adapter; begin it afresh with START",
             )
         keep, new_ids = _kept_history(known, request)
         max_output = self._check_room(request, keep, len(new_ids))

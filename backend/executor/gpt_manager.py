@@ -42,9 +42,7 @@ def load_engine(
     model = msgspec.structs.replace(config.model, path=model_path)
     config = msgspec.structs.replace(config, model=model)
     processors = PostProcessors(logits_post_processors)
-    workers = InProcessWorkerGroup(
-        model, config.scheduler, config.kv_cache, processors=processors, lora=config.lora
-    )
+    workers = InProcessWorkerGroup(model, config.scheduler, config.kv_cache, processors=processors, lora=config.lora)
     return EngineCore(config, workers)
 
 

@@ -78,7 +78,9 @@ class Stacks:
         for stacks, layer in zip(self._layers, layers, strict=True):
             for name, stack in stacks.items():
                 _fill(stack, place, layer.get(name, ()))
-        self._ranks[place] = max((part.rank for layer in layers for parts in layer.values() for part in parts), default=0)
+        self._ranks[place] = max(
+            (part.rank for layer in layers for parts in layer.values() for part in parts), default=0
+        )
         return place
 
     def take(self, place: int) -> None:

@@ -22,9 +22,7 @@ def mlp(x: Tensor | Int8Rows, weights: MlpWeights, may_quantize: bool = True, ad
     """x [num_tokens, hidden] -> [num_tokens, hidden]. adapt: adds LoRA adapters' parts; then nothing may be quantised ahead."""
     gate_up = weights.gate_up(x)
     if adapt is None:
-        return weights.down(
-            silu_mul_int8(gate_up) if may_quantize and weights.down.takes_int8 else silu_mul(gate_up)
-        )
+        return weights.down(silu_mul_int8(gate_up) if may_quantize and weights.down.takes_int8 else silu_mul(gate_up))
     assert isinstance(x, Tensor)  # a model that takes adapters does not quantise it
     adapt(gate_up, x, "gate_up")
     activated = silu_mul(gate_up)

@@ -1,7 +1,8 @@
-"""Reads LoRA adapters: PEFT's directories, and the tensors of TensorRT-LLM's requests. Both become Layers (kernels/common/adapter.py).
+"""Reads LoRA adapters: PEFT's directories, and the tensors of TensorRT-LLM's requests. Both become the layers of
+kernels/common/adapter.py.
 
-What is no LoRA of a decoder layer's linear layers cannot be held, and is refused by name: DoRA, biases, embeddings, the output head,
-modules_to_save.
+What is no LoRA of a decoder layer's linear layers cannot be held, and is refused by name: DoRA, biases, embeddings, the output
+head, modules_to_save.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
         if any(entry[3:]):
             raise Unsupported(f"{where}: DoRA is not served; send plain LoRA")
         if module >= len(MODULES):
-            raise Unsupported(f"{where}: module id {module} is not served; 0 to {len(MODULES) - 1} are: {', '.join(MODULES)}")
+            raise Unsupported(
+                f"{where}: module id {module} is not served; 0 to {len(MODULES) - 1} are: {', '.join(MODULES)}"
+            )
         place = known[MODULES[module]]
         size = rank * (place.k + place.n)
         if size > rows.shape[1]:
@@ -132,7 +135,9 @@ def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank
     """A directory that PEFT's save_pretrained has written. Raises ConfigError, InvalidRequest and Unsupported."""
     raw = read_object(directory, CONFIG)
     if raw is None:
-        raise ConfigError(f"{shown(directory.name)}: {CONFIG}: File does not exist; give the directory of a PEFT adapter")
+        raise ConfigError(
+            f"{shown(directory.name)}: {CONFIG}: File does not exist; give the directory of a PEFT adapter"
+        )
     for key, plain in _PLAIN.items():
         if raw.get(key) not in plain:
             raise Unsupported(f"{CONFIG}: {key} is {shown(raw[key])}, which is not served; train a plain LoRA adapter")
@@ -144,7 +149,9 @@ def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank
     for name in tensors:
         match = _TENSOR.fullmatch(name)
         if match is None or match[2] not in MODULES[1:]:
-            raise Unsupported(f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out")
+            raise Unsupported(
+                f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out"
+            )
         halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensors[name]
     found: dict[tuple[int, str], Part] = {}
     known = places(config)
@@ -169,7 +176,9 @@ def content_of(layers: Layers) -> str:
     for index, layer in enumerate(layers):
         for linear in LINEARS:
             for part in layer.get(linear, ()):
-                digest.update(repr((index, linear, part.first, part.a.dtype, *part.a.shape, *part.b.shape, part.scale)).encode())
+                digest.update(
+                    repr((index, linear, part.first, part.a.dtype, *part.a.shape, *part.b.shape, part.scale)).encode()
+                )
                 digest.update(part.a.view(torch.uint8).numpy())
                 digest.update(part.b.view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -202,12 +211,16 @@ def _add(
     found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, config: ModelConfig, max_rank: int
 ) -> None:
     if layer >= config.num_layers:
-        raise InvalidRequest(f"the LoRA adapter has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
+        raise InvalidRequest(
+            f"the LoRA adapter has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}"
+        )
     if part.rank > max_rank:
         raise InvalidRequest(
             f"the LoRA adapter has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
         )
-    same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ())
+    same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
+        module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
+    )
     if any((layer, each) in found for each in (module, *same)):
         raise InvalidRequest(f"the LoRA adapter has layer {layer}, {module} twice")
     found[layer, module] = part

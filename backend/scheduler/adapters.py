@@ -18,6 +18,7 @@ from backend.core.adapter import PreparedAdapter
 from backend.core.step import ModelInfo
 
 Name = tuple[str, int]  # namespace, task id
+_OFF = LoraSection()
 
 
 class Level:
@@ -78,7 +79,7 @@ class Level:
 
 
 class AdapterCache:
-    def __init__(self, config: LoraSection = LoraSection(), model: ModelInfo | None = None, free_bytes: int = 0) -> None:  # noqa: B008 (immutable)
+    def __init__(self, config: LoraSection = _OFF, model: ModelInfo | None = None, free_bytes: int = 0) -> None:
         """free_bytes: of the device, beside the weights of the model."""
         self.is_enabled = config.enabled
         unit = model.lora_module_bytes if model is not None else 0

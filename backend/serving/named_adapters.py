@@ -1,6 +1,6 @@
 """1/multi_lora.json of a model: the LoRA adapters that its requests may name, as Triton's vLLM backend has it.
 
-    {"doll": "/weights/loras/doll", "sheep": "loras/sheep"}        name -> PEFT directory, relative to that of the file
+{"doll": "/weights/loras/doll", "sheep": "loras/sheep"}        name -> PEFT directory, relative to that of the file
 """
 
 from __future__ import annotations

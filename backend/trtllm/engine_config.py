@@ -33,11 +33,12 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
 
-# Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no host
-# cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
+# Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no
+# host cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
 # recv_poll_period_ms (nothing polls), max_seq_idle_microseconds (idle KV goes when room is needed), normalize_log_probs (of
-# beams), gather_generation_logits (logits are there for who asks), peft_cache_config.optimal_adapter_size and max_pages_per_block_* (adapters
-# are held whole, not in pages), num_ensure_workers, num_copy_streams (they come to the device with the step that needs them), multi_block_mode, enable_context_fmha_fp32_acc.
+# beams), gather_generation_logits (logits are there for who asks), peft_cache_config.optimal_adapter_size and
+# max_pages_per_block_* (adapters are held whole, not in pages), num_ensure_workers, num_copy_streams (they come to the device
+# with the step that needs them), multi_block_mode, enable_context_fmha_fp32_acc.
 
 _POLICIES = {
     CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: "guaranteed_no_evict",

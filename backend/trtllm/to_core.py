@@ -144,7 +144,8 @@ def _prompt_tuning(given: configs.PromptTuningConfig | None) -> dict[str, Any]:
 def _lora(given: configs.LoraConfig) -> LoraConfig:
     """Weights [rows, width] and config [rows, 3 or 4], or either with a dimension of 1 in front."""
     weights, config = (
-        each[0] if each is not None and each.dim() == 3 and len(each) == 1 else each for each in (given.weights, given.config)
+        each[0] if each is not None and each.dim() == 3 and len(each) == 1 else each
+        for each in (given.weights, given.config)
     )
     return LoraConfig(
         given.task_id,

@@ -18,7 +18,9 @@ from backend.models.lora import CONFIG, WEIGHTS, Layers, content_of, parts_of, r
 from backend.worker.input_batch import InputBatch
 
 T = TypeVar("T")
-Pack = Callable[[Layers], tuple[object, int, int]]  # layers -> what the tier computes with, its bytes, those on the device
+Pack = Callable[
+    [Layers], tuple[object, int, int]
+]  # layers -> what the tier computes with, its bytes, those on the device
 Files = tuple[str, tuple[tuple[int, int, int], ...]]  # a directory; inode, size and time of the files in it
 
 

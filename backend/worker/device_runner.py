@@ -1,11 +1,11 @@
 """DeviceRunner: runs steps on a GPU. `launch` only queues work; sampled tokens stay on the device until `wait` fetches them.
 
     generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
-    mixed step         any other step, and every one with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
+    mixed step         any other step, and each with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
 
-Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, run the model, choose tokens,
-append each chosen token to its slot's ids. All inputs of a generation step that change lie in one buffer (`_Inputs`), which one
-copy sends to the device.
+Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks,
+run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step that change lie in
+one buffer (`_Inputs`), which one copy sends to the device.
 """
 
 from __future__ import annotations

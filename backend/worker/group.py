@@ -290,7 +290,9 @@ class InProcessWorkerGroup:
             batch = InputBatch(slots + 1, max_len, block_size, device)
             parameters = SlotParameters(slots, vocab_size, device)
             extras, rank = Extras(self._processors, self._debug), self._lora.max_rank
-            return DeviceRunner(model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras, rank)
+            return DeviceRunner(
+                model, self._layout(block_size), storage, batch, parameters, self._graphs(), extras, rank
+            )
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         prompts = None if is_native else PromptInputs(vocab_size, model.dtype, device)

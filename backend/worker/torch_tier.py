@@ -54,7 +54,9 @@ class TorchTier:
             sink_tokens=config.sink_tokens,
         )
         views = [self._layout.view(pool) for pool in pools]
-        hidden = model.forward(flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, self._adapted(batch, rows))
+        hidden = model.forward(
+            flat.token_ids, flat.positions, flat.cells, plans, views, flat.embedded, self._adapted(batch, rows)
+        )
         if len(flat.logits_index) == 0:
             return None, torch.empty(0, config.vocab_size)
         logits, marked = model.logits_and(list(outputs or ()), hidden[flat.logits_index])
@@ -66,7 +68,10 @@ class TorchTier:
         device = self._model.embedding.device
         layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier
         return [
-            {name: [part._replace(a=part.a.to(device), b=part.b.to(device)) for part in parts] for name, parts in layer.items()}
+            {
+                name: [part._replace(a=part.a.to(device), b=part.b.to(device)) for part in parts]
+                for name, parts in layer.items()
+            }
             for layer in layers
         ]
 

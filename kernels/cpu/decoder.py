@@ -161,7 +161,9 @@ class NativeDecoder:
             return None
         index = {id(each): at for at, each in enumerate(used)}
         of_rows = np.array([-1 if each is None else index[id(each)] for each in adapters], dtype=np.int32)
-        tables = (POINTER(LoraLayerStruct) * len(used))(*(cast(each.structs, POINTER(LoraLayerStruct)) for each in used))
+        tables = (POINTER(LoraLayerStruct) * len(used))(
+            *(cast(each.structs, POINTER(LoraLayerStruct)) for each in used)
+        )
         batch.adapters, batch.adapter_of = tables, of_rows.ctypes.data
         batch.max_rank = max(each.max_rank for each in used)
         return of_rows, tables

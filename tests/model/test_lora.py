@@ -95,7 +95,9 @@ def test_weights_in_a_request_are_known_by_their_id_afterwards(
         assert run(executor, request(PROMPTS[0], LoraConfig(5))) == [expected]
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(6)))
     assert code is ErrorCode.INVALID_ARGUMENT
-    assert message.startswith("LoRA task 6 not found in cache. Please send LoRA weights with request: the host cache holds 1 ")
+    assert message.startswith(
+        "LoRA task 6 not found in cache. Please send LoRA weights with request: the host cache holds 1 "
+    )
 
 
 @pytest.mark.feature("000-19")

@@ -198,7 +198,7 @@ _TEXT_INPUTS = (
     *_PROMPT_TUNING,
     *ignored(("prompt_table_extra_id", "UINT64", ONE), why=_EXTRA_IDS),
     *_LORA,
-        *_NOT_BUILT,
+    *_NOT_BUILT,
 )
 
 _TEXT_OUTPUTS = (
