@@ -120,12 +120,8 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool = False  # requests may name an adapter
     max_rank: int = 64  # of an adapter; a higher one is refused
     host_bytes: int = 1_073_741_824  # of the adapters that are held; the least recently used go first
-    device_fraction: float = (
-        0.05  # of the free memory of a GPU, for adapters of sequences that run; on a CPU host_bytes
-    )
-    host_module_layers: int = (
-        0  # instead of host_bytes: room for so many projections of one layer, the largest at max_rank
-    )
+    device_fraction: float = 0.05  # of a GPU's free memory, for adapters of sequences that run; a CPU has host_bytes
+    host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at max_rank
     device_module_layers: int = 0  # likewise instead of device_fraction, and on a CPU too
     put_workers: int = 1  # threads that read and check adapters, beside the one that runs steps
 

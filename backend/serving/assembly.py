@@ -23,6 +23,7 @@ from backend.serving import pb
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
+from backend.serving.fronts.vllm import VLLM
 from backend.serving.model_server import ModelServer
 from backend.serving.named_adapters import read_adapters
 from backend.serving.protocols import EngineClient
@@ -51,7 +52,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
     try:
         arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
-        adapters = read_adapters(Path(args["model_repository"], args["model_version"]))
+        named = read_adapters(Path(args["model_repository"], args["model_version"])) if front is VLLM else {}
     except ConfigError:
         executor.shutdown()
         raise
@@ -68,7 +69,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         parameters=parameters,
         configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
-        adapters=adapters,
+        adapters=named,
         **arguments,
     )
 

@@ -111,8 +111,7 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "kv_cache.sink_tokens": lambda config: config.kv_cache_config.sink_token_length,
     # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
     "kv_cache.sharing": lambda config: "all",
-    # Nothing is computed for adapters unless a request has one.
-    "lora.enabled": lambda config: True,
+    "lora.enabled": lambda config: True if config.peft_cache_config is not None else None,
     "lora.max_rank": _peft("max_adapter_size"),
     "lora.host_bytes": _peft("host_cache_size"),
     "lora.device_fraction": _peft("device_cache_percent"),
