@@ -1,4 +1,4 @@
-"""Waits, with kernels/lora.py, for rows 000-19, 001-48 and 002-45 of docs/features.md: sorts rows into tiles by group.
+"""Sorts rows into tiles by group.
 
 A product for each group is then a product of whole tiles; LoRA's groups are the tokens of one adapter. As in vLLM's
 moe_align_block_size and SGLang, the rows of a group are gathered into tiles of `block_m` rows. `rows` lists them by group, in

@@ -1,4 +1,4 @@
-"""Waits for rows 000-19, 001-48 and 002-45 of docs/features.md: LoRA, with an adapter of its own for each token, or none.
+"""LoRA, with an adapter of its own for each token, or none.
 
 The method is that of Hu et al. 2021. Batching several adapters follows S-LoRA (Sheng et al. 2023), Punica (Chen et al. 2023) and
 the kernels of vLLM.

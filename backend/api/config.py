@@ -116,6 +116,18 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
+class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
+    """LoRA adapters that requests bring, and the two caches that hold them (docs/lora.md)."""
+
+    enabled: bool = False  # requests may name an adapter
+    max_rank: int = 64  # of an adapter; a higher one is refused
+    host_bytes: int = 1_073_741_824  # of the adapters that are held; the least recently used go first
+    device_fraction: float = 0.05  # of a GPU's free memory, for adapters of sequences that run; a CPU has host_bytes
+    host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at max_rank
+    device_module_layers: int = 0  # likewise instead of device_fraction, and on a CPU too
+    put_workers: int = 1  # threads that read and check adapters, beside the one that runs steps
+
+
 # Inputs of a step that can be kept as debug tensors; worker/debug_tensors.py says what they hold.
 DEBUG_INPUTS = (
     "input_ids",
@@ -180,6 +192,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sessions: SessionsConfig = SessionsConfig()
     records: RecordsConfig = RecordsConfig()
     guided: GuidedConfig = GuidedConfig()
+    lora: LoraSection = LoraSection()
     triton: TritonConfig = TritonConfig()
 
 
@@ -319,6 +332,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "guided.compile_timeout_s": (0.01, 3600.0),
     "guided.max_compiling": (1, 65536),
     "guided.cache_bytes": (0, math.inf),
+    "lora.max_rank": (1, 1024),
+    "lora.host_bytes": (0, math.inf),
+    "lora.device_fraction": (0.0, 1.0),
+    "lora.host_module_layers": (0, math.inf),
+    "lora.device_module_layers": (0, math.inf),
+    "lora.put_workers": (1, 64),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

@@ -13,6 +13,7 @@ from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.guide import NOT_SET_UP, check_guide
+from backend.api.lora import check_lora
 from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
 from backend.api.request import Request, RetentionConfig, SessionConfig
@@ -38,6 +39,7 @@ class RequestLimits(Struct, frozen=True):
     prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
     guide_refusal: str = NOT_SET_UP  # why requests with a guide are refused; '' = they are not
     max_guide_bytes: int = 65_536
+    takes_adapters: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -78,6 +80,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_range("priority", request.priority, 0, 1)
     if request.retention is not None:
         _check_retention(request.retention)
+    if request.lora is not None:
+        check_lora(request.lora, limits.takes_adapters)
     if request.extra_inputs:
         if request.session is not None:
             raise Unsupported("a session takes tokens only in this version; send extra inputs without a session")

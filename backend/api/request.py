@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from backend.api.guide import Guide
+from backend.api.lora import LoraConfig
 from backend.api.sampling import OutputConfig, SamplingConfig
 from backend.api.tensor import TensorData
 
@@ -86,6 +87,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `extra_inputs`: what a model takes besides tokens (encoded images, for instance), by name; handed to the model as it is.
     Refused by models that take none. KV is shared only between requests that are equal in these four; of extra ids, but for
     zeros at the end.
+    `lora`: the adapter that it runs with; KV is shared only between requests with the same one.
     """
 
     input_token_ids: list[int]
@@ -109,8 +111,14 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     position_ids: list[int] | None = None
     extra_ids: list[int] = []
     guide: Guide | None = None
+    lora: LoraConfig | None = None
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
+
+    @property
+    def adapter(self) -> str:
+        """The content of its adapter, once the engine knows it; empty for none."""
+        return "" if self.lora is None else self.lora.content
 
     @property
     def namespace(self) -> str:
@@ -119,11 +127,12 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             not (self.extra_inputs or any(self.extra_ids))
             and self.prompt_embeddings is None
             and self.position_ids is None
+            and self.lora is None
         ):
             return self.cache_salt
         extra_ids = list(self.extra_ids)
         while extra_ids and not extra_ids[-1]:
             extra_ids.pop()
         parts = sorted(self.extra_inputs.items()), extra_ids, self.prompt_embeddings, self.position_ids
-        digest = hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=32)
+        digest = hashlib.blake2b(msgspec.msgpack.encode((parts, self.adapter)), digest_size=32)
         return f"{self.cache_salt}\0{digest.hexdigest()}"

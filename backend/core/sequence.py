@@ -110,6 +110,7 @@ class Sequence:
     seq_id: SequenceId
     session_key: SessionKey | None
     namespace: str
+    adapter: str  # content of its LoRA adapter, of a session that of all turns; empty = none
     is_anonymous: bool  # its client named no namespace
     status: Status
     arrival: int  # order of acceptance
@@ -140,6 +141,7 @@ class Sequence:
         self.seq_id = seq_id
         self.session_key = SessionKey(request.cache_salt, request.session.id) if request.session else None
         self.namespace = request.namespace
+        self.adapter = request.adapter
         self.is_anonymous = not request.cache_salt
         self.token_ids = []
         self.num_computed_tokens = 0

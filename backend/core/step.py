@@ -20,8 +20,10 @@ from typing import NewType, Protocol
 from msgspec import Struct
 
 from backend.api.guide import NOT_SET_UP, Guide
+from backend.api.lora import LoraConfig
 from backend.api.sampling import SamplingConfig
 from backend.api.tensor import TensorData
+from backend.core.adapter import PreparedAdapter
 from backend.core.guides import Guides
 
 SequenceId = NewType("SequenceId", int)
@@ -62,6 +64,7 @@ class NewRow(Struct, frozen=True):
     post_processor: str = ""  # name of a callable that changes the logits; it is told the next two
     request_id: int = 0
     client_id: int | None = None
+    adapter: str = ""  # content of the LoRA adapter it runs with; empty = none
 
 
 class Row(Struct, frozen=True, array_like=True, gc=False):
@@ -75,7 +78,10 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepInput(Struct, frozen=True):
-    """One step. `rows` is the order of the flat batch. Side effects in order: grow, copy, take in new rows, run, sample."""
+    """One step. `rows` is the order of the flat batch.
+
+    Side effects in order: adapters go and come, grow, copy, take in new rows, run, sample.
+    """
 
     step_id: int
     rows: list[Row]
@@ -84,6 +90,8 @@ class StepInput(Struct, frozen=True):
         tuple[BlockId, BlockId]
     ] = []  # (source, destination): KV of a whole block, all layers, before anything runs
     num_blocks: int = 0  # blocks that must be backed by memory from now on (never shrinks)
+    adapters_in: list[PreparedAdapter] = []  # to the device, where some may be already
+    adapters_out: list[str] = []  # contents that no sequence has any more
 
 
 class SampledToken(Struct, frozen=True, array_like=True, gc=False):
@@ -135,6 +143,7 @@ class ModelInfo(Struct, frozen=True):
     prompt_embedding_width: int = 0  # the hidden size, if prompts may bring embeddings and positions
     post_processors: tuple[str, ...] = ()  # names of the callables that requests may have their logits changed by
     guide_refusal: str = NOT_SET_UP  # why requests with guides are refused; '' = they are not
+    lora_module_bytes: int = 0  # of the largest projection's adapter at the highest rank; 0: no adapters are taken
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
 
 
@@ -159,6 +168,10 @@ class WorkerGroup(Protocol):
 
     def load(self) -> ModelInfo:
         """Load the weights. Raises ConfigError when the checkpoint cannot be used."""
+        ...
+
+    def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
+        """Read an adapter that brings its weights. For any thread. Raises InvalidRequest for one that cannot be used."""
         ...
 
     def free_memory_bytes(self) -> int:

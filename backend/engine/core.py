@@ -25,7 +25,7 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats, Recor
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
-from backend.engine import beam_step, gathered, groups, publish, row_step
+from backend.engine import beam_step, gathered, groups, publish, row_step, update
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, WorkerFailure, check_samples
@@ -37,6 +37,7 @@ from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
+from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
@@ -49,7 +50,8 @@ class EngineCore:
         self.clock = clock or SystemClock()
         self.workers = workers
         self.model = workers.load()
-        num_blocks = num_pool_blocks(config, self.model, workers.free_memory_bytes())
+        free_bytes = workers.free_memory_bytes()
+        num_blocks = num_pool_blocks(config, self.model, free_bytes)
         self.kv = KVCacheManager(
             config.kv_cache,
             num_blocks,
@@ -59,7 +61,9 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", self.model.has_matrix_units)
+        self.adapters = AdapterCache(config.lora, self.model, free_bytes)
+        on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
+        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
         self.held = Held(workers.guides)
@@ -137,12 +141,17 @@ class EngineCore:
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
             self.held.end(request_id, request)
-            self._refuse(request_id, request, error)
+            self.refuse(request_id, request.client_id, error)
             return
         self._live[request_id] = seq
         self._deadlines.note(seq, self._live)
         self.counters.requests_accepted_total += 1
         self.counters.prompt_tokens_total += seq.num_prompt_tokens - seq.num_history_tokens
+
+    def refuse(self, request_id: RequestId, client_id: int | None, error: EverbatchError) -> None:
+        """Answer a request that is not accepted."""
+        self.counters.requests_rejected_total += 1
+        self._outbox.put(publish.error_response(request_id, client_id, error))
 
     def cancel(
         self, request_id: RequestId, keep_output_tokens: int | None = None, sequence_index: int | None = None
@@ -183,7 +192,7 @@ class EngineCore:
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
-        self._expire(started_ns)
+        self.expire()
         flight = self._schedule(started_ns)
         try:
             if flight is not None:
@@ -221,9 +230,7 @@ class EngineCore:
 
     def expire(self) -> None:
         """End requests that are past their deadline, and sessions that nobody has used for long. Every step begins with it."""
-        self._expire(self.clock.monotonic_ns())
-
-    def _expire(self, now_ns: int) -> None:
+        now_ns = self.clock.monotonic_ns()
         for live in self._deadlines.pop_due(now_ns, self._live):
             for seq in groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
@@ -321,7 +328,8 @@ class EngineCore:
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name)
         response = publish.result_response(seq, self.iteration)
-        self._outbox.put(response, held=self._ends_with_its_batch(seq, reason, keep_output_tokens))
+        held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
+        self._outbox.put(response, held=held)
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
 
     def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
@@ -334,12 +342,8 @@ class EngineCore:
             self._leave(row)
         self.statistics.count_end(reason.name)
         response = publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True)
-        self._outbox.put(response, held=self._ends_with_its_batch(rows[0], reason, keep_output_tokens))
-
-    def _ends_with_its_batch(self, seq: Sequence, reason: FinishReason, keep_output_tokens: int | None) -> bool:
-        """Whether the answer waits until nobody runs. That of a turn never does, for its session may go on."""
-        ended_by_itself = reason in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
-        return self.scheduler.is_static and ended_by_itself and keep_output_tokens is None and seq.session_key is None
+        held = self.scheduler.is_static and update.ends_with_its_batch(rows[0], reason, keep_output_tokens)
+        self._outbox.put(response, held=held)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
         """End the request of a sequence, with all its sequences."""
@@ -381,6 +385,7 @@ class EngineCore:
         for seq in list(self.scheduler.running):  # had no tokens in these steps
             self._fail(seq, WorkerFailure("the KV pool was lost with a failed model step; send the request again"))
         self.kv.lose_everything()
+        self.adapters.send_again()
         for flight in flights:
             self._record(flight)
 

@@ -13,6 +13,7 @@ import msgspec
 from backend.api.config import LimitsConfig, max_beam_width
 from backend.api.errors import InvalidRequest, Overloaded, SessionError, SessionStatus
 from backend.api.limits import RequestLimits, check_request
+from backend.api.lora import LoraConfig
 from backend.api.request import Request, RequestId
 from backend.core.gathered import wanted
 from backend.core.sequence import BeamSequence, Event, Sequence, SessionKey
@@ -54,6 +55,7 @@ class Intake:
             model.prompt_embedding_width,
             model.guide_refusal,
             max_guide_bytes,
+            scheduler.adapters.is_enabled and model.lora_module_bytes > 0,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)
@@ -74,8 +76,12 @@ class Intake:
         return msgspec.structs.replace(request, end_ids=self._model.eos_ids)
 
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
-        """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing."""
+        """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing.
+
+        Of a request with an adapter the adapter must be in the cache (engine/adapter_desk.py).
+        """
         check_request(request, self._limits)
+        request = self._with_content(request)
         beam_width = request.sampling_config.beam_width
         count = beam_width if beam_width > 1 else request.sampling_config.num_return_sequences or 1
         self._check_queue(request, count)
@@ -98,6 +104,14 @@ class Intake:
             self._scheduler.add(seq)
         return sequences[0]
 
+    def _with_content(self, request: Request) -> Request:
+        """The request without an adapter's weights, but with its content. Raises InvalidRequest when it is not held."""
+        if request.lora is None:
+            return request
+        task_id = request.lora.task_id
+        content = self._scheduler.adapters.resolve((request.cache_salt, task_id))
+        return msgspec.structs.replace(request, lora=LoraConfig(task_id, content=content))
+
     def _make(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
         return Sequence(SequenceId(next(self._next_seq_id)), request_id, request, next(self._next_arrival), now_ns)
 
@@ -111,6 +125,11 @@ class Intake:
         if key in self.sessions_this_poll:
             raise SessionError(SessionStatus.CONFLICT, f"session {session.id} has two requests at the same moment")
         known = self._sessions.check_turn(request)
+        if known is not None and known.adapter != request.adapter:
+            raise SessionError(
+                SessionStatus.INVALID,
+                f"session {session.id} runs with another LoRA adapter; begin it afresh with START",
+            )
         keep, new_ids = _kept_history(known, request)
         max_output = self._check_room(request, keep, len(new_ids))
         promised = self._promise(request, len(new_ids), max_output)

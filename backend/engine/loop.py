@@ -16,6 +16,7 @@ from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
+from backend.engine.adapter_desk import AdapterDesk
 from backend.engine.core import EngineCore
 
 MAX_IDLE_S = 1.0
@@ -38,6 +39,7 @@ class EngineLoop:
         self._next_stats = 0.0
         self._inbox: queue.SimpleQueue[Command | ClientGone | GuideCompiled | None] = queue.SimpleQueue()
         core.held.on_compiled(lambda request_id, error: self._inbox.put(GuideCompiled(request_id, error)))
+        self._desk = AdapterDesk(core, on_ready=lambda: self._inbox.put(None))
         self._stopping = False
         self._drain = False
         self._num_turns = 0
@@ -70,7 +72,8 @@ class EngineLoop:
             while True:
                 self._begin_turn()
                 self._poll()
-                if self._stopping and not (self._drain and (self._core.has_work or self._core.held)):
+                waiting = self._core.has_work or self._core.held or self._desk.num_waiting
+                if self._stopping and not (self._drain and waiting):
                     farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
@@ -81,6 +84,7 @@ class EngineLoop:
                     deliver(responses)
                 self._report(publish_stats)
         finally:
+            self._desk.fail_all(EngineUnavailable(farewell))
             self._core.fail_all(EngineUnavailable(farewell))
             deliver(self._core.take_responses())
             self.present_turn = None
@@ -91,14 +95,15 @@ class EngineLoop:
 
     def _poll(self) -> None:
         self._core.begin_poll()
-        if not (self._core.has_work or self._stopping):
+        goes_on = not self._stopping or (self._drain and self._desk.num_waiting)
+        if goes_on and not self._core.has_work:
             try:
                 self._apply(self._sleep())
             except queue.Empty:
                 self._core.expire()
-                return
         while not self._inbox.empty():
             self._apply(self._inbox.get())
+        self._desk.admit()
 
     def _sleep(self) -> Command | ClientGone | GuideCompiled | None:
         """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S."""
@@ -111,16 +116,17 @@ class EngineLoop:
     def _apply(self, command: Command | ClientGone | GuideCompiled | None) -> None:
         match command:
             case Submit(request_id, request):
-                self._core.enqueue(request_id, request)
+                self._desk.submit(request_id, request)
             case Cancel(request_id, keep_output_tokens, sequence_index):
-                self._core.cancel(request_id, keep_output_tokens, sequence_index)
+                if not self._desk.cancel(request_id):
+                    self._core.cancel(request_id, keep_output_tokens, sequence_index)
             case StopSession(request_id, session_id, end, namespace):
                 self._core.stop_session(request_id, session_id, end, namespace)
             case GuideCompiled(request_id, error):
                 self._core.guide_compiled(request_id, error)
             case ClientGone(client_index):
-                for request_id in self._core.live_ids():
-                    if request_id >> CLIENT_SHIFT == client_index:
+                for request_id in (*self._desk.live_ids(), *self._core.live_ids()):
+                    if request_id >> CLIENT_SHIFT == client_index and not self._desk.cancel(request_id):
                         self._core.cancel(request_id)
 
     def _report(self, publish_stats: PublishStats) -> None:

@@ -58,3 +58,9 @@ def finish_reason(seq: Sequence) -> FinishReason:
 
 def _ends_with(seq: Sequence, word: list[int]) -> bool:
     return len(word) <= seq.num_output_tokens and seq.token_ids[-len(word) :] == word
+
+
+def ends_with_its_batch(seq: Sequence, reason: FinishReason, keep_output_tokens: int | None) -> bool:
+    """Whether the answer in a static batch waits until nobody runs. That of a turn never does, for its session may go on."""
+    ended_by_itself = reason in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
+    return ended_by_itself and keep_output_tokens is None and seq.session_key is None

@@ -63,6 +63,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         progress=lambda line: _tell({"phase": line}),
         debug=DebugFetch.of(config),
         guided=config.guided,
+        lora=config.lora,
     )
     core = EngineCore(config, workers)
     loop = EngineLoop(core, stats_period_s=config.triton.stats_period_ms / 1000)

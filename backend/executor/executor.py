@@ -108,6 +108,7 @@ class Executor:
             processors=processors,
             debug=DebugFetch.of(config),
             guided=config.guided,
+            lora=config.lora,
         )
         return cls.in_process(config, workers, str(workers.model_path))
 
@@ -139,6 +140,7 @@ class Executor:
             processors,
             DebugFetch.of(config),
             config.guided,
+            config.lora,
         )
         return cls.in_process(config, workers)
 

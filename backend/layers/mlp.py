@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.layers.linear import Linear
+from backend.layers.lora import Adapt
 from kernels.int8_rows import Int8Rows
 from kernels.silu_mul import silu_mul, silu_mul_int8
 
@@ -17,7 +18,14 @@ class MlpWeights:
     down: Linear  # [hidden, intermediate]
 
 
-def mlp(x: Tensor | Int8Rows, weights: MlpWeights) -> Tensor:
-    """x [num_tokens, hidden] -> [num_tokens, hidden]."""
+def mlp(x: Tensor | Int8Rows, weights: MlpWeights, may_quantize: bool = True, adapt: Adapt | None = None) -> Tensor:
+    """x [num_tokens, hidden] -> [num_tokens, hidden]. adapt: adds LoRA adapters' parts; then nothing may be quantised ahead."""
     gate_up = weights.gate_up(x)
-    return weights.down(silu_mul_int8(gate_up) if weights.down.takes_int8 else silu_mul(gate_up))
+    if adapt is None:
+        return weights.down(silu_mul_int8(gate_up) if may_quantize and weights.down.takes_int8 else silu_mul(gate_up))
+    assert isinstance(x, Tensor)  # a model that takes adapters does not quantise it
+    adapt(gate_up, x, "gate_up")
+    activated = silu_mul(gate_up)
+    y = weights.down(activated)
+    adapt(y, activated, "down")
+    return y

@@ -35,9 +35,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is run"),
     "revision": ((None,), "a checkpoint is taken as it lies in its directory; give that of the revision"),
     "tokenizer_revision": ((None,), "a tokenizer is taken as it lies in its directory; give that of the revision"),
-    "enable_lora": ((False,), "adapters are not served here"),
-    "lora_config": ((None,), "adapters are not served here"),
-    "peft_cache_config": ((None,), "adapters are not served here"),
     "speculative_config": ((None,), "nothing is decoded speculatively"),
     "batch_wait_timeout_ms": ((0, None), "a request never waits for others"),
 }
@@ -53,6 +50,9 @@ OWN: dict[str, Any] = {
     "return_perf_metrics": False,
     "batched_logits_processor": None,
     "gather_generation_logits": False,  # whether or not, requests may ask for logits
+    "enable_lora": False,
+    "lora_config": None,  # with one LoRA is enabled too
+    "peft_cache_config": None,
     "enable_iter_perf_stats": False,
     "enable_iter_req_stats": False,
     "disable_overlap_scheduler": False,
@@ -139,6 +139,7 @@ def _base(config: EngineConfig | None) -> EngineConfig:
 def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration with what the arguments change."""
     changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}, "records": {}, "guided": {}}
+    changes["lora"] = _lora_fields(given)
     for wanted, field in {
         "enable_iter_perf_stats": "max_iterations",
         "enable_iter_req_stats": "max_request_iterations",
@@ -194,6 +195,29 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
         return dict(value)
     known = [*KV_FIELDS, *KV_NEUTRAL, EVENTS] if name == "kv_cache_config" else [*SCHEDULER_FIELDS]
     return {field: getattr(value, field) for field in known if hasattr(value, field)}
+
+
+# field of TensorRT-LLM's PeftCacheConfig -> of ours. Adapters are held whole here: its other fields tune pages and copies.
+PEFT_FIELDS = {
+    "max_adapter_size": "max_rank",
+    "host_cache_size": "host_bytes",
+    "device_cache_percent": "device_fraction",
+    "num_host_module_layer": "host_module_layers",
+    "num_device_module_layer": "device_module_layers",
+    "num_put_workers": "put_workers",
+}
+
+
+def _lora_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`max_lora_rank` is the field of a lora_config that has a meaning here; adapters are taken for all projections."""
+    fields: dict[str, Any] = {}
+    if given.get("enable_lora") or given.get("lora_config") is not None:
+        fields["enabled"] = True
+    for name, known in (("peft_cache_config", PEFT_FIELDS), ("lora_config", {"max_lora_rank": "max_rank"})):
+        value = given.get(name)
+        asked = value if isinstance(value, Mapping) else {each: getattr(value, each, None) for each in known}
+        fields |= {ours: asked[theirs] for theirs, ours in known.items() if asked.get(theirs) is not None}
+    return fields
 
 
 SCHEDULER_FIELDS = ("capacity_scheduler_policy", "context_chunking_policy", "dynamic_batch_config")

@@ -14,11 +14,12 @@ from typing import Any
 
 from backend.api import AdditionalOutput, OutputConfig, Request, SamplingConfig
 from backend.api.guide import Guide, GuideType
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.executor.own_processors import OF_REQUEST
 from backend.llm.errors import NotHere, ParameterError, refuse
-from backend.llm.requests import GenerationRequest
+from backend.llm.requests import GenerationRequest, LoRARequest
 from backend.llm.sampling_params import GuidedDecodingParams, SamplingParams
 from backend.llm.updates import TextParams
 from backend.text.tokenizer import Tokenizer
@@ -43,7 +44,6 @@ NOT_HERE = {
     "lookahead_config": "nothing is decoded speculatively",
 }
 REQUEST_NOT_HERE = {
-    "lora_request": "adapters are not served here",
     "prompt_adapter_request": "prompt adapters are not served here",
     "disaggregated_params": "prompt and output are computed in one place here",
     "postproc_params": "the output is made into text and nothing else",
@@ -91,6 +91,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         retention=retention(request.kv_cache_retention_config),
         logits_post_processor=post_processor(params, model.post_processors),
         guide=guide(params.guided_decoding),
+        lora=lora_config(request.lora_request),
     )
 
 
@@ -161,6 +162,15 @@ def guide(params: GuidedDecodingParams | None) -> Guide | None:
         if getattr(params, name):
             return Guide(kind, getattr(params, name))
     return Guide(GuideType.JSON) if params.json_object else None
+
+
+def lora_config(given: LoRARequest | None) -> LoraConfig | None:
+    """The adapter of a LoRARequest: the engine reads the directory, unless it has not changed since."""
+    if given is None:
+        return None
+    if not isinstance(given, LoRARequest):
+        raise TypeError(f"lora_request is a {type(given).__name__}, a LoRARequest is needed")
+    return LoraConfig(given.adapter_id, path=given.path)
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

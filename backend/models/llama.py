@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from backend.layers.attention import AttentionWeights, attention
 from backend.layers.linear import Linear, num_bytes_of
+from backend.layers.lora import AdaptedTokens
 from backend.layers.mlp import MlpWeights, mlp
 from backend.layers.norm import add_norm
 from backend.layers.rotary import rotary_tables
@@ -50,6 +52,7 @@ class Llama:
     lm_head: Linear  # [vocab, hidden]
     cos: Tensor  # float32 [max_seq_len, head_dim / 2]
     sin: Tensor
+    takes_adapters: bool = False  # then products read unquantised inputs, which LoRA needs, in every batch alike
     outputs: dict[str, MarkedOutput] = field(init=False)  # by name
 
     def __post_init__(self) -> None:
@@ -91,23 +94,26 @@ class Llama:
         plans: Mapping[int | None, Plan],
         pools: Sequence[KVPool],
         embedded: tuple[Tensor, Tensor] | None = None,
+        adapted: AdaptedTokens | None = None,
     ) -> Tensor:
         """Run a flat batch of tokens and write their KV.
 
         token_ids, positions, cells are int64 [num_tokens]. plans holds the attention plan of each window; pools has one pool
-        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden]. Returns the
-        hidden states before the last norm, [num_tokens, hidden].
+        a layer. embedded: the tokens [n] int64 of the batch whose embeddings are given, and these, [n, hidden]. adapted: the
+        tokens' LoRA adapters, if any has one. Returns the hidden states before the last norm, [num_tokens, hidden].
         """
         eps, tables = self.config.norm_eps, (self.cos, self.sin)
         x = embedding(self.embedding, token_ids)  # [num_tokens, hidden]
         if embedded is not None:
             x.index_copy_(0, *embedded)
         delta: Tensor | None = None  # like x, and still to be added to it
-        for layer, pool, window in zip(self.layers, pools, self.config.windows, strict=True):
-            normed, x = add_norm(x, delta, layer.input_norm, eps, layer.attention.qkv.takes_int8)
-            delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps)
-            normed, x = add_norm(x, delta, layer.post_norm, eps, layer.mlp.gate_up.takes_int8)
-            delta = mlp(normed, layer.mlp)
+        may_quantize = not self.takes_adapters
+        for index, (layer, pool, window) in enumerate(zip(self.layers, pools, self.config.windows, strict=True)):
+            adapt = None if adapted is None else partial(adapted.add, index)
+            normed, x = add_norm(x, delta, layer.input_norm, eps, may_quantize and layer.attention.qkv.takes_int8)
+            delta = attention(normed, layer.attention, pool, plans[window], positions, cells, tables, eps, adapt)
+            normed, x = add_norm(x, delta, layer.post_norm, eps, may_quantize and layer.mlp.gate_up.takes_int8)
+            delta = mlp(normed, layer.mlp, may_quantize, adapt)
         return x if delta is None else x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -168,6 +168,11 @@ def _open(path: Path) -> safe_open:
         ) from None
 
 
+def open_tensors(paths: list[Path]) -> Mapping[str, Tensor]:
+    """The tensors of safetensors files, each read when it is asked for. Raises ConfigError."""
+    return _LazyTensors(paths)
+
+
 class _LazyTensors(Mapping[str, Tensor]):
     """Tensors of safetensors files, read one at a time when they are asked for.
 

@@ -3,7 +3,8 @@
 One step, in order:
     1. rows that run: one token for each in the generation phase, chunks for those in the context phase
     2. room for them in the KV pool, oldest first; the youngest are paused when there is none
-    3. unless somebody was paused: admit from the head of the queue while slots, blocks and tokens last; nobody overtakes
+    3. unless somebody was paused: admit from the head of the queue while slots, blocks, tokens and room for adapters last;
+       nobody overtakes
     4. share the token budget among context rows
 
 A sequence is in exactly one of `waiting` and `running`, or in neither (idle, retired). Steps may be in flight meanwhile: what
@@ -22,6 +23,7 @@ from backend.core.sequence import BeamSequence, Event, Sequence, Status
 from backend.core.step import BlockId, NewRow, Row, SequenceId, StepInput
 from backend.kvcache.manager import KVCacheManager, TableChange
 from backend.kvcache.plan import Admission, KVPlan
+from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvict,
@@ -74,9 +76,15 @@ class StepPlan:
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, on_cpu: bool, has_matrix_units: bool = False
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        on_cpu: bool,
+        has_matrix_units: bool = False,
+        adapters: AdapterCache | None = None,
     ) -> None:
         self.config = config
+        self.adapters = adapters or AdapterCache()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
@@ -108,12 +116,15 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence that is WAITING in line, behind all of its priority."""
+        self.adapters.hold(seq.adapter)
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of wherever it is. Its blocks and slot are the caller's business."""
         self._stale.pop(seq.seq_id, None)
+        self.adapters.let_go(seq.adapter)
         if seq.status is Status.RUNNING:
+            self.adapters.stop(seq.adapter)
             self.running.remove(seq)
             self._tuner.note_end(seq.num_prompt_tokens, seq.num_output_tokens)
         else:
@@ -162,6 +173,7 @@ class Scheduler:
             self._stale.pop(seq.seq_id, None)
             seq.apply(Event.PAUSE)
             seq.num_pauses += 1
+            self.adapters.stop(seq.adapter)
             self.running.remove(seq)
             self.waiting.put_back(seq)
         if self.is_static:
@@ -172,6 +184,7 @@ class Scheduler:
             self.waiting.remove(seq)
             self.running.append(seq)
             seq.apply(Event.ADMIT)
+            self.adapters.start(seq.adapter)
             _note_admission(plan, seq, known[seq.seq_id], now_ns)
         for seq in self._stale.values():
             assert seq.slot is not None  # it runs
@@ -182,7 +195,8 @@ class Scheduler:
         new = [self._stale.get(seq_id) or plan.kv.grants[seq_id].seq for seq_id in changes.changes]
         new_rows = [_new_row(seq, self._kv) for seq in new if not seq.is_dormant]
         self._stale.clear()
-        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks)
+        adapters = self.adapters.take_changes()
+        return StepInput(step_id, rows, new_rows, changes.copies, self._kv.num_backed_blocks, *adapters)
 
     def _split_by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         context: list[Sequence] = []
@@ -214,6 +228,8 @@ class Scheduler:
                 plan.beam_width = seq.beam_width
             room = self._micro_batch.has_room(wants, budget, seq.num_tokens - seq.num_computed_tokens)
             if not (room or self.is_static):  # a static batch is as large as the slots and the pool allow
+                break
+            if not self.adapters.has_room({seq.adapter, *(other.adapter for other in plan.admitted)}):
                 break
             answer = self._ask(plan, beams)
             if answer is Admission.NEVER:
@@ -323,6 +339,7 @@ def _new_row(seq: Sequence, kv: KVCacheManager) -> NewRow:
         post_processor=request.logits_post_processor,
         request_id=seq.request_id,
         client_id=request.client_id,
+        adapter=seq.adapter,
     )
 
 
@@ -341,4 +358,5 @@ def _new_beam_row(seq: BeamSequence, kv: KVCacheManager) -> NewRow:
         guide=seq.request.guide,
         cache_namespace=seq.namespace,
         extra_inputs=seq.request.extra_inputs,
+        adapter=seq.adapter,
     )

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from backend.api import ConfigError, EngineConfig, EngineUnavailable
@@ -23,7 +24,9 @@ from backend.serving import pb
 from backend.serving.environment import Health, RunDirectory, check_numpy, drain_grace_s, engine_config
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.roles import FRONTS, OWNER
+from backend.serving.fronts.vllm import VLLM
 from backend.serving.model_server import ModelServer
+from backend.serving.named_adapters import read_adapters
 from backend.serving.protocols import EngineClient
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -50,6 +53,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
     tools = ToolsLoader(executor, parameters.get("tokenizer_dir", "") if role in OWN_TOKENIZER else "")
     try:
         arguments = text_arguments(front, tools) if isinstance(front, TextFront) else {"parse": front.parse}
+        named = read_adapters(Path(args["model_repository"], args["model_version"])) if front is VLLM else {}
     except ConfigError:
         executor.shutdown()
         raise
@@ -66,6 +70,7 @@ def load_model(args: dict[str, str]) -> ModelServer:
         parameters=parameters,
         configure=configure,
         report_health=_report_to(run_directory, args["model_name"]),
+        adapters=named,
         **arguments,
     )
     calm_garbage_collector()

@@ -87,6 +87,7 @@ class ModelServer:
         configure: Callable[[EngineConfig], EngineConfig] | None = None,
         prepare: Callable[[], bool] = lambda: True,
         report_health: Callable[[Health], None] = lambda state: None,
+        adapters: Mapping[str, str] = NO_PARAMETERS,
     ) -> None:
         """Start all threads. Call it on the main thread, because it installs the drain signal.
 
@@ -95,7 +96,8 @@ class ModelServer:
         is there that parsing needs, which it may load. The `owner` publishes the engine's metrics; with
         `reports_vllm` a model publishes vLLM's too. `parameters` are those of the model's config.pbtxt. `configure` makes of
         the configuration that the engine tells, maybe later, the one that requests are read by; without it that is `config`.
-        `report_health` gets the state of this model now, and then four times a second.
+        `report_health` gets the state of this model now, and then four times a second. `adapters`: name -> PEFT directory of
+        the LoRA adapters that requests may name.
         """
         self._tensors = tensors
         self._parse = parse
@@ -110,6 +112,7 @@ class ModelServer:
         self._configure = configure
         self._prepare = prepare
         self._report_health = report_health
+        self._adapters = adapters
         self._is_prepared = prepare()
         self._draining = False
         self._drain_ends: float | None = None
@@ -229,7 +232,9 @@ class ModelServer:
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
         config = self._configure(hello.config) if self._configure else self._config
-        return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters)
+        return ServingContext(
+            config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters, self._adapters
+        )
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()

@@ -61,6 +61,7 @@ class ServingContext(NamedTuple):
     decoupled: bool = True
     max_kv_tokens: int = 0  # of one sequence: what the KV pool holds; 0 = not known
     parameters: Mapping[str, str] = NO_PARAMETERS  # those that are set in the model's config.pbtxt
+    adapters: Mapping[str, str] = NO_PARAMETERS  # name -> PEFT directory: those that requests may name
 
 
 class StopSession(NamedTuple):

@@ -22,7 +22,7 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.cross_kv_cache_fraction": ((None,), "only decoder models are served; leave it out"),
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
     "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
-    "peft_cache_config": ((None,), "LoRA is not served; merge the adapter into the weights"),
+    "peft_cache_config.lora_prefetch_dir": ((None,), "adapters come with the requests that name them; leave it out"),
     "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
     "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
     "use_gpu_direct_storage": ((False,), "leave it out"),
@@ -32,10 +32,12 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
 
-# Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no host
-# cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
+# Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no
+# host cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
 # recv_poll_period_ms (nothing polls), max_seq_idle_microseconds (idle KV goes when room is needed), normalize_log_probs (of
-# beams), gather_generation_logits (logits are there for who asks), multi_block_mode, enable_context_fmha_fp32_acc.
+# beams), gather_generation_logits (logits are there for who asks), peft_cache_config.optimal_adapter_size and
+# max_pages_per_block_* (adapters are held whole, not in pages), num_ensure_workers, num_copy_streams (they come to the device
+# with the step that needs them), multi_block_mode, enable_context_fmha_fp32_acc.
 
 _POLICIES = {
     CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: "guaranteed_no_evict",
@@ -90,6 +92,10 @@ def _unless_unset(name: str, otherwise: Any) -> Callable[[ExecutorConfig], Any]:
     return value
 
 
+def _peft(name: str) -> Callable[[ExecutorConfig], Any]:
+    return lambda config: _at(config, f"peft_cache_config.{name}")
+
+
 # key of EngineConfig -> its value, made of the ExecutorConfig; None leaves the base's
 _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "scheduler.max_batch_size": lambda config: config.max_batch_size,
@@ -110,6 +116,13 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "kv_cache.sink_tokens": lambda config: config.kv_cache_config.sink_token_length,
     # One program owns the engine: all its requests may share KV per token, as with TensorRT-LLM.
     "kv_cache.sharing": lambda config: "all",
+    "lora.enabled": lambda config: True if config.peft_cache_config is not None else None,
+    "lora.max_rank": _peft("max_adapter_size"),
+    "lora.host_bytes": _peft("host_cache_size"),
+    "lora.device_fraction": _peft("device_cache_percent"),
+    "lora.host_module_layers": _peft("num_host_module_layer"),
+    "lora.device_module_layers": _peft("num_device_module_layer"),
+    "lora.put_workers": _peft("num_put_workers"),
     # Nothing is kept of them unless a request asks.
     "model.gather_context_logits": lambda config: True,
     "model.gather_generation_logits": lambda config: True,

@@ -47,7 +47,7 @@ class KvCacheConfig(Record):
 
 
 class PeftCacheManagerConfig(configs.PeftCacheConfig):
-    """A PeftCacheConfig with other defaults. This version does not use it: it refuses requests with an adapter."""
+    """A PeftCacheConfig with other defaults."""
 
     max_pages_per_block_device: int = constant(INT32, default=24)
     device_cache_percent: float | None = constant(optional(FLOAT), default=0.05)

@@ -193,6 +193,7 @@ def _engine_config(model_type: TrtGptModelType, params: TrtGptModelOptionalParam
         max_num_tokens=params.max_num_tokens,
         max_queue_size=EngineConfig().limits.max_queue_size,
         enable_trt_overlap=params.enable_trt_overlap,
+        peft_cache_config=params.peft_cache_manager_config,
     )
     if BASE in params.__dict__:
         setattr(config, BASE, params.__dict__[BASE])

@@ -7,6 +7,7 @@ from typing import Any
 
 from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
 from backend.api.guide import Guide, GuideType
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
 from backend.executor.tensors import as_data
@@ -51,7 +52,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "multimodal_input": (None,),
     "multimodal_embedding": (None,),
     "mrope_config": (None,),
-    "lora_config": (None,),
     "lookahead_config": (None,),
     "encoder_input_token_ids": (None,),
     "encoder_input_features": (None,),
@@ -95,6 +95,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         timeout_s=_seconds(request.allotted_time_ms),
         retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
         **_prompt_tuning(request.prompt_tuning_config),
+        lora=None if request.lora_config is None else _lora(request.lora_config),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
         **{name: getattr(request, name) for name in _REQUEST},
     )
@@ -144,6 +145,19 @@ def _guide(given: GuidedDecodingParams) -> Guide:
     """The type JSON has no text."""
     kind = GuideType(given.guide_type.name.lower())
     return Guide(kind, "" if kind is GuideType.JSON else given.guide or "")
+
+
+def _lora(given: configs.LoraConfig) -> LoraConfig:
+    """Weights [rows, width] and config [rows, 3 or 4], or either with a dimension of 1 in front."""
+    weights, config = (
+        each[0] if each is not None and each.dim() == 3 and len(each) == 1 else each
+        for each in (given.weights, given.config)
+    )
+    return LoraConfig(
+        given.task_id,
+        None if weights is None else as_data(weights),
+        () if config is None else tuple(map(tuple, config.tolist())),
+    )
 
 
 def _processor(request: theirs.Request) -> str:

@@ -1,11 +1,11 @@
 """DeviceRunner: runs steps on a GPU. `launch` only queues work; sampled tokens stay on the device until `wait` fetches them.
 
     generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
-    mixed step         any other step; a flat batch that runs eagerly, as the torch tier runs it
+    mixed step         any other step, and each with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
 
-Effects in order, all in one stream: grow the KV pool, copy blocks, store new rows, append blocks, run the model, choose tokens,
-append each chosen token to its slot's ids. All inputs of a generation step that change lie in one buffer (`_Inputs`), which one
-copy sends to the device.
+Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks,
+run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step that change lie in
+one buffer (`_Inputs`), which one copy sends to the device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row, SlotId, StepInput, StepOutput
+from backend.layers.lora import StackedAdapted, Stacks
 from backend.models.llama import Llama
+from backend.models.lora import Layers, stack_shapes
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
+from backend.worker.adapters import DeviceAdapters
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.graphs import Graphs
 from backend.worker.guided_rows import GuidedRows, GuidedStep
@@ -70,6 +74,12 @@ class QueuedStep(NamedTuple):
         return StepOutput(self.step_id, samples, gathered, failed, debug_tensors)
 
 
+def make_stacks(model: Llama, max_rank: int) -> Stacks:
+    """Empty places for adapters of `model`."""
+    config = model.config
+    return Stacks(stack_shapes(config), config.num_layers, max_rank, model.dtype, model.embedding.device)
+
+
 class DeviceRunner:
     def __init__(
         self,
@@ -81,6 +91,7 @@ class DeviceRunner:
         graphs: Graphs,
         extras: Extras | None = None,
         guided: GuidedRows | None = None,
+        max_lora_rank: int = 1,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
@@ -99,6 +110,8 @@ class DeviceRunner:
         self._kept_logits: Tensor | None = None
         self._nothing = Chosen(torch.empty(0, dtype=torch.int64, device=self._device), None)
         self._views = [layout.view(pool) for pool in storage.pools]
+        self._stacks = make_stacks(model, max_lora_rank)
+        self.adapters: DeviceAdapters[int] = DeviceAdapters(self._place, self._stacks.take)
 
     def execute(self, step: StepInput) -> StepOutput:
         return self.launch(step).wait()
@@ -106,6 +119,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> QueuedStep:
         """Queue a step. Raises IndexError when a row names a token or a block that its slot does not have."""
+        self.adapters.update(step)
         if step.num_blocks > self.storage.num_blocks:
             self.storage.grow(step.num_blocks)
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
@@ -115,7 +129,8 @@ class DeviceRunner:
         if passes is not None:
             queued = self._launch_with_extras(step, passes, guided)
         else:
-            if step.rows and all(row.num_tokens == 1 and row.samples for row in step.rows):
+            only_generates = all(row.num_tokens == 1 and row.samples for row in step.rows)
+            if step.rows and only_generates and self.adapters.of_rows(self.batch, step.rows) is None:
                 slots, chosen = self._run_generation(step.rows, guided)
             else:
                 slots, chosen = self._run_mixed(step.rows, guided)
@@ -264,7 +279,24 @@ class DeviceRunner:
             self._split,
             config.sink_tokens,
         )
-        return self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views), flat
+        adapted = self._adapted(rows)
+        return (
+            self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views, adapted=adapted),
+            flat,
+        )
+
+    def _place(self, adapter: PreparedAdapter) -> int:
+        layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier
+        return self._stacks.put(layers)
+
+    def _adapted(self, rows: list[Row]) -> StackedAdapted | None:
+        """The adapters of the flat batch; None when no row has one."""
+        places = self.adapters.of_rows(self.batch, rows)
+        if places is None:
+            return None
+        of_rows = np.array([-1 if each is None else each for each in places], dtype=np.int64)
+        of_tokens = np.repeat(of_rows, [row.num_tokens for row in rows])
+        return self._stacks.adapted(place(of_tokens, self._device).int())
 
     def _choose_and_append(self, slots: list[SlotId], logits: Tensor) -> tuple[list[SlotId], Chosen]:
         """logits [slots, vocab] -> the slots and their tokens, which are appended to their ids."""

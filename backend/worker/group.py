@@ -13,10 +13,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backend.api.config import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
-from backend.api.errors import ConfigError
+from backend.api.config import GuidedConfig, KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.errors import ConfigError, Unsupported
 from backend.api.gguf import SUFFIX
 from backend.api.guide import NOT_SET_UP
+from backend.api.lora import LoraConfig
+from backend.core.adapter import PreparedAdapter
 from backend.core.step import MemoryUse, ModelInfo, StepInput, StepOutput, WorkersLost
 from backend.guided.compiler import GuideCompiler
 from backend.guided.setup import make_guides
@@ -24,10 +26,12 @@ from backend.layers.device_linear import make_triton_linear
 from backend.models import loader
 from backend.models.linears import WHOLE_ROW, LinearOptions
 from backend.models.llama import Llama
+from backend.models.lora import Layers, widest_module
 from backend.sampling.sampler import Sampler
 from backend.sampling.slots import SlotParameters
+from backend.worker.adapters import AdapterReader, num_bytes_of
 from backend.worker.debug_tensors import DebugFetch
-from backend.worker.device_runner import DeviceRunner
+from backend.worker.device_runner import DeviceRunner, make_stacks
 from backend.worker.extras import Extras, check_outputs
 from backend.worker.graphs import CudaCapture, Graphs
 from backend.worker.guided_rows import GuidedRows
@@ -43,6 +47,7 @@ from backend.worker.torch_tier import TorchTier
 from kernels.common.kv_format import PoolLayout
 from kernels.cpu.isa import supported_isas
 from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.lora import PackedAdapter
 
 log = logging.getLogger("everbatch.worker")
 _DUMMY_BLOCK_SIZE = 32  # tokens
@@ -60,6 +65,7 @@ class InProcessWorkerGroup:
         processors: PostProcessors | None = None,
         debug: DebugFetch | None = None,
         guided: GuidedConfig | None = None,
+        lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> None:
         """`progress` gets a line before slow work. `processors` come besides those that the configuration names.
         `debug`: what is kept of every step. `guided`: None for no guided decoding.
@@ -73,6 +79,8 @@ class InProcessWorkerGroup:
         self._debug = debug
         self._guided = guided
         self.guides: GuideCompiler | None = None
+        self._lora = lora
+        self._adapter_reader: AdapterReader | None = None
         self._num_slots = scheduler.max_batch_size
         self._max_num_tokens = scheduler.max_num_tokens
         self._buffers: tuple[Mapping[str, Tensor], str] | None = None
@@ -98,6 +106,7 @@ class InProcessWorkerGroup:
         processors: PostProcessors | None = None,
         debug: DebugFetch | None = None,
         guided: GuidedConfig | None = None,
+        lora: LoraSection = LoraSection(),  # noqa: B008 (immutable)
     ) -> InProcessWorkerGroup:
         """A group over tensors in memory, by their checkpoint names, and the text of config.json."""
         group = cls(
@@ -107,6 +116,7 @@ class InProcessWorkerGroup:
             processors=processors,
             debug=debug,
             guided=guided,
+            lora=lora,
         )
         group._buffers = (tensors, json_config)
         return group
@@ -128,6 +138,9 @@ class InProcessWorkerGroup:
         self.model = checkpoint.build(section.max_seq_len, dtype, self.device, self._linears(dtype))
         log.info("weights: %s", self.model.memory)
         check_outputs(section.additional_outputs, self.model)
+        if self._lora.enabled:
+            self.model.takes_adapters = True
+            self._adapter_reader = AdapterReader(config, dtype, self._lora.max_rank, self._pack)
         kv_block = self._kv_block(self._kv_cache.block_size)
         refusal = NOT_SET_UP
         if self._guided is not None:
@@ -151,8 +164,14 @@ class InProcessWorkerGroup:
             post_processors=self._processors.names,
             prompt_embedding_width=config.hidden_size if self._choice.name == "torch" else 0,
             guide_refusal=refusal,
+            lora_module_bytes=self._lora.max_rank * widest_module(config) * dtype.itemsize if self._lora.enabled else 0,
             looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
+
+    def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
+        if self._adapter_reader is None:
+            raise Unsupported("LoRA is not enabled; start with --set lora.enabled=true")
+        return self._adapter_reader.prepare(lora)
 
     def free_memory_bytes(self) -> int:
         if self.device.type != "cuda":
@@ -203,6 +222,16 @@ class InProcessWorkerGroup:
                 except RuntimeError as error:
                     raise WorkersLost(f"the device {self.device} is lost: {error}") from error
             raise
+
+    def _pack(self, layers: Layers) -> tuple[object, int, int]:
+        """An adapter in the form of the tier, its bytes, and those that it takes on the device."""
+        if self._choice.name == "native":
+            packed = PackedAdapter(layers, self._loaded.dtype)
+            return packed, packed.num_bytes, packed.num_bytes
+        num_bytes = num_bytes_of(layers)
+        if self._choice.name == "triton":
+            return layers, num_bytes, make_stacks(self._loaded, self._lora.max_rank).bytes_per_adapter
+        return layers, num_bytes, num_bytes
 
     def _linears(self, dtype: torch.dtype) -> LinearOptions:
         quantization = self._section.quantization
@@ -281,7 +310,8 @@ class InProcessWorkerGroup:
             extras = Extras(self._processors, self._debug)
             guided = GuidedRows(self.guides, slots + 1, vocab_size)
             layout = self._layout(block_size)
-            return DeviceRunner(model, layout, storage, batch, parameters, self._graphs(), extras, guided)
+            graphs, rank = self._graphs(), self._lora.max_rank
+            return DeviceRunner(model, layout, storage, batch, parameters, graphs, extras, guided, rank)
         is_native = self._choice.name == "native"
         tier: Tier = self._native_tier(block_size) if is_native else TorchTier(model, self._layout(block_size))
         prompts = None if is_native else PromptInputs(vocab_size, model.dtype, device)

@@ -62,6 +62,7 @@ class InputBatch:
         self._host_ids = self.token_ids.numpy() if device.type == "cpu" else None  # the same memory, for single tokens
         self.block_tables = np.full((num_slots, self._max_blocks), -1, dtype=np.int32)
         self.num_blocks = [0] * num_slots
+        self.adapters = [""] * num_slots  # content of each slot's LoRA adapter; empty = none
         self.num_tokens = [0] * num_slots
 
     def take_in(self, rows: list[NewRow]) -> None:
@@ -73,6 +74,7 @@ class InputBatch:
         for row in rows:
             self.num_tokens[row.slot] = len(row.token_ids)
             self.num_blocks[row.slot] = len(row.block_ids)
+            self.adapters[row.slot] = row.adapter
             if self._prompt_inputs is not None:
                 self._prompt_inputs.set_row(row)
         if self._host_ids is not None:

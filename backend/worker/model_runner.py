@@ -1,6 +1,7 @@
 """ModelRunner: runs one step on one rank.
 
-Effects in order: grow the KV pool, copy blocks, store new rows, append blocks, run the model, sample, append the sampled tokens.
+Effects in order: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, run the model, sample,
+append the sampled tokens.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class ModelRunner:
         return greedy, logits, work.gather(logits, outputs, self.batch)
 
     def prepare(self, step: StepInput) -> None:
-        """Bring KV storage, slots and sampling parameters up to date, before the model runs."""
+        """Bring adapters, KV storage, slots and sampling parameters up to date, before the model runs."""
+        self.tier.adapters.update(step)
         prepare(step, self.storage, self.batch, self.sampler.set_row, self.extras, self.guided)
 
 

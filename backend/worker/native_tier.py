@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.errors import ConfigError
+from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row
 from backend.layers.linear import Linear, QuantizedWeight, Weight
 from backend.models.llama import LayerWeights, Llama
+from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from backend.worker.tier import KVBlock
 from kernels import w4a16
@@ -22,6 +24,7 @@ from kernels.common import four_bits
 from kernels.common.super_blocks import SuperBlocks
 from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape, UnknownCell
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.memory import Arena
 from kernels.cpu.screen import Screen
 from kernels.int8_rows import GROUP
@@ -87,7 +90,9 @@ class NativeTier:
     name = "native"
 
     def __init__(self, model: Llama, library: CDLL, block_size: int, kv_bits: int = 0) -> None:
-        """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been made by PackLinears."""
+        """`kv_bits`: those of a number in the KV pool, 8 or 4; 0: the model's dtype. The linear layers of `model` must have been
+        made by PackLinears.
+        """
         config = model.config
         self.block_size = block_size
         shape = NativeShape(
@@ -110,6 +115,7 @@ class NativeTier:
             library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
         )
         self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
+        self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
 
     def kv_block(self) -> KVBlock:
         """One layer's block; its layout is described in kernels/cpu/native/attention.h."""
@@ -127,7 +133,8 @@ class NativeTier:
         assert not outputs, "choose_tier lets nobody ask for these"
         numbers = batch.row_numbers(rows, num_logits)
         try:
-            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits)
+            adapters = self.adapters.of_rows(batch, rows) or ()
+            return self._decoder.step(numbers, batch.token_ids, batch.block_tables, pools, wants_logits, adapters)
         except UnknownCell as error:
             raise IndexError(
                 f"slot {rows[error.row].slot} is to run a token that it does not know, or that lies in a block that was let go; "
@@ -147,6 +154,11 @@ def _native_layer(layer: LayerWeights, window: int | None) -> NativeLayer:
         down=_packed(layer.mlp.down),
         window=window,
     )
+
+
+def _packed_adapter(adapter: PreparedAdapter) -> PackedAdapter:
+    assert isinstance(adapter.weights, PackedAdapter), "the adapter was not packed for this tier"
+    return adapter.weights
 
 
 def _packed(linear: Linear) -> PackedLinear:

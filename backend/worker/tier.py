@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from backend.api.errors import ConfigError
 from backend.core.gathered import LOGITS
 from backend.core.step import Row
 from backend.models.config import ModelConfig
+from backend.worker.adapters import DeviceAdapters
 from backend.worker.input_batch import InputBatch
 from kernels.common.kv_format import PlainPool, PoolLayout, QuantizedPool
 from kernels.common.triton_runtime import runs_at
@@ -48,6 +49,7 @@ class KVBlock(NamedTuple):
 
 class Tier(Protocol):
     name: str
+    adapters: DeviceAdapters[Any]
 
     def kv_block(self) -> KVBlock: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL, byref, c_void_p
+from ctypes import CDLL, POINTER, byref, c_void_p, cast
 from dataclasses import dataclass
 from operator import is_
 
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.lora import PackedAdapter
 from kernels.cpu.screen import Screen
-from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, ModelStruct, ScreenStruct
+from kernels.cpu.structs import BatchStruct, KVLayout, LayerStruct, LoraLayerStruct, ModelStruct, ScreenStruct
 
 MAX_HEAD_DIM = 1024
 UNIT = 32  # tokens of a panel of the KV pool; block sizes must be multiples of it
@@ -119,6 +120,7 @@ class NativeDecoder:
         block_tables: NDArray[np.int32],  # [slots, max_blocks]
         pools: Sequence[Tensor],  # one a layer: [num_blocks, kv_block_bytes] bytes, of any dtype
         wants_logits: bool,
+        adapters: Sequence[PackedAdapter | None] = (),  # of each row; empty: no row has one
     ) -> tuple[NDArray[np.int64], Tensor | None]:
         """Run rows one after the other as one flat batch, and write their KV to `pools`.
 
@@ -134,7 +136,9 @@ class NativeDecoder:
         batch.num_rows = len(rows)
         batch.logits = None if logits is None else logits.data_ptr()
         batch.threads = torch.get_num_threads()
+        held = self._place_adapters(adapters)
         bad = self._library.everbatch_step(byref(self._model), byref(batch), self._workspace)
+        del held
         if bad >= 0:
             raise UnknownCell(bad)
         return self._greedy[:num_logits].copy(), logits
@@ -147,6 +151,22 @@ class NativeDecoder:
         if num_logits > len(self._greedy):
             self._greedy = np.empty(2 * num_logits, dtype=np.int64)
             self._batch.greedy = self._greedy.ctypes.data
+
+    def _place_adapters(self, adapters: Sequence[PackedAdapter | None]) -> object:
+        """Tell C the rows' adapters; what is returned has to live until the step is over."""
+        batch = self._batch
+        used = list({id(each): each for each in adapters if each is not None}.values())
+        if not used:
+            batch.adapter_of = None
+            return None
+        index = {id(each): at for at, each in enumerate(used)}
+        of_rows = np.array([-1 if each is None else index[id(each)] for each in adapters], dtype=np.int32)
+        tables = (POINTER(LoraLayerStruct) * len(used))(
+            *(cast(each.structs, POINTER(LoraLayerStruct)) for each in used)
+        )
+        batch.adapters, batch.adapter_of = tables, of_rows.ctypes.data
+        batch.max_rank = max(each.max_rank for each in used)
+        return of_rows, tables
 
     def _place(self, token_ids: Tensor, block_tables: NDArray[np.int32], pools: Sequence[Tensor]) -> None:
         """Pass the addresses to C, unless the objects are those of the last step: looking up addresses is slow."""

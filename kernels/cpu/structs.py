@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
+from kernels.common.adapter import LINEARS, MAX_PARTS
+
 FLOAT32, BFLOAT16, INT8, W8A8, W4A8, Q4_K, Q5_K, Q6_K, K_MIX, V4_K = range(10)  # the enum Format of native/formats.h
 PANEL = 32
 
@@ -71,6 +73,21 @@ class ModelStruct(Structure):
     ]
 
 
+class LoraPartStruct(Structure):
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("first", c_int64),
+        ("n", c_int64),
+        ("rank", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class LoraLayerStruct(Structure):
+    _fields_ = [(name, LoraPartStruct * MAX_PARTS) for name in LINEARS]
+
+
 class BatchStruct(Structure):
     _fields_ = [
         ("rows", c_void_p),
@@ -82,5 +99,8 @@ class BatchStruct(Structure):
         ("pools", POINTER(c_void_p)),
         ("logits", c_void_p),
         ("greedy", c_void_p),
+        ("adapters", POINTER(POINTER(LoraLayerStruct))),
+        ("adapter_of", c_void_p),
+        ("max_rank", c_int64),
         ("threads", c_int32),
     ]

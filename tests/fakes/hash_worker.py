@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from backend.api.guide import NOT_SET_UP
+from backend.api.lora import LoraConfig
+from backend.core.adapter import PreparedAdapter
 from backend.core.guides import Guides
 from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
 
@@ -127,6 +129,7 @@ class HashWorkerGroup:
         self.num_grown = 0  # how often memory was obtained
         self._keep_trace = keep_trace
         self._slots: dict[int, NewRow] = {}
+        self.adapters: dict[str, PreparedAdapter] = {}  # those on the device
 
     @property
     def num_in_flight(self) -> int:
@@ -135,6 +138,10 @@ class HashWorkerGroup:
 
     def load(self) -> ModelInfo:
         return self.info
+
+    def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
+        """An adapter of 10 bytes whose content is its path."""
+        return PreparedAdapter(lora.path, 8, 10, 10, None)
 
     def free_memory_bytes(self) -> int:
         return self.free_bytes
@@ -175,6 +182,9 @@ class HashWorkerGroup:
             error, self.fail_next = self.fail_next, None
             self.cells = [[mix(i) for i in range(self.block_size)] for _ in self.cells]
             raise error
+        for content in step.adapters_out:
+            self.adapters.pop(content, None)
+        self.adapters |= {adapter.content: adapter for adapter in step.adapters_in}
         self._grow(step.num_blocks)
         for source, destination in step.copies:
             self.cells[destination] = list(self.cells[source])
@@ -193,6 +203,7 @@ class HashWorkerGroup:
 
     def _run(self, row: Row) -> SampledToken | None:
         state = self._slots[row.slot]
+        assert not state.adapter or state.adapter in self.adapters, "runs with an adapter that is not on the device"
         state.block_ids.extend(row.new_block_ids)
         namespace = seed_of(state.cache_namespace)
         end = row.num_computed + row.num_tokens

@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from backend.api import ConfigError, EngineConfig
-from backend.api.config import KvCacheConfig, LimitsConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
+from backend.api.config import (
+    KvCacheConfig,
+    LimitsConfig,
+    LoraSection,
+    ModelConfigSection,
+    RecordsConfig,
+    SchedulerConfig,
+)
 from backend.llm import NotHere
 from backend.llm.arguments import LlmArguments
 from backend.llm.program import PROGRAM
@@ -74,9 +81,6 @@ REFUSED = {
     "trust_remote_code": True,
     "revision": "main",
     "tokenizer_revision": "main",
-    "enable_lora": True,
-    "lora_config": object(),
-    "peft_cache_config": object(),
     "guided_decoding_backend": "xgrammar",
     "speculative_config": object(),
     "batch_wait_timeout_ms": 5,
@@ -101,6 +105,15 @@ def test_what_asks_for_nothing_is_taken() -> None:
         stream_interval=1,
     )  # fmt: skip
     assert config(**nothing) == PROGRAM
+
+
+@pytest.mark.feature("002-45")
+def test_adapters_are_served_where_they_are_asked_for() -> None:
+    assert config(enable_lora=True).lora == LoraSection(enabled=True)
+    assert config(lora_config={"max_lora_rank": 8}).lora == LoraSection(enabled=True, max_rank=8)
+    cache = SimpleNamespace(host_cache_size=7, device_cache_percent=0.5, max_adapter_size=32, num_put_workers=2)
+    expected = LoraSection(enabled=True, host_bytes=7, device_fraction=0.5, max_rank=32, put_workers=2)
+    assert config(enable_lora=True, peft_cache_config=cache).lora == expected
 
 
 def test_an_unknown_argument_is_a_type_error_with_the_one_that_was_meant() -> None:

@@ -103,7 +103,7 @@ def test_wrong_types_are_told_at_once() -> None:
             worker.generate_async(PROMPT, {"max_tokens": 3})
         with pytest.raises(NotHere, match="prompt_tuning_config"):
             worker.generate_async(PROMPT, params(), prompt_tuning_config=object())
-        with pytest.raises(NotHere, match="lora_request"):
+        with pytest.raises(TypeError, match="lora_request is a object, a LoRARequest is needed"):
             worker.generate_async(PROMPT, params(), lora_request=object())
 
 

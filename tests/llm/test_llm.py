@@ -107,7 +107,7 @@ def test_what_a_prompt_is_may_not_be_guessed(llm: LLM) -> None:
         llm.generate({"promt": "x"})
     with pytest.raises(TypeError, match="sampling_params is a dict"):
         llm.generate("x", {"max_tokens": 1})
-    with pytest.raises(NotHere, match="lora_request is set"):
+    with pytest.raises(TypeError, match="lora_request is a object, a LoRARequest is needed"):
         llm.generate("x", lora_request=object())
 
 

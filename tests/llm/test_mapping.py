@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from backend.api import OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.llm import (
@@ -184,7 +185,6 @@ def test_a_field_reaches_an_engine_that_has_it_and_is_refused_by_one_that_has_no
 @pytest.mark.parametrize(
     "fields",
     [
-        {"lora_request": LoRARequest("math", 1, "nowhere")},
         {"prompt_adapter_request": PromptAdapterRequest("soft", 1)},
         {"disaggregated_params": DisaggregatedParams(request_type="context_only")},
         {"postproc_params": object()},
@@ -196,6 +196,12 @@ def test_what_a_request_brings_besides_is_refused_by_its_name(fields: dict) -> N
     request = GenerationRequest([1], SamplingParams(), **fields)
     with pytest.raises(NotHere, match=f"^{next(iter(fields))} is set"):
         core_request(request, None, MODEL, 20)
+
+
+@pytest.mark.feature("002-07", "002-45")
+def test_an_adapter_is_known_by_its_id_and_read_from_its_directory() -> None:
+    request = GenerationRequest([1], SamplingParams(), lora_request=LoRARequest("math", 7, "dir"))
+    assert core_request(request, None, MODEL, 20).lora == LoraConfig(7, path="dir")
 
 
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:

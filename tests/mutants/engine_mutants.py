@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.engine import update
 from backend.engine.core import EngineCore
 from backend.engine.outbox import Outbox
 from backend.engine.publish import Interval
@@ -45,7 +46,7 @@ MUTANTS = {
     "a_static_batch_is_cut_to_a_step": (change(Scheduler, "_admit", ("(room or self.is_static)", "room")), STATIC),
     "empty_rows_are_not_counted": (change(Scheduler, "commit", ("self._num_batch - ", "0 * ")), STATIC),
     "a_timeout_waits_for_the_batch": (
-        change(EngineCore, "_ends_with_its_batch", ("and ended_by_itself", "")),
+        change(update, "ends_with_its_batch", ("ended_by_itself and", "")),
         STATIC,
     ),
     "priority_is_ignored": (change(WaitingQueue, "append", ("priority < priority", "priority < -1")), PRIORITY),

@@ -260,7 +260,6 @@ def test_log_probs_of_a_response_are_those_of_its_tokens(works: Callable[..., li
 @pytest.mark.parametrize(
     ("name", "neutral", "asking", "feature"),
     [
-        ("lora_task_id", uint64(0), uint64(8), "LoRA"),
         ("decoder_text_input", strings(""), strings("x"), "encoder input"),
     ],
 )

@@ -142,7 +142,6 @@ REFUSED = [spec for spec in TOKEN_MODEL.inputs if spec.target == "refused"]
 # What clients of tensorrtllm_backend send without asking for anything, written down apart from the table.
 NEUTRAL = {
     "draft_acceptance_threshold": [0.0],
-    "lora_task_id": [0],
     "guided_decoding_guide_type": [b""],
     "guided_decoding_guide": [b""],
     "encoder_output_lengths": [0],

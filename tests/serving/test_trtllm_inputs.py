@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result
 from backend.api.config import LimitsConfig, TritonConfig
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
@@ -52,6 +54,19 @@ def text_work(tools: TextTools, accumulate: bool = False, **inputs: np.ndarray) 
     batch = Batch.read(BLS, [Tensor(name, array) for name, array in inputs.items()], 64)
     (work,) = parse_text_requests(batch, context, Parameters(), tools)
     return work
+
+
+@pytest.mark.feature("000-19", "W-01")
+def test_an_adapter_comes_with_its_weights_or_by_its_id_alone(tools: TextTools) -> None:
+    weights, config = np.ones((1, 2, 3), np.float16), np.array([[[1, 0, 8], [4, 1, 8]]], np.int32)
+    expected = LoraConfig(7, TensorData("float16", (2, 3), np.ones(6, "<f2").tobytes()), ((1, 0, 8), (4, 1, 8)))
+    given = dict(lora_task_id=uint64(7), lora_weights=weights, lora_config=config)
+    assert asked(**given).lora == text_work(tools, **given).request.lora == expected
+    assert asked(lora_task_id=uint64(7)).lora == LoraConfig(7)
+    assert asked(lora_task_id=uint64(0)).lora is None
+    assert asked(**given | {"lora_task_id": uint64(0)}).lora == msgspec.structs.replace(expected, task_id=0)
+    with pytest.raises(InvalidRequest, match="need the lora_task_id"):
+        asked(lora_weights=weights, lora_config=config)
 
 
 def told(output: RowOutput) -> list[dict[str, Any]]:

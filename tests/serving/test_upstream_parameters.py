@@ -82,6 +82,9 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("cancellation_check_period_ms", "100", "triton.cancellation_check_period_ms", 100),
         ("stats_check_period_ms", "200", "triton.stats_period_ms", 200),
         ("gpu_device_ids", "1", "model.device", "cuda:1"),
+        ("lora_cache_max_adapter_size", "32", "lora.max_rank", 32),
+        ("lora_cache_gpu_memory_fraction", "0.1", "lora.device_fraction", 0.1),
+        ("lora_cache_host_memory_bytes", "1000", "lora.host_bytes", 1000),
         ("cuda_graph_mode", "false", "model.cuda_graphs", False),
     ],
 )

@@ -126,7 +126,10 @@ def kv(**options: Any) -> dict[str, Any]:
             },
             "logits_post_processor_config is given",
         ),
-        ({"peft_cache_config": trtllm.PeftCacheConfig()}, "peft_cache_config is"),
+        (
+            {"peft_cache_config": trtllm.PeftCacheConfig(lora_prefetch_dir="x")},
+            "peft_cache_config.lora_prefetch_dir is x",
+        ),
         (
             {
                 "guided_decoding_config": trtllm.GuidedDecodingConfig(

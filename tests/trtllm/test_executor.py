@@ -208,7 +208,6 @@ def test_decoding_is_greedy_unless_top_k_or_top_p_says_otherwise(executor: trtll
 
 
 REFUSED: dict[str, Any] = {
-    "lora_config": trtllm.LoraConfig(1),
     "lookahead_config": trtllm.LookaheadDecodingConfig(3, 5, 7),
     "eagle_config": trtllm.EagleConfig(),
     "external_draft_tokens_config": trtllm.ExternalDraftTokensConfig([1]),
@@ -230,6 +229,7 @@ def test_what_is_not_served_is_answered_with_an_error_that_names_it(executor: tr
 
 
 def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:
+    assert "LoRA is not enabled" in refused(executor, PROMPT, 1, lora_config=trtllm.LoraConfig(1))
     context_only = trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY
     assert "Request.request_type is not served" in refused(executor, PROMPT, 1, type=context_only)
     encoder = trtllm.OutputConfig(return_encoder_output=True)

@@ -287,7 +287,7 @@ def test_more_beams_than_the_manager_allows_and_adapters_are_errors(model_path: 
     client = Client(request(1, [1], 2, beam_width=[2]), request(2, [1], 2, lora_task_id=[7]), several)
     client.run(model_path)
     assert "beam_width is 2" in client.errors[1][0] and "num_return_sequences is 0" in client.errors[3][0]
-    assert "lora_config is not served" in client.errors[2][0]
+    assert "LoRA task 7 not found in cache" in client.errors[2][0]
 
 
 @pytest.mark.feature("001-49", "001-53", "001-54")

@@ -1,4 +1,4 @@
-"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: retention, embeddings, guides."""
+"""Reads what a request of the TensorRT-LLM wire brings besides tokens and sampling: retention, embeddings, guides, adapters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from backend.api import InvalidRequest
 from backend.api.guide import Guide, GuideType
+from backend.api.lora import LoraConfig
 from backend.api.prompt_limits import FLOAT_BYTES
 from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
@@ -72,6 +73,21 @@ def read_guide(batch: Batch, row: int) -> Guide | None:
     except ValueError:
         known = ", ".join(each.value for each in GuideType)
         raise InvalidRequest(f"guided_decoding_guide_type is {kind[:80]!r}, allowed are {known}") from None
+
+
+def read_lora(batch: Batch, row: int) -> LoraConfig | None:
+    """The row's adapter; None without one. Raises InvalidRequest for weights without an id."""
+    task_id = batch.scalar("lora_task_id", row)
+    weights, config = (batch.matrix(name, row) for name in ("lora_weights", "lora_config"))
+    if weights is None and config is None:
+        return LoraConfig(task_id) if task_id else None
+    if task_id is None:
+        raise InvalidRequest("lora_weights and lora_config need the lora_task_id that they are known by")
+    return LoraConfig(
+        task_id,
+        None if weights is None else TensorData("float16", weights.shape, weights.astype("<f2").tobytes()),
+        () if config is None else tuple(map(tuple, config.tolist())),
+    )
 
 
 def read_embeddings(batch: Batch, row: int, max_bytes: int) -> TensorData | None:

@@ -54,9 +54,10 @@ _PROMPT_TUNING = (
     *ignored(("prompt_vocab_size", "INT32", ONE), why="the table's own rows count"),
 )
 
-_NOT_BUILT = (
-    *refused("LoRA", ("lora_task_id", "UINT64", ONE), neutral=(0,)),
-    *refused("LoRA", ("lora_weights", "FP16", (-1, -1)), ("lora_config", "INT32", (-1, 3))),
+_LORA = (
+    Input("lora_task_id", "UINT64", ONE, "request"),  # 0 without weights names no adapter
+    Input("lora_weights", "FP16", (-1, -1), "request"),
+    Input("lora_config", "INT32", (-1, 3), "request"),
 )
 
 _GUIDE = (
@@ -159,7 +160,7 @@ TOKEN_MODEL = ModelTensors(
         *_RETENTION,
         *_PROMPT_TUNING,
         *ignored(("prompt_table_extra_ids", "UINT64", ANY), why=_EXTRA_IDS),
-        *_NOT_BUILT,
+        *_LORA,
         *_GUIDE,
         *_ENGINE_ONLY_NOT_BUILT,
     ),
@@ -192,7 +193,7 @@ _TEXT_INPUTS = (
     *_SESSION,
     *_PROMPT_TUNING,
     *ignored(("prompt_table_extra_id", "UINT64", ONE), why=_EXTRA_IDS),
-    *_NOT_BUILT,
+    *_LORA,
     *_GUIDE,
 )
 

@@ -21,7 +21,7 @@ from backend.serving.fronts.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
-from backend.serving.fronts.trtllm_inputs import check_guides, read_embeddings, read_guide
+from backend.serving.fronts.trtllm_inputs import check_guides, read_embeddings, read_guide, read_lora
 from backend.serving.fronts.trtllm_outputs import RowSettings, text_output
 from backend.serving.fronts.trtllm_tensors import BLS as BLS_TENSORS
 from backend.serving.fronts.trtllm_tensors import ENSEMBLE as ENSEMBLE_TENSORS
@@ -97,6 +97,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         cache_salt=parameters.namespace,
         guide=read_guide(batch, row),
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
+        lora=read_lora(batch, row),
     )
     # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)

@@ -16,7 +16,6 @@ from backend.serving.requests import Parameters
 
 GUIDES = ("structured_outputs", "guided_decoding")
 TENSOR = "sampling_parameters"
-NO_LORA = "LoRA feature is not enabled."
 RANDOM_SEED = -1
 MAX_CHARS = 256  # of a name or value that an error repeats
 
@@ -70,8 +69,6 @@ def read_sampling(tensor: str | None, parameters: Parameters, limits: LimitsConf
 
 
 def _refuse_what_is_missing(asked: VllmSampling) -> None:
-    if asked.lora_name is not None:
-        raise Unsupported(NO_LORA)
     for name, (neutral, feature) in _MISSING.items():
         value = getattr(asked, name)
         if value not in neutral:

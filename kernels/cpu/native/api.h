@@ -1,6 +1,7 @@
 // The C interface. kernels/cpu/structs.py mirrors every structure field by field.
 #pragma once
 #include "attention.h"
+#include "lora.h"
 #include "screen.h"
 
 extern "C" {
@@ -39,6 +40,9 @@ struct everbatch_batch {
     char* const* pools;  // one for each layer, of num_blocks blocks
     float* logits;       // [sum of num_logits][vocab]; null: not wanted
     int64_t* greedy;     // [sum of num_logits]: arg-max, the lowest id among equals
+    const everbatch::LoraLayer* const* adapters;  // the layers of each adapter
+    const int32_t* adapter_of;                    // [num_rows]: index into them, -1 = none; null when no row has one
+    int64_t max_rank;                             // of any adapter
     int32_t threads;
 };
 

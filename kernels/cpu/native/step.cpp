@@ -3,6 +3,7 @@
 // The phases of each layer (| = the next phase begins when all items of this one are done, whichever threads did them: team.h):
 //     norm to operand | qkv product | rope, write KV | attention | to operand | out product, added to x | norm to operand |
 //     gate and up product | silu(gate) * up to operand | down product, added to x |
+// A product of rows that have adapters is preceded by a phase of its own, and adds their part to its sums (lora.h).
 // An operand is the form in which a linear layer reads its input. After the attention of the last layer, only tokens whose logits
 // are wanted go on.
 #include "spans.h"
@@ -48,6 +49,11 @@ struct everbatch_workspace {
     OperandBuffer normed[NUM_FORMATS], attention[NUM_FORMATS], activated[NUM_FORMATS];  // operands of (qkv and gate_up), of out, of down
     OperandBuffer last, screened;  // operands of lm_head and of its screen
     std::vector<Thread> threads;
+    Lora<float> lora_of_floats;
+    Lora<bf16> lora_of_halves;
+
+    Lora<float>& lora(float) { return lora_of_floats; }
+    Lora<bf16>& lora(bf16) { return lora_of_halves; }
 };
 
 namespace {
@@ -58,7 +64,7 @@ template <class T>
 class Step {
 public:
     Step(const everbatch_model& m, const everbatch_batch& b, everbatch_workspace& w)
-        : m_(m), b_(b), w_(w), kv_(m.kv), group_(int(m.heads / m.kv.kv_heads)), dim_(m.kv.dim()) {
+        : m_(m), b_(b), w_(w), lora_(w.lora(T())), kv_(m.kv), group_(int(m.heads / m.kv.kv_heads)), dim_(m.kv.dim()) {
         for (int64_t r = 0; r < b.num_rows; r++) {
             const everbatch_row& row = b.rows[r];
             for (int t = 0; t < row.num_tokens; t++) all_.push_back(int64_t(all_.size()));
@@ -84,6 +90,13 @@ public:
         w.last.shape(m.lm_head, int64_t(sampled_.size()), sizeof(T));
         if (w.threads.size() < size_t(b.threads)) w.threads = std::vector<everbatch_workspace::Thread>(b.threads);
         for (auto& thread : w.threads) thread.row.grow(widest);
+        if (has_lora_) {
+            std::vector<int32_t> adapters, of_sampled;
+            for (int64_t r = 0; r < b.num_rows; r++) adapters.insert(adapters.end(), size_t(b.rows[r].num_tokens), b.adapter_of[r]);
+            for (int64_t token : sampled_) of_sampled.push_back(adapters[size_t(token)]);
+            lora_rows_ = LoraRows(adapters), lora_sampled_ = LoraRows(of_sampled);
+            lora_.begin(b.adapters, widest, b.max_rank, tokens_);
+        }
         best_.assign(size_t(b.threads) * sampled_.size(), {-INFINITY, 0});
         is_screened_ = m.screen.linear.data && !b.logits && int64_t(sampled_.size()) <= SCREENED_ROWS;
         if (is_screened_) {
@@ -103,6 +116,12 @@ public:
     }
 
 private:
+    struct Adapted {  // the adapters' part of a product; `rows` is null where no row has one
+        const LoraRows* rows;
+        int64_t layer;
+        LoraLinear LoraLayer::*linear;
+    };
+
     void embed(Team& team) {
         const T* table = static_cast<const T*>(m_.embedding);
         team.for_each(int64_t(units_.size()), [&](int64_t u) {
@@ -119,31 +138,52 @@ private:
     float* scratch(Team& team) { return w_.threads[team.id].row.data(); }
 
     // operand = norm(x), for the picked tokens.
-    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked) {
+    void prepare_normed(Team& team, OperandBuffer& operand, const float* weight, const std::vector<int64_t>& picked, const LoraRows* adapted) {
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             rms_norm(w_.x.data() + picked[r] * x_ld_, weight, m_.hidden, m_.eps, scratch(team));
+            if (adapted) lora_.put(*adapted, r, scratch(team), m_.hidden);
             operand.put(r, scratch(team));
         });
     }
 
-    void add_to_x(Team& team, const Linear& l, const OperandBuffer& operand, const std::vector<int64_t>& picked) {
-        linear<T>(team, l, operand.view(), int64_t(picked.size()), [&](int64_t r, int64_t column, const float* sums) {
+    void add_to_x(Team& team, const Linear& l, const OperandBuffer& operand, const std::vector<int64_t>& picked, Adapted adapted) {
+        shrink(team, l, adapted);
+        linear<T>(team, l, operand.view(), int64_t(picked.size()), [&](int64_t r, int64_t column, const float* given) {
+            alignas(64) float own[PANEL];
+            const float* sums = with_lora(adapted, r, column, given, own);
             float* x = w_.x.data() + picked[r] * x_ld_ + column;
             for (int j = 0; j < PANEL; j += LANES) store(x + j, load<Vec>(x + j) + load<Vec>(sums + j));
         });
     }
 
-    void to_y(Team& team, const Linear& l, int64_t rows) {
+    void to_y(Team& team, const Linear& l, int64_t rows, Adapted adapted) {
+        shrink(team, l, adapted);
         linear<T>(team, l, w_.normed[l.format].view(), rows, [&](int64_t r, int64_t column, const float* sums) {
-            memcpy(w_.y.data() + r * y_ld_ + column, sums, PANEL * sizeof(float));
+            float* y = w_.y.data() + r * y_ld_ + column;
+            memcpy(y, sums, PANEL * sizeof(float));
+            if (adapted.rows) lora_.expand(*adapted.rows, adapted.layer, adapted.linear, r, column, y);
         });
+    }
+
+    void shrink(Team& team, const Linear& l, Adapted adapted) {
+        if (adapted.rows) lora_.shrink(team, *adapted.rows, adapted.layer, adapted.linear, l.k);
+    }
+
+    // The sums of a panel with the part of the row's adapter, which is added to a copy in `own`.
+    const float* with_lora(Adapted adapted, int64_t r, int64_t column, const float* sums, float* own) {
+        if (!adapted.rows || adapted.rows->adapter_of(r) < 0) return sums;
+        memcpy(own, sums, PANEL * sizeof(float));
+        lora_.expand(*adapted.rows, adapted.layer, adapted.linear, r, column, own);
+        return own;
     }
 
     void layer(Team& team, int64_t index) {
         const everbatch_layer& l = m_.layers[index];
-        prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_);
-        to_y(team, l.qkv, tokens_);
-        const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
+        const LoraRows* adapted = has_lora_ ? &lora_rows_ : nullptr;
+        prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_, adapted);
+        to_y(team, l.qkv, tokens_, {adapted, index, &LoraLayer::qkv});
+        const bool is_last = index + 1 == m_.num_layers;
+        const std::vector<int64_t>& picked = is_last ? sampled_ : all_;
         if (kv_.kv_bits == 8)
             attention<int8_t>(team, l, b_.pools[index], !picked.empty());
         else if (kv_.kv_bits == 4)
@@ -151,20 +191,22 @@ private:
         else
             attention<T>(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
+        if (has_lora_ && is_last) adapted = &lora_sampled_;
         team.for_each(int64_t(picked.size()), [&](int64_t r) {
             memcpy(scratch(team), w_.attended.data() + picked[r] * att_ld_, size_t(l.out.k) * sizeof(float));
+            if (adapted) lora_.put(*adapted, r, scratch(team), l.out.k);
             w_.attention[l.out.format].put(r, scratch(team));
         });
-        add_to_x(team, l.out, w_.attention[l.out.format], picked);
-        prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked);
-        activate(team, l, int64_t(picked.size()));
-        add_to_x(team, l.down, w_.activated[l.down.format], picked);
+        add_to_x(team, l.out, w_.attention[l.out.format], picked, {adapted, index, &LoraLayer::out});
+        prepare_normed(team, w_.normed[l.gate_up.format], l.post_norm, picked, adapted);
+        activate(team, l, int64_t(picked.size()), {adapted, index, &LoraLayer::gate_up});
+        add_to_x(team, l.down, w_.activated[l.down.format], picked, {adapted, index, &LoraLayer::down});
     }
 
     // activated = silu(gate) * up. With many rows, gate and up are not stored in between.
-    void activate(Team& team, const everbatch_layer& l, int64_t rows) {
+    void activate(Team& team, const everbatch_layer& l, int64_t rows, Adapted adapted) {
         OperandBuffer& activated = w_.activated[l.down.format];
-        if (rows >= MANY_ROWS && activated.takes_panels()) {
+        if (rows >= MANY_ROWS && activated.takes_panels() && !adapted.rows) {
             linear_of_halves<T>(team, l.gate_up, w_.normed[l.gate_up.format].view(), rows,
                                 [&](int64_t r, int64_t column, float* gate, const float* up) {
                                     silu_mul(gate, up, PANEL, gate);
@@ -172,10 +214,11 @@ private:
                                 });
             return;
         }
-        to_y(team, l.gate_up, rows);
+        to_y(team, l.gate_up, rows, adapted);
         team.for_each(rows, [&](int64_t r) {
             const float* y = w_.y.data() + r * y_ld_;
             silu_mul(y, y + m_.intermediate, m_.intermediate, scratch(team));
+            if (adapted.rows) lora_.put(*adapted.rows, r, scratch(team), m_.intermediate);
             activated.put(r, scratch(team));
         });
     }
@@ -255,7 +298,7 @@ private:
 
     void head(Team& team) {
         const int64_t n = int64_t(sampled_.size());
-        prepare_normed(team, w_.last, m_.norm, sampled_);
+        prepare_normed(team, w_.last, m_.norm, sampled_, nullptr);
         if (is_screened_) {
             screen(team);
             in_order<T, 1>(team, m_.lm_head, w_.last.view(), n, int64_t(wanted_.size()), [&](int64_t i) { return wanted_[i]; }, find_best(team));
@@ -323,6 +366,9 @@ private:
     const everbatch_model& m_;
     const everbatch_batch& b_;
     everbatch_workspace& w_;
+    Lora<T>& lora_;
+    const bool has_lora_ = b_.adapter_of;
+    LoraRows lora_rows_, lora_sampled_;  // of all tokens, of those whose logits are wanted
     const KVLayout& kv_;
     const int group_, dim_;
     int64_t tokens_, x_ld_, y_ld_, att_ld_;

@@ -1,0 +1,62 @@
+"""LoraConfig: the adapter that a request runs with."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.tensor import TensorData
+
+UINT64 = 1 << 64
+DTYPES = ("float16", "bfloat16", "float32")  # of weights in a request
+
+
+class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An adapter, known by `task_id` within the client's namespace. Its weights come with the first use, later the id is enough.
+
+    `weights` [rows, width]: each row is one projection of one layer, A [rank, k] and behind it B [n, rank], both in C order,
+    filled up with anything; the factor alpha / rank is part of B. `config`: for each row its module id, layer and rank, and
+    perhaps a 1 for DoRA, which is refused. `path`: instead of both a PEFT directory on the engine's machine.
+    `content` is the engine's: the hash of what the weights are. Whatever a client says there is overwritten.
+
+    After TensorRT-LLM's LoraConfig.
+    """
+
+    task_id: int
+    weights: TensorData | None = None
+    config: tuple[tuple[int, ...], ...] = ()
+    path: str = ""
+    content: str = ""
+
+    @property
+    def brings_weights(self) -> bool:
+        return self.weights is not None or bool(self.path)
+
+
+def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
+    """Raise InvalidRequest (or Unsupported) for what can be seen to be wrong without the model."""
+    if not is_enabled:
+        raise Unsupported(
+            f"LoRA is not enabled, the request asks for adapter {lora.task_id}; start with --set lora.enabled=true"
+        )
+    if not 0 <= lora.task_id < UINT64:
+        raise InvalidRequest(f"lora task id {lora.task_id} is no unsigned 64-bit number")
+    weights = lora.weights
+    if weights is None:
+        if lora.config:
+            raise InvalidRequest("lora_config is given without lora_weights; give both, or the id alone")
+        return
+    if lora.path:
+        raise InvalidRequest("an adapter is given as weights and as a path; leave one out")
+    if not lora.config:
+        raise InvalidRequest("lora_weights are given without lora_config; give both, or the id alone")
+    if weights.dtype not in DTYPES:
+        raise InvalidRequest(f"lora_weights are {weights.dtype}, one of {', '.join(DTYPES)} is needed")
+    if len(weights.shape) != 2 or weights.shape[0] != len(lora.config):
+        raise InvalidRequest(
+            f"lora_weights have shape {list(weights.shape)}, [{len(lora.config)}, numbers of the widest row] is needed: a row "
+            f"for each one of lora_config"
+        )
+    num_bytes = weights.shape[0] * weights.shape[1] * (4 if weights.dtype == "float32" else 2)
+    if len(weights.data) != num_bytes:
+        raise InvalidRequest(f"lora_weights have {len(weights.data)} bytes, their shape needs {num_bytes}")

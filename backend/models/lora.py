@@ -1,0 +1,236 @@
+"""Reads LoRA adapters: PEFT's directories, and the tensors of TensorRT-LLM's requests. Both become the layers of
+kernels/common/adapter.py.
+
+What is no LoRA of a decoder layer's linear layers cannot be held, and is refused by name: DoRA, biases, embeddings, the output
+head, modules_to_save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backend.api.errors import ConfigError, InvalidRequest, Unsupported
+from backend.api.lora import LoraConfig
+from backend.api.model_files import find_file, read_object, shown
+from backend.models.config import ModelConfig
+from backend.models.loader import open_tensors
+from kernels.common.adapter import LINEARS, Part
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_WEIGHTS_BYTES = 8 << 30
+Layers = list[dict[str, list[Part]]]
+
+# TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
+MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
+_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
+# Keys of adapter_config.json -> the values with which an adapter is plain LoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "fan_in_fan_out": (None, False),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    "megatron_config": (None,),
+    "target_parameters": (None, []),
+}
+
+
+class Place(NamedTuple):
+    """Where a projection is in the model."""
+
+    linear: str  # one of LINEARS
+    first: int  # its first column in that layer's output
+    n: int
+    k: int
+
+
+def places(config: ModelConfig) -> dict[str, Place]:
+    """By the names of projections, and `qkv` for the fused one."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "qkv": Place("qkv", 0, q + 2 * kv, hidden),
+        "q_proj": Place("qkv", 0, q, hidden),
+        "k_proj": Place("qkv", q, kv, hidden),
+        "v_proj": Place("qkv", q + kv, kv, hidden),
+        "o_proj": Place("out", 0, hidden, q),
+        "gate_proj": Place("gate_up", 0, inter, hidden),
+        "up_proj": Place("gate_up", inter, inter, hidden),
+        "down_proj": Place("down", 0, hidden, inter),
+    }
+
+
+def stack_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Of each linear layer the offsets of its projections in the output, the last one being its outputs, and its inputs."""
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, place in places(config).items():
+        if name != "qkv":
+            offsets, _ = found.get(place.linear, ((0,), 0))
+            found[place.linear] = (*offsets, place.first + place.n), place.k
+    return found
+
+
+def widest_module(config: ModelConfig) -> int:
+    """Inputs and outputs of the largest projection together: the numbers of its adapter, for each rank."""
+    return max(place.n + place.k for place in places(config).values())
+
+
+def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+    """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
+    if lora.path:
+        try:
+            layers = read_peft(Path(lora.path), config, dtype, max_rank)
+        except ConfigError as error:
+            raise InvalidRequest(f"LoRA adapter {lora.task_id}: {error}") from None
+    else:
+        layers = read_rows(lora, config, dtype, max_rank)
+    for part in parts_of(layers):
+        if not (part.a.isfinite().all() and part.b.isfinite().all()):
+            raise InvalidRequest(f"LoRA adapter {lora.task_id} holds numbers that are not finite in {dtype}")
+    return layers
+
+
+def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+    """TensorRT-LLM's tensors (backend/api/lora.py)."""
+    assert lora.weights is not None  # the desk hands over adapters that bring their weights
+    weights = torch.frombuffer(bytearray(lora.weights.data), dtype=getattr(torch, lora.weights.dtype))
+    rows = weights.view(lora.weights.shape)
+    found: dict[tuple[int, str], Part] = {}
+    known = places(config)
+    for index, entry in enumerate(lora.config):
+        where = f"lora_config row {index} {list(entry)}"
+        if len(entry) not in (3, 4) or min(entry) < 0:
+            raise InvalidRequest(f"{where}: 3 numbers are needed, module id, layer and rank, and perhaps a 0 (no DoRA)")
+        module, layer, rank = entry[:3]
+        if any(entry[3:]):
+            raise Unsupported(f"{where}: DoRA is not served; send plain LoRA")
+        if module >= len(MODULES):
+            raise Unsupported(
+                f"{where}: module id {module} is not served; 0 to {len(MODULES) - 1} are: {', '.join(MODULES)}"
+            )
+        place = known[MODULES[module]]
+        size = rank * (place.k + place.n)
+        if size > rows.shape[1]:
+            raise InvalidRequest(f"{where}: needs {size} weights, lora_weights has rows of {rows.shape[1]}")
+        a, b = rows[index, : rank * place.k], rows[index, rank * place.k : size]
+        part = Part(place.first, a.view(rank, place.k), b.view(place.n, rank), 1.0)
+        _add(found, layer, MODULES[module], part, config, max_rank)
+    return _layers(found, config, dtype)
+
+
+def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+    """A directory that PEFT's save_pretrained has written. Raises ConfigError, InvalidRequest and Unsupported."""
+    raw = read_object(directory, CONFIG)
+    if raw is None:
+        raise ConfigError(
+            f"{shown(directory.name)}: {CONFIG}: File does not exist; give the directory of a PEFT adapter"
+        )
+    for key, plain in _PLAIN.items():
+        if raw.get(key) not in plain:
+            raise Unsupported(f"{CONFIG}: {key} is {shown(raw[key])}, which is not served; train a plain LoRA adapter")
+    path = find_file(directory, WEIGHTS, MAX_WEIGHTS_BYTES)
+    if path is None:
+        raise ConfigError(f"{shown(directory.name)}: {WEIGHTS}: File does not exist; save it as safetensors")
+    tensors = open_tensors([path])
+    halves: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for name in tensors:
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[2] not in MODULES[1:]:
+            raise Unsupported(
+                f"{WEIGHTS}: tensor {shown(name)} is no LoRA of a decoder layer's projection; leave it out"
+            )
+        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensors[name]
+    found: dict[tuple[int, str], Part] = {}
+    known = places(config)
+    for (layer, module), pair in halves.items():
+        where, place = f"{WEIGHTS}: layer {layer}, {module}", known[module]
+        if set(pair) != {"A", "B"}:
+            raise ConfigError(f"{where} has lora_{min(pair)} only; both lora_A and lora_B are needed")
+        a, b = pair["A"], pair["B"]
+        if a.dim() != 2 or b.dim() != 2 or a.shape != (len(a), place.k) or b.shape != (place.n, len(a)):
+            raise ConfigError(
+                f"{where}: lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}, [rank, {place.k}] and "
+                f"[{place.n}, rank] are needed; it was trained for another model"
+            )
+        if len(a):
+            _add(found, layer, module, Part(place.first, a, b, _scale(raw, layer, module, len(a))), config, max_rank)
+    return _layers(found, config, dtype)
+
+
+def content_of(layers: Layers) -> str:
+    """The hash of all that an adapter computes with."""
+    digest = hashlib.blake2b(digest_size=32)
+    for index, layer in enumerate(layers):
+        for linear in LINEARS:
+            for part in layer.get(linear, ()):
+                digest.update(
+                    repr((index, linear, part.first, part.a.dtype, *part.a.shape, *part.b.shape, part.scale)).encode()
+                )
+                digest.update(part.a.view(torch.uint8).numpy())
+                digest.update(part.b.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def parts_of(layers: Layers) -> Iterable[Part]:
+    return (part for layer in layers for parts in layer.values() for part in parts)
+
+
+def _scale(raw: Mapping[str, Any], layer: int, module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; alpha_pattern gives a module an alpha of its own."""
+    alpha = raw.get("lora_alpha", 8)
+    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    name = f"model.layers.{layer}.{block}.{module}"
+    patterns = raw.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{CONFIG}: alpha_pattern is {shown(patterns)}, an object is needed")
+    for pattern, value in patterns.items():
+        if pattern == name or name.endswith("." + pattern):
+            alpha = value
+            break
+        if not re.fullmatch(r"[\w.]*", pattern):
+            raise Unsupported(f"{CONFIG}: alpha_pattern {shown(pattern)} is an expression; write module names")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"{CONFIG}: lora_alpha is {shown(alpha)}, a number is needed")
+    return float(alpha) / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def _add(
+    found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, config: ModelConfig, max_rank: int
+) -> None:
+    if layer >= config.num_layers:
+        raise InvalidRequest(
+            f"the LoRA adapter has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}"
+        )
+    if part.rank > max_rank:
+        raise InvalidRequest(
+            f"the LoRA adapter has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
+        )
+    same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
+        module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
+    )
+    if any((layer, each) in found for each in (module, *same)):
+        raise InvalidRequest(f"the LoRA adapter has layer {layer}, {module} twice")
+    found[layer, module] = part
+
+
+def _layers(found: Mapping[tuple[int, str], Part], config: ModelConfig, dtype: torch.dtype) -> Layers:
+    known = places(config)
+    layers: Layers = [{} for _ in range(config.num_layers)]
+    for (layer, module), part in sorted(found.items()):
+        held = part._replace(a=part.a.to(dtype).contiguous(), b=part.b.to(dtype).contiguous())
+        if part.rank:
+            layers[layer].setdefault(known[module].linear, []).append(held)
+    return layers

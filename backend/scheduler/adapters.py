@@ -1,0 +1,173 @@
+"""AdapterCache: which LoRA adapters are held, on the host and on the device. It knows their hashes and sizes, not their weights.
+
+    host     least recently used first; an adapter stays while an accepted request has it
+    device   a subset of the host's; an adapter stays while a sequence with it runs
+
+An adapter is its content. A client's task id is a name for one, within the client's namespace; given with other weights it names
+another, and whoever runs with the old one keeps it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+
+from backend.api.config import LoraSection
+from backend.api.errors import InvalidRequest
+from backend.core.adapter import PreparedAdapter
+from backend.core.step import ModelInfo
+
+Name = tuple[str, int]  # namespace, task id
+_OFF = LoraSection()
+
+
+class Level:
+    """One kind of memory: contents with their sizes, the least recently used first. Those in use stay."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._bytes: OrderedDict[str, int] = OrderedDict()
+        self._users: Counter[str] = Counter()
+
+    def __contains__(self, content: str) -> bool:
+        return content in self._bytes
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Of those that are in use."""
+        return sum(self._bytes[content] for content in self._users)
+
+    def has_room(self, wanted: dict[str, int]) -> bool:
+        """Whether these (content -> bytes) can be held beside all that is in use."""
+        more = sum(num_bytes for content, num_bytes in wanted.items() if content not in self._users)
+        return self.num_used_bytes + more <= self.capacity
+
+    def put(self, content: str, num_bytes: int) -> list[str]:
+        """Hold it as the most recently used. Returns what had to go. There must be room."""
+        assert self.has_room({content: num_bytes}), f"no room for adapter {content} of {num_bytes} bytes"
+        self._bytes[content] = num_bytes
+        self._bytes.move_to_end(content)
+        gone = []
+        while self.num_bytes > self.capacity:
+            oldest = next(each for each in self._bytes if each not in self._users and each != content)
+            del self._bytes[oldest]
+            gone.append(oldest)
+        return gone
+
+    def drop(self, content: str) -> None:
+        self._bytes.pop(content, None)
+
+    def use(self, content: str) -> None:
+        """One more user, who ends with `leave`."""
+        self._users[content] += 1
+        self._bytes.move_to_end(content)
+
+    def leave(self, content: str) -> None:
+        self._users[content] -= 1
+        if not self._users[content]:
+            del self._users[content]
+
+
+class AdapterCache:
+    def __init__(self, config: LoraSection = _OFF, model: ModelInfo | None = None, free_bytes: int = 0) -> None:
+        """free_bytes: of the device, beside the weights of the model."""
+        self.is_enabled = config.enabled
+        unit = model.lora_module_bytes if model is not None else 0
+        host = config.host_module_layers * unit or config.host_bytes
+        device = config.device_module_layers * unit or int(config.device_fraction * free_bytes)
+        if not config.device_module_layers and model is not None and model.device == "cpu":
+            device = host  # both are the same memory
+        self.host, self.device = Level(host), Level(device)
+        self._adapters: dict[str, PreparedAdapter] = {}  # those of the host level
+        self._names: dict[Name, str] = {}
+        self._coming: list[str] = []  # for the device, with the next step
+        self._going: list[str] = []
+
+    def resolve(self, name: Name) -> str:
+        """The content that a task id names. Raises InvalidRequest when it is not held."""
+        content = self._names.get(name)
+        if content is None:
+            raise InvalidRequest(
+                f"LoRA task {name[1]} not found in cache. Please send LoRA weights with request: the host cache holds "
+                f"{len(self.host)} adapters, {self.host.num_bytes} of {self.host.capacity} bytes (lora.host_bytes)"
+            )
+        return content
+
+    def check_fits(self, adapter: PreparedAdapter) -> None:
+        """Raise InvalidRequest for an adapter that can never be held."""
+        for level, num_bytes, kind, key in (
+            (self.host, adapter.num_bytes, "host", "lora.host_bytes"),
+            (self.device, adapter.device_bytes, "device", "lora.device_fraction"),
+        ):
+            if num_bytes > level.capacity:
+                raise InvalidRequest(
+                    f"the LoRA adapter takes {num_bytes} bytes, the {kind} cache has {level.capacity}; raise {key}, or use "
+                    f"an adapter of a lower rank"
+                )
+
+    def put(self, name: Name, adapter: PreparedAdapter) -> bool:
+        """Hold an adapter under a name. False, and nothing changed, while those in use leave no room. Raises as `check_fits`."""
+        self.check_fits(adapter)
+        content = adapter.content
+        if not self.host.has_room({content: adapter.num_bytes}):
+            return False
+        for gone in self.host.put(content, adapter.num_bytes):
+            self._forget(gone)
+        self._adapters[content] = adapter
+        self._names[name] = content
+        return True
+
+    def hold(self, content: str) -> None:
+        """An accepted sequence has it; until `let_go`. Nothing for a sequence without one."""
+        if content:
+            self.host.use(content)
+
+    def let_go(self, content: str) -> None:
+        if content:
+            self.host.leave(content)
+
+    def has_room(self, contents: Iterable[str]) -> bool:
+        """Whether sequences with these adapters can run beside those that do."""
+        wanted = {content: self._adapters[content].device_bytes for content in contents if content}
+        return not wanted or self.device.has_room(wanted)
+
+    def start(self, content: str) -> None:
+        """A sequence with it runs from the next step on; until `stop`."""
+        if not content:
+            return
+        if content not in self.device:
+            self._going += self.device.put(content, self._adapters[content].device_bytes)
+            self._coming.append(content)
+        self.device.use(content)
+
+    def stop(self, content: str) -> None:
+        if content:
+            self.device.leave(content)
+
+    def take_changes(self) -> tuple[list[PreparedAdapter], list[str]]:
+        """What comes to the device with the next step, and what goes from it before."""
+        coming, going = [self._adapters[content] for content in self._coming], self._going
+        self._coming, self._going = [], []
+        return coming, going
+
+    def send_again(self) -> None:
+        """A step has failed: whether the device got what came with it is not known."""
+        self._coming = list(self.device)
+
+    def _forget(self, content: str) -> None:
+        """It has left the host level. Nobody uses it, so the device need not keep it either."""
+        del self._adapters[content]
+        if content in self.device:
+            self.device.drop(content)
+            self._going.append(content)
+        self._names = {name: each for name, each in self._names.items() if each != content}

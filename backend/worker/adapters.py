@@ -1,0 +1,94 @@
+"""LoRA adapters on a rank: reading them (any thread), and those on the device (the engine's thread)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from backend.api.lora import LoraConfig
+from backend.core.adapter import PreparedAdapter
+from backend.core.step import Row, StepInput
+from backend.models.config import ModelConfig
+from backend.models.lora import CONFIG, WEIGHTS, Layers, content_of, parts_of, read_adapter
+from backend.worker.input_batch import InputBatch
+
+T = TypeVar("T")
+Pack = Callable[
+    [Layers], tuple[object, int, int]
+]  # layers -> what the tier computes with, its bytes, those on the device
+Files = tuple[str, tuple[tuple[int, int, int], ...]]  # a directory; inode, size and time of the files in it
+
+
+class AdapterReader:
+    """Reads, checks and packs adapters. One that is still held somewhere is not packed again. For any thread."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_rank: int, pack: Pack) -> None:
+        self._config, self._dtype, self._max_rank, self._pack = config, dtype, max_rank, pack
+        self._lock = threading.Lock()
+        self._by_content: WeakValueDictionary[str, PreparedAdapter] = WeakValueDictionary()
+        self._by_files: WeakValueDictionary[Files, PreparedAdapter] = WeakValueDictionary()
+
+    def prepare(self, lora: LoraConfig) -> PreparedAdapter:
+        """Raises InvalidRequest for an adapter that cannot be used."""
+        files = _files(lora.path) if lora.path else None
+        with self._lock:
+            known = None if files is None else self._by_files.get(files)
+        if known is not None:
+            return known
+        layers = read_adapter(lora, self._config, self._dtype, self._max_rank)
+        content = content_of(layers)
+        with self._lock:
+            adapter = self._by_content.get(content)
+        if adapter is None:
+            max_rank = max((part.rank for part in parts_of(layers)), default=0)
+            weights, num_bytes, device_bytes = self._pack(layers)
+            adapter = PreparedAdapter(content, max_rank, num_bytes, device_bytes, weights)
+        with self._lock:
+            self._by_content[content] = adapter
+            if files is not None:
+                self._by_files[files] = adapter
+        return adapter
+
+
+class DeviceAdapters(Generic[T]):
+    """The adapters that sequences of the batch have, by content, in the form of the tier."""
+
+    def __init__(
+        self, place: Callable[[PreparedAdapter], T], release: Callable[[T], None] = lambda placed: None
+    ) -> None:
+        self._place, self._release = place, release
+        self._held: dict[str, T] = {}
+
+    def update(self, step: StepInput) -> None:
+        """Carry out what a step says, before anything of it runs."""
+        for content in step.adapters_out:
+            if content in self._held:
+                self._release(self._held.pop(content))
+        for adapter in step.adapters_in:
+            if adapter.content not in self._held:
+                self._held[adapter.content] = self._place(adapter)
+
+    def of_rows(self, batch: InputBatch, rows: Sequence[Row]) -> list[T | None] | None:
+        """Each row's adapter; None when no row has one."""
+        if not self._held:
+            return None
+        contents = [batch.adapters[row.slot] for row in rows]
+        return [self._held[content] if content else None for content in contents] if any(contents) else None
+
+
+def num_bytes_of(layers: Layers) -> int:
+    return sum(tensor.numel() * tensor.element_size() for part in parts_of(layers) for tensor in (part.a, part.b))
+
+
+def _files(path: str) -> Files | None:
+    """What changes when an adapter is written anew. None when it cannot be looked up: reading it will say why."""
+    try:
+        found = [(Path(path) / name).stat() for name in (CONFIG, WEIGHTS)]
+    except (OSError, ValueError):
+        return None
+    return path, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)

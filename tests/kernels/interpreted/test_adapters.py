@@ -1,0 +1,56 @@
+"""LoRA adapters in whole engines on the triton tier, in the interpreter. The torch tier, which PEFT has judged, is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backend.api import EngineConfig, Request
+from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
+from backend.api.lora import LoraConfig
+from backend.engine.core import EngineCore
+from backend.worker.group import InProcessWorkerGroup
+from tests.kernels.interpreted.test_device_runner import BLOCK_SIZE, directory, finish  # noqa: F401 (fixture)
+from tests.model.adapters import make_adapter
+
+LORA = LoraSection(enabled=True, max_rank=8)
+
+
+def make_core(path: Path, kernels: str, adapters: list[Path]) -> EngineCore:
+    config = EngineConfig(
+        ModelConfigSection(path=str(path), dtype="float32", device="cpu", kernels=kernels),
+        KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=60 * BLOCK_SIZE, watermark=0.0),
+        SchedulerConfig(max_batch_size=8, max_num_tokens=24),
+        lora=LORA,
+    )
+    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, lora=LORA)
+    core = EngineCore(config, workers)
+    for task_id, adapter in enumerate(adapters):
+        core.scheduler.adapters.put(("", task_id), workers.prepare_adapter(LoraConfig(task_id, path=str(adapter))))
+    return core
+
+
+@pytest.mark.feature("000-19")
+def test_adapters_on_the_triton_tier_are_those_of_the_torch_tier(
+    directory: Path,  # noqa: F811 (fixture)
+    tmp_path: Path,
+) -> None:
+    """Five adapters: more than there are places at first, so that the stacks grow while the first ones are in use."""
+    fields = [dict(rank=rank, target_modules=targets) for rank, targets in ((4, None), (8, ["q_proj", "down_proj"]))]
+    adapters = [
+        make_adapter(
+            directory,
+            tmp_path / str(seed),
+            seed,
+            **{key: value for key, value in fields[seed % 2].items() if value is not None},
+        )
+        for seed in range(5)
+    ]
+    requests = [Request([5 + row, 6, 7, 8], 6, lora=LoraConfig(row)) for row in range(5)] + [Request([5, 6, 7, 8], 6)]
+    of_torch = [result.output_token_ids for result in finish(make_core(directory, "torch", adapters), requests)]
+    of_triton = [result.output_token_ids for result in finish(make_core(directory, "triton", adapters), requests)]
+    assert of_triton == of_torch
+    plain = [Request(each.input_token_ids, 6) for each in requests]
+    without = [result.output_token_ids for result in finish(make_core(directory, "triton", []), plain)]
+    assert sum(a != b for a, b in zip(of_triton, without, strict=True)) == 5
