@@ -78,7 +78,8 @@ def _shared(scale: Tensor) -> Tensor:
     """Scales [n, groups], each rounded to a multiple of one bfloat16 for a super-block."""
     of_blocks = scale.unflatten(1, (-1, COLUMNS // 32))
     shared = (of_blocks.abs().amax(2, keepdim=True) / 127).bfloat16().float()
-    return ((of_blocks / shared.where(shared != 0, 1)).round() * shared).flatten(1)
+    rounded: Tensor = (of_blocks / shared.where(shared != 0, 1)).round() * shared
+    return rounded.flatten(1)
 
 
 def _nearest(x: Tensor) -> Tensor:

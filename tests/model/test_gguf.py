@@ -150,6 +150,12 @@ def test_a_head_that_is_the_embedding_is_held_in_its_super_blocks(tmp_path: Path
     assert forms.seen == ["Q6_K"] * 5
 
 
+def test_a_model_says_what_its_weights_take(model_dir: Path, tmp_path: Path) -> None:
+    """131 rows of 256 float32 are 134,144 bytes."""
+    model = load_directory(write_gguf(model_dir, tmp_path / "model.gguf"), None, "float32", CPU)
+    assert model.memory.endswith(" MB, 32.00 bits a weight; embedding 0.1 MB")
+
+
 def test_on_a_gpu_only_four_bits_stay_integers(model_dir: Path, tmp_path: Path) -> None:
     """There is no GPU kernel for int8 in groups."""
     header = read_header(write_gguf(model_dir, tmp_path / "model.gguf", _mixed))

@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.layers.linear import QuantizedWeight
 from backend.worker.native_tier import PackLinears
 from kernels import w4a8, w4a16
-from kernels.common.four_bits import VALUES, in_super_blocks, indices, multiples, round_weight
+from kernels.common.four_bits import VALUES, _shared, in_super_blocks, indices, multiples, round_weight
 from kernels.common.quantize import dequantize
 from kernels.cpu.isa import AMX_EMULATED
 from kernels.cpu.linear import PackedLinear, RoundToFourBits
@@ -199,6 +199,17 @@ def test_the_reference_s_error_is_what_it_promises() -> None:
     w = random_tensor(torch.Generator().manual_seed(11), 100, 256)
     q, scale = round_weight(w, 32)
     assert 0.0725 < (dequantize(q, scale, 32) - w).norm() / w.norm() < 0.0741
+
+
+def test_scales_of_a_super_block_are_multiples_of_a_127th_of_the_greatest() -> None:
+    """The greatest of the first is 127, so that one is shared, and they become the nearest integers; the second has -127 * 2."""
+    scales = torch.tensor([[127, 63.4, 0, -0.6, 0.4, -100.5, 1, 2.6], [-254.0, 1.2, 0.9, 3, 5, 0, 127, 254]]).view(
+        1, 16
+    )
+    multiple, shared = multiples(_shared(scales))
+    assert shared.tolist() == [[1, 2]]
+    assert multiple.tolist() == [[127, 63, 0, -1, 0, -100, 1, 3, -127, 1, 0, 2, 2, 0, 64, 127]]
+    assert not _shared(torch.zeros(1, 8)).any() and not multiples(torch.zeros(1, 8))[0].any()
 
 
 def test_the_places_of_values_are_found() -> None:
