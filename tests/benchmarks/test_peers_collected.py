@@ -90,6 +90,7 @@ def test_who_fails_this_time_keeps_what_was_measured_before_and_who_failed_befor
     assert rates_of(collected.merged([good], [failed])) == {("llamacpp", "q4_0"): {1: [36.0]}}
     assert collected.merged([failed], [measured("llamacpp", "q4_k_m", {1: [42.0]})])[0].skipped == ""
     assert len(collected.merged([failed], [measured("llamacpp", "q4_k_m", {1: [42.0]})])) == 1
+    assert collected.merged([failed], [measured("openvino", "asym:bf16", {1: [28.0]})])[1] is failed
 
 
 def test_the_types_of_weights_are_told_by_their_share() -> None:
