@@ -1,8 +1,8 @@
 """What 4 bits cost in quality, as each engine of `bench peers --weights int4` really computes: perplexity of the default model,
-and the error of logits on it and on the random models M and L whose speed is measured.
+and the error of logits on it and on a model of random weights.
 
-    ./everbatch bench quality_int4                 the default model, M and L
-    ./everbatch bench quality_int4 --shapes M      without L, which takes 9 GiB
+    ./everbatch bench quality_int4                 the default model and `wide`
+    ./everbatch bench quality_int4 --shapes M,L    these, too; L takes 8 GiB
 
     error        rms of the difference of logits / rms of logits
     divergence   mean over the positions of KL(float32 || engine), in nats
@@ -11,8 +11,9 @@ and the error of logits on it and on the random models M and L whose speed is me
 The reference is the same checkpoint in float32. Peers run themselves, in their environments (made by `bench peers` or here),
 on the very files whose speed is measured; ours runs on torch operators, in float32, so that what the format costs shows alone,
 and in bfloat16 as it is served. What the weights of a file are held as is said beside: rows that are no multiple of 256 make
-llama.cpp take other types than Q4_K and Q6_K (the default model's down projections, 640 wide; nearly all of M, 576 wide; nothing
-of L).
+llama.cpp take other types, of more bits, than Q4_K and Q6_K: for the default model's down projections, 640 wide, and nearly all
+of M, 576 wide. `wide` has none such. In M and L, 30 and 22 layers of random weights, any error grows from layer to layer up to
+1.0 (unrelated logits: 1.4): such models cannot tell formats apart.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from benchmarks.peers.models import Model
 from benchmarks.perplexity import ROW_TOKENS, ROWS_AT_ONCE, Measured, compare, held_out_rows, row_logits
 from deploy.errors import UserError
 from deploy.progress import Progress
+from tools.make_random_model import make_random_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RANDOM_ROWS = (2, ROW_TOKENS // 2)
 FLOAT_COPIES = 1.8  # of the float32 weights: what the torch tier holds while it loads
+WIDE = dict(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4)
 OURS = (("w4a8, float32", "float32"), ("w4a8, bfloat16", "bfloat16"))
 console = Console()
 
@@ -107,6 +110,14 @@ class Texts:
         return Result(engine, setting, self.model.name, held, measured, rise)
 
 
+def wide() -> Model:
+    """A small model of random weights whose rows are all multiples of 256, made by seed if it is not there yet."""
+    directory = environments.BENCH / "models" / "wide"
+    if not directory.exists():
+        make_random_model(directory, vocab_size=4096, tokenizer_from=DEFAULT_MODEL, **WIDE)
+    return models.of_directory(directory)
+
+
 def random_rows(model: Model) -> Tensor:
     return torch.randint(model.vocab_size, RANDOM_ROWS, generator=torch.Generator().manual_seed(1))
 
@@ -154,7 +165,7 @@ def table_of(results: Sequence[Result], perplexity: float) -> Table:
 
 def main(
     tokens: Annotated[int, typer.Option(help="Tokens of held-out text.", min=ROW_TOKENS)] = 4096,
-    shapes: Annotated[str, typer.Option(help="Random models beside the default model, from S, M, L.")] = "M,L",
+    shapes: Annotated[str, typer.Option(help="More models of random weights, from S, M, L.")] = "",
     peers: Annotated[str, typer.Option(help="From openvino, llamacpp, ik_llamacpp.")] = "llamacpp,ik_llamacpp,openvino",
 ) -> None:
     """Measure every engine; print a table and write the figures."""
@@ -162,7 +173,7 @@ def main(
     engines = [PEERS[name] for name in peers.split(",") if name in PEERS and PEERS[name].settings.get("int4")]
     results, perplexity = [], 0.0
     try:
-        checkpoints = [models.of_directory(DEFAULT_MODEL)]
+        checkpoints = [models.of_directory(DEFAULT_MODEL), wide()]
         checkpoints += [models.of_shape(shape, progress) for shape in shapes.split(",") if shape]
         for model in checkpoints:
             if memory_needed(model) > available_memory():

@@ -102,7 +102,13 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress, add: bool
     name = f"peers-{work.model.name}-{work.weights}{'-mixed' if len(work.prompts) > 1 else ''}{'-busy' if work.busy else ''}"
     before = collected.earlier(RESULTS / f"{name}.json", work) if add else []
     contestants = [contestant for engine in engines for contestant in prepare(engine, work, progress)]
-    outcome = measure(work, contestants, progress)
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        outcome = measure(work, contestants, progress)
+    except KeyboardInterrupt as interrupt:  # with --add, what was measured until then is kept
+        if not add:
+            raise
+        outcome, interrupted = Outcome(contestants, alternated=True), interrupt
     if before:
         outcome = Outcome(collected.merged(before, outcome.contestants), outcome.alternated)
         work = replace(work, concurrencies=collected.concurrencies_of(outcome.contestants))
@@ -123,6 +129,8 @@ def compare(work: Work, engines: list[EngineSpec], progress: Progress, add: bool
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(rows, RESULTS / f"{name}.png", title)
     console.print(f"written: benchmarks/results/{name}.json and .png")
+    if interrupted is not None:
+        raise interrupted
     return rows
 
 

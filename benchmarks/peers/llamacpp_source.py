@@ -29,6 +29,7 @@ MENDED = '    asm volatile("" : "+m"(tc) :: "memory");\n' + CALL
 IQK = Path("vendor/ik_llama.cpp/ggml/src/iqk")
 LIBRARIES = """cmake_minimum_required(VERSION 3.21)
 project(ik_llama_cpp_python LANGUAGES C CXX)
+set(CMAKE_INSTALL_RPATH "$ORIGIN")
 add_subdirectory(vendor/ik_llama.cpp EXCLUDE_FROM_ALL)
 add_custom_target(libraries ALL DEPENDS llama ggml)
 install(TARGETS llama ggml LIBRARY DESTINATION ik_llama_cpp/lib)

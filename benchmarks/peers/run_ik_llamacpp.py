@@ -21,7 +21,6 @@ class IkLlamaCpp(LlamaCpp):
     def _model_parameters(self) -> Any:
         parameters = super()._model_parameters()
         parameters.repack_tensors = True
-        parameters.use_mmap = False
         return parameters
 
     def _clear(self) -> None:

@@ -65,7 +65,11 @@ class LlamaCpp:
         return llama_cpp
 
     def _model_parameters(self) -> Any:
-        return self._api.llama_model_default_params()
+        parameters = self._api.llama_model_default_params()
+        parameters.use_mmap = (
+            False  # pages of a file may be dropped while the engine is paused, and are then read from the disk
+        )
+        return parameters
 
     def _clear(self) -> None:
         """Forget all sequences."""

@@ -40,6 +40,9 @@ class OpenVino:
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         properties = {"INFERENCE_NUM_THREADS": load.threads, **properties_of(load.setting)}
+        properties["ENABLE_MMAP"] = (
+            False  # pages of a file may be dropped while it is paused, and are then read from the disk
+        )
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(load.model, scheduler, "CPU", properties)
         self._ids = itertools.count()
 

@@ -84,6 +84,14 @@ def test_an_engine_in_two_settings_counts_with_the_better_at_each_concurrency(ou
     assert alone["ratio_to_best_peer"] == crowded["ratio_to_best_peer"] == 1.0
 
 
+def test_a_ratio_is_to_the_best_peer_in_whatever_setting_is_best_for_that_rate(outcome: Outcome) -> None:
+    """At 1 the second setting decodes fastest (80), and the first, which decodes at 60, is given a faster prefill: 5,000."""
+    first = next(contestant for contestant in outcome.contestants if contestant.engine.name == "openvino")
+    first.samples[1] = [Sample(60.0, 5000.0, 30.0, GB_PER_S * 1e9)]
+    row = rows_by_engine(outcome, 1)["everbatch"]
+    assert (row["ratio_to_best_peer"], row["prefill_ratio_to_best_peer"]) == (120 / 80, 1200 / 5000)
+
+
 def test_a_skipped_engine_has_rows_with_its_reason_and_no_figures(outcome: Outcome) -> None:
     row = rows_by_engine(outcome, 8)["vllm"]
     assert row["skipped"] == PEERS["vllm"].lacks
@@ -99,7 +107,10 @@ def test_without_a_measured_peer_there_is_no_ratio() -> None:
         "median_prefill_tokens_per_s": 5.0,
         "output_tokens_per_s": 5.0,
     }
-    rows = [{"engine": "everbatch", **rates}, {"engine": "vllm", **dict.fromkeys(rates)}]
+    rows = [
+        {"engine": "everbatch", **rates, "settings": {"w8a8": rates}},
+        {"engine": "vllm", **dict.fromkeys(rates), "settings": {}},
+    ]
     add_ratios(rows)
     assert [row["ratio_to_best_peer"] for row in rows] == [None, None]
 
@@ -114,6 +125,11 @@ def test_the_weights_of_a_step_are_those_of_all_linears_and_the_head() -> None:
     assert M.linear_weights * models.BYTES["bf16"] == pytest.approx(269e6, rel=0.01)
     assert M.kv_bytes_per_token == 30 * 2 * 3 * 64 * 2
     assert M.step_bytes("int8", 8, 192) == M.linear_weights + 8 * 192 * M.kv_bytes_per_token
+
+
+def test_four_bits_are_half_a_byte() -> None:
+    assert M.step_bytes("int4", 1, 0) == M.linear_weights / 2
+    assert M.resident_bytes("int4") == M.linear_weights // 2
 
 
 def test_an_embedding_of_its_own_is_resident_but_not_read() -> None:
@@ -176,6 +192,8 @@ def test_the_table_has_a_line_for_each_row_and_the_reasons_follow(outcome: Outco
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["1", "everbatch", "120.0", "105.0", "1.50", "1.40"] in [line[:6] for line in lines]
     assert ["8", "vllm", *"-" * 11] in lines
+    assert ["1", "openvino", "(f32+dq32)", "80.0", "75.0"] in [line[:5] for line in lines]
+    assert ["(bf16)", "60.0", "55.0", "-", "-", "-", "600"] in [line[:7] for line in lines]
     assert reasons(rows) == [f"vllm is skipped: {PEERS['vllm'].lacks}"]
 
 
