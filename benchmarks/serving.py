@@ -40,6 +40,7 @@ class Row:
     concurrency: int
     engine_tokens_per_s: float  # best of the repeats
     triton_tokens_per_s: float
+    interval_ms: float = 0.0  # triton.stream_interval_ms
 
     @property
     def ratio(self) -> float:
@@ -216,7 +217,10 @@ def main(
                         best[name, level] = max(rate, best.get((name, level), 0.0))
                 finally:
                     close()
-    rows = [Row(model_dir.name, weights, level, best["engine", level], best["triton", level]) for level in levels]
+    rows = [
+        Row(model_dir.name, weights, level, best["engine", level], best["triton", level], interval_ms)
+        for level in levels
+    ]
     show(rows, prompt, new)
 
 
