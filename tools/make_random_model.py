@@ -91,6 +91,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# M for long contexts: the positions of its rope scaled as Llama 3.1 scales them.
+SHAPES["M-long"] = SHAPES["M"] | dict(
+    max_position_embeddings=40_960,
+    rope_parameters=LLAMA3_ROPE | dict(rope_theta=10_000.0, factor=20.0, original_max_position_embeddings=2048),
+)
+
 
 def make_random_model(
     directory: str | Path,
@@ -103,7 +109,7 @@ def make_random_model(
 ) -> Path:
     """Write config.json, generation_config.json and safetensors to `directory`, and return it.
 
-    `shape` S, M or L sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
+    `shape` S, M, L or M-long sets the sizes, else they are tiny; `overrides` are keys of config.json. `num_shards` > 1 writes
     an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
     """
     directory = Path(directory)

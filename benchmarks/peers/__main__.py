@@ -3,6 +3,7 @@
     ./everbatch bench peers                                    the shapes M and L of random weights, bf16
     ./everbatch bench peers --model-dir DIR --weights int8     any checkpoint of the Llama family
     ./everbatch bench peers --prompt 16,16,16,1000             short prompts and long ones together
+    ./everbatch bench peers --shapes M-long --prompt 8192 --concurrency 1,8 --new 32     long contexts
     ./everbatch bench peers --busy 1                           beside another process that wants a core
 
 Every engine is a process of its own environment (made on first use, .run/bench). All are loaded, and for each concurrency and
@@ -46,7 +47,7 @@ def main(
     model_dir: Annotated[
         Path | None, typer.Option(help="Checkpoint directory; without it the shapes are made.")
     ] = None,
-    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, L.")] = "M,L",
+    shapes: Annotated[str, typer.Option(help="Of random weights, from S, M, L, M-long.")] = "M,L",
     weights: Annotated[Literal["bf16", "int8"], typer.Option(help="How every engine holds the weights.")] = "bf16",
     concurrency: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
     prompt: Annotated[str, typer.Option(help="Tokens of a prompt; requests take several lengths in turn.")] = "128",

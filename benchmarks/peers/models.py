@@ -21,7 +21,7 @@ from deploy import ROOT
 from deploy.errors import UserError
 from deploy.progress import Progress
 
-SHAPES = ("S", "M", "L")  # names of shapes in tools/make_random_model.py
+SHAPES = ("S", "M", "L", "M-long")  # names of shapes in tools/make_random_model.py
 BYTES = {"bf16": 2, "int8": 1}  # bytes of one weight
 _KV_BYTES = 2  # bytes of one number in the KV that the roof counts
 
