@@ -57,7 +57,7 @@ class KvCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sharing: Sharing = "namespace"  # `all`: requests without a namespace share per token too; `none`: sessions only
     max_attention_window: Windows | None = None  # tokens that one sees, itself included; a list: for layer after layer
     sink_tokens: int = 0  # the first tokens of a sequence that all others attend to, also from outside of a window
-    dtype: KvDType = "auto"  # `int8`, `int4` (slow on a CPU); auto = as the checkpoint says, else the model's own
+    dtype: KvDType = "auto"  # `int8`, `int4`; auto = as the checkpoint says, else the model's own
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -70,8 +70,6 @@ def show(made: Made, wanted: Wanted, output: Path) -> None:
     kv = f", KV cache in {wanted.kv}" if wanted.kv else ""
     line = f"{wanted.scheme}{kv}: {before:.1f} MB before, {after:.1f} MB after ({before / after:.2f} times smaller)"
     console.print(line, highlight=False, soft_wrap=True)
-    if wanted.kv == "int4" and not torch.cuda.is_available():
-        console.print("int4 KV is for GPUs: on a CPU serve it with --set kv_cache.dtype=int8 as well", soft_wrap=True)
     console.print(f"serve it with: ./everbatch serve --model {output}", highlight=False, soft_wrap=True, markup=False)
 
 

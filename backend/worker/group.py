@@ -228,8 +228,8 @@ class InProcessWorkerGroup:
     def _native_tier(self, block_size: int) -> NativeTier:
         if self._native is None or self._native.block_size != block_size:
             assert self._choice.library is not None  # choose_tier chooses this tier only with it
-            is_int8 = kv_dtype(self._kv_cache, self._loaded.config) == "int8"
-            self._native = NativeTier(self._loaded, self._choice.library, block_size, is_int8)
+            kv_bits = {"int8": 8, "int4": 4}.get(kv_dtype(self._kv_cache, self._loaded.config), 0)
+            self._native = NativeTier(self._loaded, self._choice.library, block_size, kv_bits)
         return self._native
 
     def _kv_block(self, block_size: int) -> KVBlock:

@@ -79,8 +79,11 @@ MIN_SHARE = 1 / 32
 class NativeTier:
     name = "native"
 
-    def __init__(self, model: Llama, library: CDLL, block_size: int, int8_kv: bool) -> None:
-        """The linear layers of `model` must have been made by PackLinears."""
+    def __init__(self, model: Llama, library: CDLL, block_size: int, kv_bits: int = 0) -> None:
+        """`kv_bits`: of a number in the KV pool, 8 or 4; 0: the model's dtype.
+
+        The linear layers of `model` must have been made by PackLinears.
+        """
         config = model.config
         self.block_size = block_size
         shape = NativeShape(
@@ -90,7 +93,7 @@ class NativeTier:
             config.intermediate_size,
             config.norm_eps,
             block_size,
-            int8_kv,
+            kv_bits,
             config.sink_tokens,
         )
         layers = [_native_layer(layer, window) for layer, window in zip(model.layers, config.windows, strict=True)]
@@ -102,10 +105,10 @@ class NativeTier:
         self._decoder = NativeDecoder(
             library, shape, model.embedding, model.cos, model.sin, layers, norm, lm_head, screen
         )
-        self._dtype = torch.uint8 if int8_kv else model.embedding.dtype
+        self._dtype = torch.uint8 if kv_bits else model.embedding.dtype
 
     def kv_block(self) -> KVBlock:
-        """One layer's block; its layout is described in kernels/cpu/native/attention.h."""
+        """One layer's block; its layout is described in kernels/cpu/native/kv_pool.h."""
         return KVBlock((self._decoder.kv_block_bytes // self._dtype.itemsize,), self._dtype)
 
     def run(

@@ -152,8 +152,6 @@ def _native_objection(
         return f"kv_cache.block_size is {kv_cache.block_size}; use a multiple of {UNIT}"
     if config.head_dim > MAX_HEAD_DIM:
         return f"the head dimension is {config.head_dim}, more than {MAX_HEAD_DIM}"
-    if kv_dtype(kv_cache, config) == "int4":
-        return "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
     return None
 
 

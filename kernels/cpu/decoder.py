@@ -51,7 +51,7 @@ class NativeShape:
     intermediate: int
     norm_eps: float
     block_size: int  # tokens, a multiple of UNIT
-    int8_kv: bool
+    kv_bits: int  # of a number of the KV pool: 8 or 4; 0: what is computed in
     sink_tokens: int = 0  # in layers with a window
 
 
@@ -78,7 +78,7 @@ class NativeDecoder:
         self._held = (embedding, cos, sin, list(layers), norm, lm_head, screen)
         self.vocab_size = embedding.shape[0]
         self.layout = KVLayout(
-            shape.block_size, shape.kv_heads, shape.head_dim, shape.int8_kv, embedding.dtype.itemsize
+            shape.block_size, shape.kv_heads, shape.head_dim, shape.kv_bits, embedding.dtype.itemsize
         )
         self._layers = (LayerStruct * len(layers))(*map(_layer_struct, layers))
         self._model = ModelStruct(

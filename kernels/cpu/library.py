@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "everbatch_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "everbatch_silu_mul": (None, [c_void_p, c_int64, c_int64, c_void_p]),
     "everbatch_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "everbatch_quantize_int4": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "everbatch_kv_block_bytes": (c_int64, [POINTER(KVLayout)]),
     "everbatch_new_workspace": (c_void_p, []),
     "everbatch_free_workspace": (None, [c_void_p]),

@@ -27,7 +27,7 @@ class KVLayout(Structure):
         ("block_size", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
-        ("is_int8", c_int32),
+        ("kv_bits", c_int32),
         ("element_bytes", c_int32),
     ]
 

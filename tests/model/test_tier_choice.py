@@ -107,17 +107,6 @@ def test_quantised_kv_on_the_torch_tier_takes_its_bits_and_two_halves_a_head(
     assert info.kv_bytes_per_token == heads * (HEAD_DIM * bits // 8 + 4)
 
 
-def test_int4_kv_is_the_torch_tier_s_on_a_cpu(
-    checkpoint: Callable[[str], Path], lines: Callable[[], list[str]]
-) -> None:
-    assert load(checkpoint("llama2"), {"dtype": "int4"}).kernels == "torch"
-    reason = "the KV cache is to be int4, and they have int8; use --set kv_cache.dtype=int8"
-    assert lines() == [f"kernels: torch, because {reason}"]
-    with pytest.raises(ConfigError) as error:
-        load(checkpoint("llama2"), {"dtype": "int4"}, kernels="native")
-    assert sentence(error) == f"model.kernels is native, which cannot be had: {reason}"
-
-
 def test_triton_kernels_are_refused_on_a_cpu(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as error:
         load(checkpoint("llama2"), {}, kernels="triton")
@@ -147,12 +136,14 @@ def test_a_gpu_gets_the_triton_kernels_unless_they_do_not_fit(
     assert lines() == ["kernels: triton, on cuda", f"kernels: torch, because {reason}"]
 
 
-def test_int8_kv_takes_a_quarter_of_float32_and_its_scales(
-    checkpoint: Callable[[str], Path], native_kernels: None
+@pytest.mark.parametrize("kv, fraction", [("int8", 4), ("int4", 8)])
+def test_quantised_kv_takes_its_share_of_float32_and_its_scales(
+    checkpoint: Callable[[str], Path], native_kernels: None, kv: str, fraction: int
 ) -> None:
-    sizes = {dtype: load(checkpoint("llama2"), {"dtype": dtype}).kv_bytes_per_token for dtype in ("auto", "int8")}
-    scales = 3 * 2 * 2 * 4  # layers, key and value, kv heads, float32
-    assert sizes["int8"] == sizes["auto"] // 4 + scales
+    infos = {dtype: load(checkpoint("llama2"), {"dtype": dtype}) for dtype in ("auto", kv)}
+    assert infos[kv].kernels == "native"
+    scales = 3 * 2 * 2 * 4  # layers, key and value, kv heads; a float32 scale, or scale and least in float16
+    assert infos[kv].kv_bytes_per_token == infos["auto"].kv_bytes_per_token // fraction + scales
 
 
 def choose(

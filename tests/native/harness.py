@@ -42,9 +42,20 @@ class Format(NamedTuple):
     quantization: str = "none"
     int8_kv: bool = False
     group: int | None = None  # columns that share a scale of int8 weights
+    int4_kv: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.dtype, self.quantization, *(["int8_kv"] if self.int8_kv else [])])
+        return "-".join([self.dtype, self.quantization, *([f"{self.kv}_kv"] if self.kv_bits else [])])
+
+    @property
+    def kv_bits(self) -> int:
+        """Of a number in the KV pool; 0: that of `dtype`."""
+        return 8 if self.int8_kv else 4 if self.int4_kv else 0
+
+    @property
+    def kv(self) -> str:
+        """`kv_cache.dtype`."""
+        return f"int{self.kv_bits}" if self.kv_bits else "auto"
 
 
 class Attention(NamedTuple):
@@ -64,7 +75,7 @@ def native_driver(
 ) -> Driver:
     """`options` go to the Driver."""
     model = load(directory, form, PackLinears(library), attention)
-    return drive(NativeTier(model, library, block_size, form.int8_kv), model, library, block_size, **options)
+    return drive(NativeTier(model, library, block_size, form.kv_bits), model, library, block_size, **options)
 
 
 def torch_driver(

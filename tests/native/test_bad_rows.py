@@ -135,7 +135,7 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
         PackLinears(best_kernels),
     )
     model.config = msgspec.structs.replace(model.config, windows=windows, sink_tokens=sink_tokens)
-    tier = NativeTier(model, best_kernels, 32, int8_kv=False)
+    tier = NativeTier(model, best_kernels, 32, kv_bits=0)
     driver = prepared(drive(tier, model, best_kernels, num_blocks=BLOCKS))
     first_seen = 0 if None in windows else 70 - max(windows) + 1  # first token that position 70, the first to run, sees
     for index in range(3):
@@ -157,9 +157,7 @@ def test_blocks_behind_the_widest_window_and_the_sink_tokens_may_be_gone_and_no_
 def test_a_shape_that_the_kernels_cannot_take_is_refused(
     best_kernels: CDLL, changes: dict[str, int], message: str
 ) -> None:
-    sizes = (
-        dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, int8_kv=False) | changes
-    )
+    sizes = dict(heads=2, kv_heads=1, head_dim=8, intermediate=16, norm_eps=1e-6, block_size=32, kv_bits=0) | changes
     nothing = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         NativeDecoder(best_kernels, NativeShape(**sizes), nothing, nothing, nothing, [], nothing, None)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.layers import attention
-from kernels.common.kv_format import KVPool
+from kernels.common.kv_format import KVPool, dequantize_rows, quantize_rows
 from kernels.common.quantize import dequantize, quantize_activations
 from kernels.cpu.isa import AMX_EMULATED, supported_isas
 from kernels.kv_append import kv_append
@@ -61,7 +61,7 @@ class Scenes:
         if key not in self._known:
             directory, window, attention = self._families[family]
             driver = torch_driver(directory, form, attention=attention, num_blocks=NUM_BLOCKS, window=window, seed=9)
-            with rounded_kv() if form.int8_kv else nullcontext():
+            with rounded_kv(form.kv_bits) if form.kv_bits else nullcontext():
                 self._known[key] = torch.cat(play.run(driver))
         return self._known[key]
 
@@ -72,8 +72,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
 
 
 @contextmanager
-def rounded_kv() -> Iterator[None]:
-    """The torch tier keeps only keys and values that int8 can hold, with a scale for each token and head."""
+def rounded_kv(bits: int) -> Iterator[None]:
+    """The torch tier keeps only keys and values that int8 or int4 can hold, as numbers of each token and head are rounded."""
 
     def append(
         qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, pool: KVPool, *norms: object
@@ -82,9 +82,11 @@ def rounded_kv() -> Iterator[None]:
         place = cells // pool.data.shape[1], cells % pool.data.shape[1]
         written = pool.data[place]
         rows = written.flatten(0, -2)
-        pool.data[place] = (
-            dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim).view_as(written).to(rows.dtype)
-        )
+        if bits == 8:
+            rounded = dequantize(*quantize_activations(rows, pool.head_dim), pool.head_dim)
+        else:
+            rounded = dequantize_rows(*quantize_rows(rows, bits))
+        pool.data[place] = rounded.view_as(written).to(rows.dtype)
         return q
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,6 +122,8 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("bfloat16", "w4a8"),
         Format("float32", int8_kv=True),
         Format("bfloat16", "w8a8", int8_kv=True),
+        Format("float32", int4_kv=True),
+        Format("bfloat16", int4_kv=True),
     ],
     ids=str,
 )
@@ -134,7 +138,18 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
         in_float32 = scenes.torch(family, Format("float32", "w4a8" if form.quantization == "w4a8" else "none"), play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)
-        assert own <= NO_WORSE * of_torch < 0.1, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
+        most = 0.4 if form.int4_kv else 0.1  # 16 steps for a key move these random models far
+        assert own <= NO_WORSE * of_torch < most, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
+
+
+def test_int4_kv_is_that_of_the_torch_tier(kernels: CDLL, isa: str, scenes: Scenes) -> None:
+    """In float32 the same numbers are rounded to the same 16 steps, but for the few that lie between two of them."""
+    form = Format("float32", int4_kv=True)
+    for family, play in scenes.of(isa, is_narrow=True):
+        of_torch = scenes.torch(family, form, play)
+        assert distance(of_torch, scenes.torch(family, Format("float32"), play)) > 0.05, "rounding must matter"
+        own = distance(scenes.native(kernels, family, form, play), of_torch)
+        assert own <= 0.01, f"family {family}: {own:.4f}"
 
 
 def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels: CDLL, scenes: Scenes) -> None:

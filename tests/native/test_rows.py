@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels import rms_norm, silu_mul
 from kernels.common import quantize
+from kernels.common.kv_format import quantize_rows
 
 ROUNDING = 1e-6  # relative to 1 + |expected|
 
@@ -92,3 +93,18 @@ def test_a_group_of_zeros_has_scale_zero_and_tiny_values_stay_tiny(kernels: CDLL
     assert scale[0].tolist() == [0, 0] and scale[1, 1] == 0
     assert not q[0].any() and not q[1, 32:].any()
     assert (q.double() * scale.double().repeat_interleave(32, 1)).abs().max() <= 1.01 * x.abs().max()
+
+
+@pytest.mark.feature("003-72")
+def test_int4_kv_is_rounded_as_on_every_tier(kernels: CDLL) -> None:
+    """Bit for bit: rows of any width, constant ones, ones too far apart for float16, and numbers that lie halfway."""
+    rng = torch.Generator().manual_seed(4)
+    for columns in (1, 6, 20, 64, 80, 128, 1024):
+        x = random_tensor(rng, 40, columns) * 10 ** torch.linspace(-6, 5, 40)[:, None]
+        x[3], x[4], x[5] = 0.0, 1.2345, -7e4
+        x[6] = torch.arange(columns) % 31 / 2  # scale 1: every second number lies between two
+        expected = quantize_rows(x, 4)
+        q, parameters = torch.empty(40, columns, dtype=torch.uint8), torch.empty(40, 2, dtype=torch.float16)
+        kernels.everbatch_quantize_int4(x.data_ptr(), 40, columns, q.data_ptr(), parameters.data_ptr())
+        for measured, wanted in zip((q, parameters[:, 0], parameters[:, 1]), expected, strict=True):
+            assert torch.equal(measured, wanted), f"{columns} columns"

@@ -14,7 +14,10 @@ from tests.early import Child
 from tests.native.harness import SANITIZE
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [f"tests/native/test_{name}.py" for name in ("linear", "four_bits", "rows", "bad_rows", "decoder", "screen")]
+FILES = [
+    f"tests/native/test_{name}.py"
+    for name in ("linear", "four_bits", "rows", "bad_rows", "decoder", "long_contexts", "screen")
+]
 
 
 def sanitized() -> Child:

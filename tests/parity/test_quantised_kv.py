@@ -60,6 +60,7 @@ def test_on_the_torch_tier_eviction_changes_no_token_and_next_to_nothing_of_the_
 
 
 @pytest.mark.feature("004-14", "004-22")
-def test_on_the_native_tier_eviction_changes_no_bit(hf: PreTrainedModel, native_kernels: None) -> None:
-    whole, evicted = run(hf, NATIVE, "int8", 64, None), run(hf, NATIVE, "int8", 2, 11)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_on_the_native_tier_eviction_changes_no_bit(hf: PreTrainedModel, native_kernels: None, kv: str) -> None:
+    whole, evicted = run(hf, NATIVE, kv, 64, None), run(hf, NATIVE, kv, 2, 11)
     assert torch.equal(logits(evicted), logits(whole))

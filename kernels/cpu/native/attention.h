@@ -1,299 +1,360 @@
-// Attention over a paged KV pool that is stored as packed panels (tiles.h), so that its two products are plain panel products.
+// Attention over the panels of a KV pool (kv_pool.h).
 //
-//     a block of one layer     [kv heads] x { keys, values }           block_size tokens, a multiple of 32
-//     keys                     [block_size / 32] panels of `dim` rows, 32 keys side by side
-//     values                   [block_size / 32][dim / 32] panels of 32 rows (the tokens), 32 dimensions side by side
-//     int8                     the same as bytes in the bfloat16 order, then float32 scales: keys [block_size], values [block_size]
-//
-// `dim` is the head dimension rounded up to 32. Cells beyond the head dimension, and cells of a panel not written yet, are zero.
-// The queries of a few tokens and of all heads that share a kv head are the rows of a product. The softmax is online (Milakov and
+// The queries of some tokens and of all heads that share a kv head are the rows of a product. The softmax is online (Milakov and
 // Gimelshein, 2018) over segments of SEGMENT positions: for each row, m_i is the greatest score so far, l_i the sum of its
-// exponentials, acc the sum of its weighted values. Segments begin at multiples of SEGMENT of the absolute position, and where the
-// panels of the sink tokens end (a query sees those from outside of its window too), so a token's result does not depend on the
-// chunk in which it is computed.
+// exponentials, acc the sum of its weighted values. In each segment some rows at a time, whose scores and weights stay in the
+// first-level cache, are multiplied with all keys, weighted, and multiplied with all values.
+//
+// Every SPLIT positions the softmax begins anew, and its results are merged in order (Dao et al., Flash-Decoding, 2023), so that
+// threads can share the keys of one token. Segments and splits begin at multiples of SEGMENT and SPLIT of the absolute position, and
+// where the panels of the sink tokens end (a query sees those from outside of its window too). So a token's result depends neither
+// on the chunk in which it is computed nor on the threads.
+//
+// Of int8 and int4 the whole numbers are multiplied. With keys n * f + o, of which f and o are a token's, a query's score is f times its
+// product with n, plus o times the sum of the query. With values n * f + o, the weight is multiplied by f, and the sum of weights times o is
+// added to all dimensions.
 #pragma once
-#include "rows.h"
+#include "walk.h"
 
 namespace everbatch {
 
-constexpr int SEGMENT = 256;  // positions
-constexpr int AHEAD = 2;      // panels that are fetched in advance
-constexpr int MAX_HEAD_DIM = 1024;
+constexpr int SPLIT = 4 * SEGMENT;  // positions
+// Rows of one pass over the keys, if so many tokens are there, and rows that stay in the first-level cache.
+constexpr int ROWS_TOGETHER = 4 * TILE_ROWS < 32 ? 32 : 4 * TILE_ROWS < 64 ? 4 * TILE_ROWS : 64;
+constexpr int ROWS_HELD = TILE_ROWS < 12 ? 12 : TILE_ROWS;
 
-struct KVLayout {
-    int32_t block_size, kv_heads, head_dim, is_int8;
-    int32_t element_bytes;  // 2 for computing in bfloat16, 4 for float32
-
-    int dim() const { return (head_dim + PANEL - 1) / PANEL * PANEL; }
-    size_t unit() const { return size_t(PANEL) * dim(); }  // elements of the keys, or values, of 32 tokens
-    size_t cell_bytes() const { return is_int8 ? 1 : element_bytes; }
-    size_t half() const { return size_t(block_size) * dim() * cell_bytes(); }
-    size_t head_bytes() const { return 2 * half() + (is_int8 ? size_t(block_size) * 8 : 0); }
-    size_t block_bytes() const { return head_bytes() * kv_heads; }
-};
-
-// One kv head of one block.
-struct KVHead {
-    const KVLayout& layout;
-    char* at;
-
-    template <class E>
-    E* keys(int unit) const {
-        return reinterpret_cast<E*>(at) + size_t(unit) * layout.unit();
-    }
-    template <class E>
-    E* values(int unit) const {
-        return reinterpret_cast<E*>(at + layout.half()) + size_t(unit) * layout.unit();
-    }
-    float* key_scales() const { return reinterpret_cast<float*>(at + 2 * layout.half()); }
-    float* value_scales() const { return key_scales() + layout.block_size; }
-};
-
-// Stores a key and a value, [dim] cells each, as token `token` of a unit.
-template <class E>
-void scatter_cell(E* k, E* v, int dim, int token, const E* key, const E* value) {
-    constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;  // int8 cells too
-    for (int d = 0; d < dim; d += PANEL) {
-        E *to_k = k + size_t(d) * PANEL + packed_at<TOGETHER>(0, token), *to_v = v + size_t(d) * PANEL + packed_at<TOGETHER>(token, 0);
-        for (int i = 0; i < PANEL; i++) to_k[packed_at<TOGETHER>(i, 0)] = key[d + i], to_v[packed_at<TOGETHER>(0, i)] = value[d + i];
-    }
+// 2^t for t <= 0, and 0 for -infinity. The relative error is 4e-6 for weights that are rounded to bfloat16 and 2e-7 for float32, and at
+// most half a unit of t in the last place besides; 2^0 is 1. The polynomials have the least relative error over their interval.
+template <class T>
+ALWAYS_INLINE Vec exp2_negative(Vec t) {
+    auto polynomial = [](Vec f, std::initializer_list<float> coefficients) {
+        Vec p = splat(*coefficients.begin());
+        for (const float* c = coefficients.begin() + 1; c < coefficients.end(); c++) p = fma(p, f, splat(*c));
+        return p;
+    };
+#if defined(__AVX512DQ__)
+    t = vmax(splat(-150.0f), t);  // 2^-150 is 0; a NaN stays one
+    const Vec f = (Vec)_mm512_reduce_ps((__m512)t, 1);  // t minus the integer below
+    const Vec p = sizeof(T) == 4 ? polynomial(f, {1.866975695e-3f, 9.017356954e-3f, 5.579967992e-2f, 2.401645139e-1f, 6.931513066e-1f, 1.0f})
+                                 : polynomial(f, {1.342558930e-2f, 5.224423218e-2f, 2.412793831e-1f, 6.930449485e-1f, 1.0f});
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)t);  // times 2 to the power of the integer below t
+#else
+    const Vec least = splat(-126.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec bounded = vmax(least, t), shifted = bounded + magic, f = bounded - (shifted - magic);
+    const Vec p = sizeof(T) == 4 ? polynomial(f, {1.326472877e-3f, 9.671513183e-3f, 5.550733744e-2f, 2.402224208e-1f, 6.931469776e-1f, 1.0f})
+                                 : polynomial(f, {9.582855315e-3f, 5.590643044e-2f, 2.402409861e-1f, 6.931241927e-1f, 1.0f});
+    return t < least ? Vec{} : floats(bits(p) + (bits(shifted) << 23));
+#endif
 }
 
-// Prefetches the cache lines that write_cell writes: those of a key are many, one for each pair of dimensions.
-template <class E>
-void prefetch_cell(const KVHead& head, int offset) {
-    const KVLayout& l = head.layout;
-    const int unit = offset / PANEL, token = offset % PANEL;
-    constexpr int TOGETHER = sizeof(E) == 4 ? 1 : 2;
-    for (int d = 0; d < l.dim(); d += TOGETHER)
-        __builtin_prefetch(head.keys<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(d % PANEL, token), 1);
-    for (int d = 0; d < l.dim(); d += 16)
-        __builtin_prefetch(head.values<E>(unit) + d / PANEL * PANEL * PANEL + packed_at<TOGETHER>(token, d % PANEL), 1);
-}
-
-// Writes the KV of the token at `offset` of a block. key, value [dim] float32, zero beyond head_dim. E: the type of the cells.
-template <class E>
-void write_cell(const KVHead& head, int offset, const float* key, const float* value) {
-    const KVLayout& l = head.layout;
-    const int unit = offset / PANEL, token = offset % PANEL, dim = l.dim();
-    E *k = head.keys<E>(unit), *v = head.values<E>(unit);
-    if (token == 0) {  // the first of its panel: clear the cells not written yet, because a NaN there would spread
-        memset((void*)k, 0, l.unit() * sizeof(E)), memset((void*)v, 0, l.unit() * sizeof(E));
-        if (l.is_int8)
-            for (int i = 0; i < PANEL; i++) head.key_scales()[offset + i] = head.value_scales()[offset + i] = 0;
-    }
-    if constexpr (sizeof(E) == 4) {
-        scatter_cell(k, v, dim, token, key, value);
-    } else {
-        alignas(64) E keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
-        if constexpr (sizeof(E) == 2) {
-            for (int d = 0; d < dim; d += LANES) store_bf16(keys + d, load<Vec>(key + d)), store_bf16(values + d, load<Vec>(value + d));
-        } else {
-            int32_t sum;
-            quantize_group(key, dim, keys, head.key_scales() + offset, &sum);
-            quantize_group(value, dim, values, head.value_scales() + offset, &sum);
-        }
-        scatter_cell(k, v, dim, token, keys, values);
-    }
-}
-
-// int8 cells -> a packed panel of T with `rows` rows. Scales belong to the columns (keys) or to the rows (values).
-template <class T, bool OF_COLUMNS>
-void dequantize_panel(const int8_t* q, int rows, const float* scales, T* out, const char* ahead) {
-    for (int row = 0; row < rows; row += 2) {
-        prefetch<1>(ahead);
-        for (int c = 0; c < PANEL; c += LANES) {
-            const Short pairs = load<Short>(q + packed_at<2>(row, c));
-            const Vec lo_scale = OF_COLUMNS ? load<Vec>(scales + c) : splat(scales[row]);
-            const Vec hi_scale = OF_COLUMNS ? lo_scale : splat(scales[row + 1]);
-            const Vec lo = __builtin_convertvector(Short(pairs << 8) >> 8, Vec) * lo_scale;
-            const Vec hi = __builtin_convertvector(pairs >> 8, Vec) * hi_scale;
-            if constexpr (sizeof(T) == 4)
-                store(out + packed_at<1>(row, c), lo), store(out + packed_at<1>(row + 1, c), hi);
-            else
-                store_bf16_pairs(out + packed_at<2>(row, c), lo, hi);
+// c (+)= a[row][0 .. depth * count] times 32 columns of `count` panels of `depth` rows, one below the other, which begin at panels[i] +
+// offset. E: the type of their cells. The rows prefetch LINES lines for every two rows of bfloat16, and less for narrower cells, from
+// ahead[i] + ahead_offset on. `first`: c is overwritten instead of added to.
+template <int LINES, int ROWS, class E>
+__attribute__((noinline)) void product_of_panels(const bf16* a, size_t lda, const char* const* panels, size_t offset, int depth, int count,
+                                                 float* c, size_t ldc, bool first, const char* const* ahead, size_t ahead_offset) {
+    Sums<ROWS> sums(c, ldc, first);
+    for (int p = 0; p < count; p++, a += depth) {
+        const char* w = panels[p] + offset;
+        const char* next = LINES ? ahead[p] + ahead_offset : nullptr;
+        for (int i = 0; i < depth; i += 2, w += 2 * PANEL * BITS<E> / 8) {
+            if (BITS<E> == 16) prefetch<LINES>(next);
+            if (LINES && (BITS<E> == 8 || (BITS<E> == 4 && i % 4 == 0))) prefetch<1>(next);
+            IVec wv[COLUMN_VECS];
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMN_VECS; j++) wv[j] = read_pairs<E>(w + 2 * j * LANES * BITS<E> / 8);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMN_VECS; j++) sums.v[r][j] = dot_pairs(sums.v[r][j], wv[j], a + r * lda + i);
         }
     }
+    sums.put(c, ldc);
 }
 
-// The first panels of an attend(), which the one before it fetches.
-struct Ahead {
-    const char* at[AHEAD] = {};
+// The same for panels of T, where the registers do not hold all sums or sums are tiles. rows <= rows_at_once<T>().
+template <int LINES, class T>
+void product_by_panel(const T* a, size_t lda, const char* const* panels, size_t offset, int depth, int count, float* c, size_t ldc, bool first,
+                      int rows, const char* const* ahead, size_t ahead_offset) {
+    for (int p = 0; p < count; p++)
+        product<LINES>(a + p * depth, lda, reinterpret_cast<const T*>(panels[p] + offset), depth, c, ldc, first && p == 0, rows,
+                       LINES ? ahead[p] + ahead_offset : nullptr);
+}
+
+// The state of the online softmax for some rows.
+struct SoftmaxState {
+    Buffer<float> acc, m_i, l_i;  // [rows][dim], [rows], [rows]
+
+    void clear(int rows, int dim) {
+        acc.grow(size_t(rows) * dim), m_i.grow(rows + LANES), l_i.grow(rows);
+        std::fill_n(acc.data(), rows * dim, 0.0f);
+        std::fill_n(m_i.data(), rows, -INFINITY);
+        std::fill_n(l_i.data(), rows, 0.0f);
+    }
+
+    // Adds what was found in the next split. scale: of scores, times log2(e).
+    void merge(const float* next_acc, const float* next_m, const float* next_l, int rows, int dim, float scale) {
+        for (int r = 0; r < rows; r++) {
+            const float m = std::max(m_i.data()[r], next_m[r]);
+            const Vec own = splat(weight(m_i.data()[r], m, scale)), other = splat(weight(next_m[r], m, scale));
+            m_i.data()[r] = m;
+            l_i.data()[r] = fma(splat(l_i.data()[r]), own, splat(next_l[r]) * other)[0];
+            float* to = acc.data() + size_t(r) * dim;
+            for (int d = 0; d < dim; d += LANES) store(to + d, fma(load<Vec>(to + d), own, load<Vec>(next_acc + size_t(r) * dim + d) * other));
+        }
+    }
+    void merge(const SoftmaxState& next, int rows, int dim, float scale) {
+        merge(next.acc.data(), next.m_i.data(), next.l_i.data(), rows, dim, scale);
+    }
+
+    // What a sum whose greatest score was m_i has to be multiplied with when the greatest score becomes m.
+    static float weight(float m_i, float m, float scale) { return m_i == -INFINITY ? 0.0f : exp2_negative<float>(splat((m_i - m) * scale))[0]; }
 };
 
 // Scratch of one thread.
 template <class T>
 struct AttentionScratch {
-    Buffer<float> scores, acc, m_i, l_i;  // m_i, l_i and acc of the online softmax, for each row
-    Buffer<T> weights, panel;
-    const char* fetched = nullptr;  // the panel that the last attend() has begun to fetch
-
-    void shape(int rows, int dim) {
-        scores.grow(size_t(rows) * SEGMENT), acc.grow(size_t(rows) * dim), m_i.grow(rows), l_i.grow(rows);
-        weights.grow(size_t(rows) * (SEGMENT + 32)), panel.grow(size_t(PANEL) * dim);
-    }
+    SoftmaxState split, whole;
+    Buffer<float> scores, query_sums;
+    Buffer<T> weights, panels;
+    alignas(64) float factors[2][SEGMENT], offsets[2][SEGMENT];  // of the keys, and the values, of a segment
+    const char* fetched = nullptr;  // the panel that the last segment has begun to fetch
 };
 
-template <class F>
-ALWAYS_INLINE void with_prefetch(bool wanted, F f) {
-    if (wanted)
-        f(std::integral_constant<int, 2>());
-    else
-        f(std::integral_constant<int, 0>());
-}
-
-// The order in which attend() reads one kv head of a sequence, for `tokens` positions from `position` on: segment by segment, first
-// the panels of keys and then those of values.
-class Walk {
+// Attention of a walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
+// q [tokens * group][dim] of T, zero beyond head_dim.
+template <class T, class E>
+class Attention {
 public:
-    // table: the sequence's block ids. window: tokens that a query sees, itself included, besides the sink tokens; 0 = all.
-    Walk(const KVLayout& l, const char* pool, int kv_head, const int32_t* table, int64_t position, int tokens, int64_t window,
-         int64_t sink_tokens)
-        : position(position), tokens(tokens), end(position + tokens), window(window), sink_tokens(window ? sink_tokens : 0),
-          first_key_(window ? std::max<int64_t>(0, position - window + 1) : 0),
-          sink_end_((this->sink_tokens + PANEL - 1) / PANEL * PANEL), l_(l), pool_(const_cast<char*>(pool)), kv_head_(kv_head),
-          table_(table) {}
-
-    const int64_t position;
-    const int tokens;
-    const int64_t end;  // one past the last key that is seen
-    const int64_t window, sink_tokens;
-
-    int64_t first_segment() const { return sink_end_ ? 0 : from_window(); }
-    int64_t next_segment(int64_t segment) const {
-        const int64_t next = segment_end(segment);
-        return next < sink_end_ ? next : std::max(next, from_window());
-    }
-    int64_t from(int64_t segment) const { return segment < sink_end_ ? segment : std::max(segment, first_key_ / PANEL * PANEL); }
-    int64_t to(int64_t segment) const { return std::min(segment_end(segment), (end + PANEL - 1) / PANEL * PANEL); }
-
-    KVHead head(int64_t key) const {
-        return {l_, pool_ + table_[key / l_.block_size] * l_.block_bytes() + kv_head_ * l_.head_bytes()};
-    }
-    int unit(int64_t key) const { return int(key % l_.block_size / PANEL); }
-
-    // E: the type of the pool's cells.
-    template <class E>
-    Ahead first_panels(int64_t segment) const {
-        Ahead ahead;
-        for (int i = 0; i < AHEAD; i++) {
-            const int64_t key = std::min(from(segment) + i * PANEL, to(segment) - PANEL);
-            ahead.at[i] = reinterpret_cast<const char*>(head(key).keys<E>(unit(key)));
+    Attention(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, AttentionScratch<T>& s)
+        : l_(l), walk_(walk), group_(group), q_(q), scale_(scale * 1.44269504088896341f), s_(s) {
+        s.scores.grow(size_t(ROWS_HELD) * SCORES_LD), s.weights.grow(size_t(ROWS_HELD) * WEIGHTS_LD);
+        if (!IS_QUANTIZED) return;
+        s.panels.grow(size_t(2 * SEGMENT) * dim_), s.query_sums.grow(rows_);
+        for (int r = 0; HAS_OFFSETS && r < rows_; r++) {
+            Vec sum{};
+            for (int d = 0; d < dim_; d += LANES) sum += load_floats(q + size_t(r) * dim_ + d);
+            s.query_sums.data()[r] = reduce_add(sum);
         }
-        return ahead;
+    }
+
+    // All keys. after: the first panels of the next call. put(token, head in group, acc [dim], 1 / l_i) takes the results.
+    template <class Put>
+    void whole(const Ahead& after, Put put) {
+        s_.whole.clear(rows_, dim_);
+        for (int64_t base = walk_.first_segment(); base < walk_.end; base = walk_.segment_from(base / SPLIT * SPLIT + SPLIT)) {
+            split(base / SPLIT, after);
+            s_.whole.merge(s_.split, rows_, dim_, scale_);
+        }
+        finish(put);
+    }
+
+    // The keys of one split, of which there may be none; leaves the result in the scratch's `split`.
+    void split(int64_t index, const Ahead& after) {
+        s_.split.clear(rows_, dim_);
+        const int64_t end = std::min(walk_.end, index * SPLIT + SPLIT);
+        for (int64_t base = walk_.segment_from(index * SPLIT), following; base < end; base = following) {
+            following = walk_.next_segment(base);
+            segment(base, following < walk_.end ? walk_.first_panels(following) : after);
+        }
+    }
+
+    // Copies the result of a split to, and merges it from, memory that threads share.
+    void store_split(float* to) const {
+        const SoftmaxState& s = s_.split;
+        memcpy(to, s.acc.data(), size_t(rows_) * dim_ * sizeof(float)), to += size_t(rows_) * dim_;
+        memcpy(to, s.m_i.data(), rows_ * sizeof(float)), memcpy(to + rows_, s.l_i.data(), rows_ * sizeof(float));
+    }
+    // The results of `count` splits, in order, `distance` floats apart.
+    template <class Put>
+    void merged(const float* first, int count, size_t distance, Put put) {
+        s_.whole.clear(rows_, dim_);
+        for (int i = 0; i < count; i++, first += distance) {
+            const float* m = first + size_t(rows_) * dim_;
+            s_.whole.merge(first, m, m + rows_, rows_, dim_, scale_);
+        }
+        finish(put);
     }
 
 private:
-    int64_t segment_end(int64_t segment) const {
-        const int64_t next = segment / SEGMENT * SEGMENT + SEGMENT;
-        return segment < sink_end_ ? std::min(next, sink_end_) : next;
+    // Puts the results of `whole` of the scratch.
+    template <class Put>
+    void finish(Put put) {
+        for (int r = 0; r < rows_; r++)
+            put(r / group_, r % group_, s_.whole.acc.data() + size_t(r) * dim_, 1.0f / s_.whole.l_i.data()[r]);
     }
-    // The segment in which the window begins.
-    int64_t from_window() const { return std::max(sink_end_, first_key_ / SEGMENT * SEGMENT); }
 
-    const int64_t first_key_;  // the first that is in the window of the first query
-    const int64_t sink_end_;   // one past the panels of the sink tokens
-    const KVLayout& l_;
-    char* const pool_;
-    const int kv_head_;
-    const int32_t* const table_;
-};
+    static constexpr bool IS_QUANTIZED = BITS<E> <= 8, HAS_OFFSETS = BITS<E> == 4;
+    static constexpr int PANELS = SEGMENT / PANEL;
+#if defined(EVERBATCH_AMX)
+    static constexpr bool BY_REGISTERS = false;
+#else
+    static constexpr bool BY_REGISTERS = sizeof(T) == 2;
+#endif
+    static constexpr size_t SCORES_LD = SEGMENT + 16, WEIGHTS_LD = SEGMENT + 32;
 
-// Computes attention of the walk's tokens, with `group` query heads each, over one kv head. E: the type of the pool's cells.
-// q [tokens * group][dim] of T, zero beyond head_dim. after: the first panels of the next call. put(token, head in group, acc [dim],
-// 1 / l_i) takes the results.
-template <class T, class E, class Put>
-void attend(const KVLayout& l, const Walk& walk, int group, const T* q, float scale, const Ahead& after, AttentionScratch<T>& s, Put put) {
-    constexpr size_t WEIGHTS_LD = SEGMENT + 32;
-    constexpr bool IS_INT8 = sizeof(E) == 1;
-    const int dim = l.dim(), rows = walk.tokens * group, max_rows = rows_at_once<T>();
-    s.shape(rows, dim);
-    std::fill_n(s.acc.data(), rows * dim, 0.0f);
-    std::fill_n(s.m_i.data(), rows, -INFINITY);
-    std::fill_n(s.l_i.data(), rows, 0.0f);
-    float *m_i = s.m_i.data(), *l_i = s.l_i.data();
-    for (int64_t base = walk.first_segment(), following; base < walk.end; base = following) {
-        const int64_t from = walk.from(base), to = walk.to(base);
-        following = walk.next_segment(base);
-        // The panels in the order in which they are read. While one is used, the one AHEAD places later is fetched.
-        const char* order[2 * SEGMENT / PANEL + AHEAD];
+    // `next`: the panels that are read after this segment. One copy for all callers, so that sums are rounded alike.
+    __attribute__((noinline)) void segment(int64_t base, const Ahead& next) {
+        const int64_t from = walk_.from(base), to = walk_.to(base);
         const int count = int(to - from) / PANEL;
+        // The panels in the order in which they are read. While one is used, the one AHEAD places later is fetched.
+        const char* order[2 * PANELS + AHEAD];
         for (int i = 0; i < count; i++) {
-            const int64_t key = from + i * PANEL;
-            const KVHead head = walk.head(key);
-            order[i] = (const char*)head.keys<E>(walk.unit(key)), order[count + i] = (const char*)head.values<E>(walk.unit(key));
+            const KVHead head = walk_.head(from + i * PANEL);
+            const int unit = walk_.unit(from + i * PANEL);
+            order[i] = head.keys(unit), order[count + i] = head.values(unit);
         }
-        const Ahead next = following < walk.end ? walk.first_panels<E>(following) : after;
         std::copy_n(next.at, AHEAD, order + 2 * count);
-        if (order[0] != s.fetched)
+        if (order[0] != s_.fetched)
             for (int i = 0; i < AHEAD; i++)
-                for (size_t at = 0; at < l.unit() * sizeof(E); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
-        s.fetched = next.at[0];
-        for (int64_t key = from; key < to; key += PANEL) {
-            const KVHead head = walk.head(key);
-            const int unit = walk.unit(key);
-            const T* panel = head.keys<T>(unit);
-            const char* ahead = order[(key - from) / PANEL + AHEAD];
-            if constexpr (IS_INT8) {
-                dequantize_panel<T, true>(head.keys<E>(unit), dim, head.key_scales() + unit * PANEL, s.panel.data(), ahead);
-                panel = s.panel.data();
-            }
-            for (int r = 0; r < rows; r += max_rows)
-                with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
-                    product<lines()>(q + size_t(r) * dim, dim, panel, dim, s.scores.data() + size_t(r) * SEGMENT + (key - base), SEGMENT,
-                                     true, std::min(max_rows, rows - r), ahead);
-                });
+                for (size_t at = 0; at < l_.unit_bytes(); at += 64) __builtin_prefetch(order[i] + at, 0, 2);
+        s_.fetched = next.at[0];
+        const char* parameters[2][PANELS];  // of keys and of values; needed only after the first product
+        for (int i = 0; IS_QUANTIZED && i < count; i++) {
+            const KVHead head = walk_.head(from + i * PANEL);
+            const int offset = walk_.unit(from + i * PANEL) * PANEL;
+            parameters[0][i] = head.of_key(offset), parameters[1][i] = head.of_value(offset);
+            for (auto& of : parameters)
+                for (int at = 0; at < PANEL * KVLayout::PARAMETER_BYTES; at += 64) __builtin_prefetch(of[i] + at);
         }
-        const int lo = int(from - base), hi = int(to - base);
-        for (int r = 0; r < rows; r++) {
-            const int64_t at = walk.position + r / group;  // sees keys (at - window, at], and those before sink_tokens
-            const int seen_to = int(std::min<int64_t>(hi, at + 1 - base));
-            const int seen_from = walk.window ? int(std::max<int64_t>(lo, at - walk.window + 1 - base)) : lo;
-            float* x = s.scores.data() + size_t(r) * SEGMENT;
-            for (int i = std::max<int64_t>(lo, walk.sink_tokens - base); i < std::min(seen_from, hi); i++) x[i] = -INFINITY;
-            for (int i = std::max(seen_to, lo); i < hi; i++) x[i] = -INFINITY;
-            Vec greatest = splat(-INFINITY);
-            for (int i = lo; i < hi; i += LANES) greatest = vmax(greatest, load<Vec>(x + i));
-            const float m_prev = m_i[r], m_new = std::max(m_prev, reduce_max(greatest));
-            const float shift = m_new == -INFINITY ? 0.0f : m_new;
-            T* p = s.weights.data() + size_t(r) * WEIGHTS_LD;
-            Vec sum{};
-            for (int i = lo; i < hi; i += LANES) {
-                Vec e = exp_negative((load<Vec>(x + i) - shift) * scale);
-                sum += e;
-                if constexpr (sizeof(T) == 4)
-                    store(p + i, e);
-                else
-                    store_bf16(p + i, e);
-            }
-            const float alpha = m_prev == -INFINITY ? 0.0f : exp_negative(splat((m_prev - shift) * scale))[0];
-            l_i[r] = l_i[r] * alpha + reduce_add(sum);
-            m_i[r] = m_new;
-            if (alpha != 1.0f) {
-                float* acc = s.acc.data() + size_t(r) * dim;
-                for (int d = 0; d < dim; d += LANES) store(acc + d, load<Vec>(acc + d) * alpha);
-            }
-        }
-        for (int64_t key = from; key < to; key += PANEL) {
-            const KVHead head = walk.head(key);
-            const int unit = walk.unit(key);
-            for (int d = 0; d < dim; d += PANEL) {
-                const T* panel = head.values<T>(unit) + size_t(d) * PANEL;
-                const char* ahead = order[count + (key - from) / PANEL + AHEAD] + size_t(d) * PANEL * sizeof(E);
-                if constexpr (IS_INT8) {
-                    dequantize_panel<T, false>(head.values<E>(unit) + size_t(d) * PANEL, PANEL, head.value_scales() + unit * PANEL,
-                                               s.panel.data(), ahead);
-                    panel = s.panel.data();
-                }
-                for (int r = 0; r < rows; r += max_rows)
-                    with_prefetch(r == 0 && !IS_INT8, [&](auto lines) {
-                        product<lines()>(s.weights.data() + size_t(r) * WEIGHTS_LD + (key - base), WEIGHTS_LD, panel, PANEL,
-                                         s.acc.data() + size_t(r) * dim + d, dim, false, std::min(max_rows, rows - r), ahead);
-                    });
-            }
+        const char* panels[2 * PANELS];  // those of keys, then those of values, as products read them
+        for (int i = 0; i < 2 * count; i++) panels[i] = IS_QUANTIZED && !reads_cells_ ? unpacked(order[i], i, order[i + AHEAD]) : order[i];
+        for (int r = 0; r < rows_; r += ROWS_HELD) {
+            const int rows = std::min(ROWS_HELD, rows_ - r);
+            const int64_t last = walk_.position + (r + rows - 1) / group_;  // the last token of these rows
+            const int seen = int(std::min<int64_t>(count, last < from ? 0 : (last - from) / PANEL + 1));  // panels
+            multiply_keys(r, rows, panels, seen, order);
+            for (int side : {0, 1})
+                for (int i = 0; IS_QUANTIZED && r == 0 && i < count; i++)
+                    read_parameters<E>(parameters[side][i], PANEL, s_.factors[side] + i * PANEL, s_.offsets[side] + i * PANEL);
+            if (!seen) continue;
+            weigh(r, rows, int(from - base), int(from - base) + seen * PANEL, base);
+            multiply_values(r, rows, panels + count, seen, order + count);
         }
     }
-    for (int r = 0; r < rows; r++) put(r / group, r % group, s.acc.data() + size_t(r) * dim, 1.0f / l_i[r]);
-}
+
+    // Unpacks the cells of panel i of a segment's keys and values.
+    const char* unpacked(const char* cells, int i, const char* ahead) {
+        T* out = s_.panels.data() + size_t(i) * l_.unit();
+        if constexpr (IS_QUANTIZED) unpack_panel<T, E>(cells, dim_, out, ahead);
+        return reinterpret_cast<const char*>(out);
+    }
+
+    // c (+)= the products of rows of a (row r of the walk is the first), with `count` panels. ahead: what is read AHEAD panels later.
+    void multiply(int r, int rows, const T* a, size_t lda, const char* const* panels, size_t offset, int depth, int count, float* c, size_t ldc,
+                  bool first, const char* const* ahead) {
+        for (int i = 0; i < rows; i += rows_at_once<T>()) {
+            const int n = std::min(rows_at_once<T>(), rows - i);
+            const T* of = a + i * lda;
+            float* to = c + i * ldc;
+            auto run = [&](auto lines) {
+                if constexpr (BY_REGISTERS) {
+                    with_rows<rows_at_once<T>()>(n, [&](auto exactly) {
+                        if (reads_cells_)
+                            product_of_panels<lines(), exactly(), E>(of, lda, panels, offset * BITS<E> / 8, depth, count, to, ldc, first, ahead,
+                                                                     offset * BITS<E> / 8);
+                        else
+                            product_of_panels<lines(), exactly(), T>(of, lda, panels, offset * sizeof(T), depth, count, to, ldc, first, ahead,
+                                                                     offset * sizeof(T));
+                    });
+                } else {
+                    product_by_panel<lines()>(of, lda, panels, offset * sizeof(T), depth, count, to, ldc, first, n, ahead, offset * sizeof(T));
+                }
+            };
+            if (r + i == 0 && reads_cells_)
+                run(std::integral_constant<int, 2>());
+            else
+                run(std::integral_constant<int, 0>());
+        }
+    }
+
+    // scores = the product of rows r .. r + rows with `count` panels of keys.
+    void multiply_keys(int r, int rows, const char* const* panels, int count, const char* const* order) {
+        for (int i = 0; i < count; i++)
+            multiply(r, rows, q_ + size_t(r) * dim_, dim_, panels + i, 0, dim_, 1, s_.scores.data() + i * PANEL, SCORES_LD, true,
+                     order + AHEAD + i);
+    }
+
+    void multiply_values(int r, int rows, const char* const* panels, int count, const char* const* order) {
+        for (int d = 0; d < dim_; d += PANEL)
+            multiply(r, rows, s_.weights.data(), WEIGHTS_LD, panels, size_t(d) * PANEL, PANEL, count,
+                     s_.split.acc.data() + size_t(r) * dim_ + d, dim_, false, order + AHEAD);
+    }
+
+    // A step of the softmax: the scores of rows r .. r + rows become weights. Positions lo .. hi of the segment at `base` are there; the
+    // scores and weights of lo are the first ones.
+    void weigh(int r, int rows, int lo, int hi, int64_t base) {
+        constexpr int PADDED = (ROWS_HELD + LANES - 1) / LANES * LANES;
+        alignas(64) float greatest[PADDED] = {}, alpha[PADDED], shift[PADDED];
+        for (int i = 0; i < rows; i++) greatest[i] = mask(r + i, s_.scores.data() + i * SCORES_LD - lo, lo, hi, base);
+        float *m_i = s_.split.m_i.data() + r, *l_i = s_.split.l_i.data() + r;
+        for (int i = 0; i < rows; i += LANES) {
+            const Vec before = load<Vec>(m_i + i), m = vmax(before, load<Vec>(greatest + i));
+            const Vec none = splat(-INFINITY), known = m == none ? Vec{} : m;
+            store(alpha + i, exp2_negative<float>((before - known) * scale_)), store(shift + i, known * -scale_);
+            memcpy(m_i + i, &m, sizeof(float) * size_t(std::min(LANES, rows - i)));
+        }
+        for (int i = 0; i < rows; i++) {
+            const float* x = s_.scores.data() + i * SCORES_LD - lo;
+            T* p = s_.weights.data() + i * WEIGHTS_LD - lo;
+            const Vec factor = splat(scale_), minus = splat(shift[i]);
+            Vec sums[2] = {}, of_offsets{};
+            for (int j = lo; j < hi; j += 2 * LANES) {
+                const Vec e0 = exp2_negative<T>(fma(load<Vec>(x + j), factor, minus));
+                const Vec e1 = exp2_negative<T>(fma(load<Vec>(x + j + LANES), factor, minus));
+                sums[0] += e0, sums[1] += e1;
+                if constexpr (IS_QUANTIZED) {
+                    const float *f = s_.factors[1] + j - lo, *o = s_.offsets[1] + j - lo;
+                    if (HAS_OFFSETS) of_offsets = fma(e1, load<Vec>(o + LANES), fma(e0, load<Vec>(o), of_offsets));
+                    store_both(p + j, e0 * load<Vec>(f), e1 * load<Vec>(f + LANES));
+                } else {
+                    store_both(p + j, e0, e1);
+                }
+            }
+            l_i[i] = l_i[i] * alpha[i] + reduce_add(sums[0] + sums[1]);
+            if (alpha[i] == 1.0f && !HAS_OFFSETS) continue;
+            float* acc = s_.split.acc.data() + size_t(r + i) * dim_;
+            const Vec added = splat(HAS_OFFSETS ? reduce_add(of_offsets) : 0.0f);
+            for (int d = 0; d < dim_; d += LANES) store(acc + d, fma(load<Vec>(acc + d), splat(alpha[i]), added));
+        }
+    }
+
+    // Sets the scores x[lo .. hi) of a row to minus infinity where it does not see the key. Returns the greatest.
+    float mask(int row, float* x, int lo, int hi, int64_t base) const {
+        if constexpr (IS_QUANTIZED) {
+            const Vec sum = splat(HAS_OFFSETS ? s_.query_sums.data()[row] : 0.0f);
+            const float *f = s_.factors[0] - lo, *o = s_.offsets[0] - lo;
+            for (int j = lo; j < hi; j += LANES) {
+                const Vec scaled = load<Vec>(x + j) * load<Vec>(f + j);
+                store(x + j, HAS_OFFSETS ? fma(sum, load<Vec>(o + j), scaled) : scaled);
+            }
+        }
+        const int64_t at = walk_.position + row / group_;  // sees keys (at - window, at], and those before sink_tokens
+        if (walk_.window) {
+            const int seen_from = int(std::min<int64_t>(hi, at - walk_.window + 1 - base));
+            for (int j = int(std::max<int64_t>(lo, walk_.sink_tokens - base)); j < seen_from; j++) x[j] = -INFINITY;
+        }
+        for (int j = int(std::max<int64_t>(lo, at + 1 - base)); j < hi; j++) x[j] = -INFINITY;
+        Vec greatest[2] = {load<Vec>(x + lo), load<Vec>(x + lo + LANES)};
+        for (int j = lo + 2 * LANES; j < hi; j += 2 * LANES)
+            greatest[0] = vmax(greatest[0], load<Vec>(x + j)), greatest[1] = vmax(greatest[1], load<Vec>(x + j + LANES));
+        return reduce_max(vmax(greatest[0], greatest[1]));
+    }
+
+    static Vec load_floats(const float* x) { return load<Vec>(x); }
+    static Vec load_floats(const bf16* x) { return load_bf16(x); }
+    static void store_both(float* p, Vec a, Vec b) { store(p, a), store(p + LANES, b); }
+    static void store_both(bf16* p, Vec a, Vec b) { store_bf16(p, a, b); }
+
+    const KVLayout& l_;
+    const Walk& walk_;
+    const int group_;
+    const T* const q_;
+    const float scale_;  // of scores, times log2(e)
+    AttentionScratch<T>& s_;
+    const int dim_ = l_.dim(), rows_ = walk_.tokens * group_;
+    // Products read the pool's cells. Of int8 and int4 they do so for a few rows only; for more, cells are unpacked once.
+    const bool reads_cells_ = !IS_QUANTIZED || (BY_REGISTERS && rows_ <= rows_at_once<T>());
+};
 
 }  // namespace everbatch

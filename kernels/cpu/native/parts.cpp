@@ -123,6 +123,15 @@ void everbatch_quantize(const float* x, int64_t n, int64_t group, int8_t* q, flo
     for (int64_t i = 0; i < n; i += group) quantize_group(x + i, group, q + i, scales + i / group, &sum);
 }
 
+// x [rows][n] -> q 0 .. 15 and one scale and least a row, float16: a key or value as int4 KV holds it. n <= MAX_HEAD_DIM.
+void everbatch_quantize_int4(const float* x, int64_t rows, int64_t n, uint8_t* q, ScaleAndLeast* parameters) {
+    uint8_t padded[MAX_HEAD_DIM];
+    for (int64_t r = 0; r < rows; r++) {
+        quantize_int4(x + r * n, int(n), int((n + PANEL - 1) / PANEL * PANEL), padded, parameters + r);
+        memcpy(q + r * n, padded, size_t(n));
+    }
+}
+
 int64_t everbatch_kv_block_bytes(const KVLayout* layout) { return int64_t(layout->block_bytes()); }
 
 }  // extern "C"

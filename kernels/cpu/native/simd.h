@@ -122,6 +122,15 @@ ALWAYS_INLINE void store_bf16(bf16* p, Vec v) {
 #endif
 }
 
+// Stores 2 * LANES of them.
+ALWAYS_INLINE void store_bf16(bf16* p, Vec a, Vec b) {
+#if defined(__AVX512BF16__)
+    store(p, _mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    store_bf16(p, a), store_bf16(p + LANES, b);
+#endif
+}
+
 // LANES bytes of 0 .. 127 as integers.
 ALWAYS_INLINE IVec load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)

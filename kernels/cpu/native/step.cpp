@@ -5,16 +5,11 @@
 //     gate and up product | silu(gate) * up to operand | down product, added to x |
 // An operand is the form in which a linear layer reads its input. After the attention of the last layer, only tokens whose logits
 // are wanted go on.
-#include "api.h"
+#include "spans.h"
 
 using namespace everbatch;
 
 namespace {
-
-struct Piece {  // consecutive tokens of one row
-    int32_t row, first, count;  // first: index in the flat batch
-    int32_t position;           // the first one's position in its sequence
-};
 
 struct Best {
     float value;
@@ -23,23 +18,6 @@ struct Best {
 
 // Distance of rows of n float32: n rounded up to 64, and one cache line more, so that rows do not all map to the same cache sets.
 int64_t row_length(int64_t n) { return (n + 63) / 64 * 64 + 16; }
-
-// Cut each row's tokens into pieces of at most `max_tokens` that do not cross a position that is a multiple of `border` (0: none).
-std::vector<Piece> cut(const everbatch_batch& b, int max_tokens, int border) {
-    std::vector<Piece> pieces;
-    int32_t flat = 0;
-    for (int64_t r = 0; r < b.num_rows; r++) {
-        const everbatch_row& row = b.rows[r];
-        for (int done = 0; done < row.num_tokens;) {
-            const int at = row.num_computed + done;
-            int count = std::min(max_tokens, row.num_tokens - done);
-            if (border) count = std::min(count, border - at % border);
-            pieces.push_back({int32_t(r), flat, count, at});
-            flat += count, done += count;
-        }
-    }
-    return pieces;
-}
 
 void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* __restrict out) {
     for (int64_t i = 0; i < half; i++) {
@@ -65,7 +43,7 @@ struct everbatch_workspace {
         AttentionScratch<float>& attention(float) { return of_floats; }
         AttentionScratch<bf16>& attention(bf16) { return of_halves; }
     };
-    Buffer<float> x, y, attended;
+    Buffer<float> x, y, attended, partials;
     Buffer<char> queries;
     OperandBuffer normed[NUM_FORMATS], attention[NUM_FORMATS], activated[NUM_FORMATS];  // operands of (qkv and gate_up), of out, of down
     OperandBuffer last, screened;  // operands of lm_head and of its screen
@@ -88,7 +66,9 @@ public:
         }
         tokens_ = int64_t(all_.size());
         units_ = cut(b, PANEL, PANEL);
-        queries_ = cut(b, std::max(1, 32 / group_), 0);
+        queries_ = cut(b, std::max(1, ROWS_TOGETHER / group_), 0);
+        spans_.share(queries_, kv_.kv_heads, group_, dim_);
+        w.partials.grow(spans_.partials());
         x_ld_ = row_length(m.hidden), att_ld_ = row_length(m.heads * m.kv.head_dim);
         y_ld_ = row_length(std::max((m.heads + 2 * m.kv.kv_heads) * m.kv.head_dim, 2 * m.intermediate));
         int64_t widest = std::max<int64_t>(m.lm_head.depth(), 2 * dim_);
@@ -164,8 +144,10 @@ private:
         prepare_normed(team, w_.normed[l.qkv.format], l.input_norm, all_);
         to_y(team, l.qkv, tokens_);
         const std::vector<int64_t>& picked = index + 1 < m_.num_layers ? all_ : sampled_;
-        if (kv_.is_int8)
+        if (kv_.kv_bits == 8)
             attention<int8_t>(team, l, b_.pools[index], !picked.empty());
+        else if (kv_.kv_bits == 4)
+            attention<Int4>(team, l, b_.pools[index], !picked.empty());
         else
             attention<T>(team, l, b_.pools[index], !picked.empty());
         if (picked.empty()) return;
@@ -243,23 +225,31 @@ private:
 
     template <class E>
     void attend_all(Team& team, const everbatch_layer& l, const char* pool) {
-        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(queries_.size()) * kv_heads;
+        const int64_t kv_heads = kv_.kv_heads, d = kv_.head_dim, items = int64_t(spans_.all.size()) * kv_heads;
         const float scale = 1.0f / std::sqrt(float(d));
         const T* queries = reinterpret_cast<const T*>(w_.queries.data());
         auto walk_of = [&](int64_t item) {
-            const Piece& piece = queries_[item / kv_heads];
+            const Piece& piece = queries_[spans_.all[item / kv_heads].piece];
             const int32_t* table = b_.block_tables + b_.rows[piece.row].slot * b_.max_blocks;
             return Walk(kv_, pool, int(item % kv_heads), table, piece.position, piece.count, l.window, m_.sink_tokens);
         };
         team.for_each(items, [&](int64_t item) {
-            const Walk walk = walk_of(item), next = walk_of(std::min(item + 1, items - 1));
-            const int64_t first = queries_[item / kv_heads].first, h = item % kv_heads;
-            attend<T, E>(kv_, walk, group_, queries + (h * tokens_ + first) * group_ * dim_, scale,
-                         next.template first_panels<E>(next.first_segment()), w_.threads[team.id].attention(T()),
-                         [&](int t, int g, const float* sums, float inverse) {
-                             float* out = w_.attended.data() + (first + t) * att_ld_ + (h * group_ + g) * d;
-                             for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
-                         });
+            const int64_t following = std::min(item + 1, items - 1), h = item % kv_heads;
+            const Walk walk = walk_of(item), next = walk_of(following);
+            const Ahead ahead = next.first_panels(next.segment_from(int64_t(spans_.all[following / kv_heads].split) * SPLIT));
+            const Span& span = spans_.all[item / kv_heads];
+            const int64_t first = queries_[span.piece].first;
+            Attention<T, E> attention(kv_, walk, group_, queries + (h * tokens_ + first) * group_ * dim_, scale,
+                                      w_.threads[team.id].attention(T()));
+            auto put = [&](int t, int g, const float* sums, float inverse) {
+                float* out = w_.attended.data() + (first + t) * att_ld_ + (h * group_ + g) * d;
+                for (int64_t i = 0; i < d; i++) out[i] = sums[i] * inverse;
+            };
+            if (span.splits == 1) return attention.whole(ahead, put);
+            float* partials = w_.partials.data() + spans_.partial_of(span, h);
+            attention.split(span.split, ahead);
+            attention.store_split(partials + span.split * spans_.partial_size);
+            if (spans_.is_last(span, h)) attention.merged(partials, span.splits, spans_.partial_size, put);
         });
     }
 
@@ -338,6 +328,7 @@ private:
     int64_t tokens_, x_ld_, y_ld_, att_ld_;
     std::vector<int64_t> all_, sampled_;
     std::vector<Piece> units_, queries_;
+    Spans spans_;
     std::vector<Best> best_;  // [threads][sampled]
     bool is_screened_;
     std::vector<Reach> reaches_;             // [sampled]
