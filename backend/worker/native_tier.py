@@ -118,7 +118,7 @@ class NativeTier:
         self.adapters: DeviceAdapters[PackedAdapter] = DeviceAdapters(_packed_adapter)
 
     def kv_block(self) -> KVBlock:
-        """One layer's block; its layout is described in kernels/cpu/native/attention.h."""
+        """One layer's block; its layout is described in kernels/cpu/native/kv_pool.h."""
         return KVBlock((self._decoder.kv_block_bytes // self._dtype.itemsize,), self._dtype)
 
     def run(

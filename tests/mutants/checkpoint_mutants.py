@@ -16,7 +16,7 @@ from backend.api import model_files
 from backend.models import linears, loader, weight_files
 from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
-from backend.worker import native_tier
+from backend.worker import group, native_tier
 from deploy import model_source
 from kernels.common import four_bits
 from kernels.cpu import build, trust
@@ -39,6 +39,10 @@ def the_second_scale_of_qoq_is_left_out(set_attribute: SetAttribute) -> None:
         "_in_four_bits",
         ("weight.group_scales.T * scales", "torch.ones_like(weight.group_scales.T) * scales"),
     )(set_attribute)
+
+
+def int4_kv_has_eight_bits(set_attribute: SetAttribute) -> None:
+    change(group.InProcessWorkerGroup, "_native_tier", ('"int4": 4', '"int4": 8'))(set_attribute)
 
 
 def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:
@@ -167,6 +171,10 @@ MUTANTS: dict[str, tuple[Callable[[SetAttribute], None], list[str]]] = {
     plant.__name__: (plant, tests)
     for plant, tests in (
         (depth_of_json_not_looked_at, [_case("config is 500 objects deep")]),
+        (
+            int4_kv_has_eight_bits,
+            ["tests/model/test_tier_choice.py::test_quantised_kv_takes_its_share_of_float32_and_its_scales[int4-8]"],
+        ),
         (links_may_lead_out, [_case("config leads out of the model"), _case("tokenizer leads out", "text")]),
         (blobs_anywhere_are_a_hub_s, [_HOSTILE + "test_blobs_count_only_beside_snapshots"]),
         (

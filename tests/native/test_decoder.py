@@ -138,7 +138,18 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
         in_float32 = scenes.torch(family, Format("float32", "w4a8" if form.quantization == "w4a8" else "none"), play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)
-        assert own <= NO_WORSE * of_torch < 0.1, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
+        most = 0.4 if form.int4_kv else 0.1  # 16 steps for a key move these random models far
+        assert own <= NO_WORSE * of_torch < most, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
+
+
+def test_int4_kv_is_that_of_the_torch_tier(kernels: CDLL, isa: str, scenes: Scenes) -> None:
+    """In float32 the same numbers are rounded to the same 16 steps, but for the few that lie between two of them."""
+    form = Format("float32", int4_kv=True)
+    for family, play in scenes.of(isa, is_narrow=True):
+        of_torch = scenes.torch(family, form, play)
+        assert distance(of_torch, scenes.torch(family, Format("float32"), play)) > 0.05, "rounding must matter"
+        own = distance(scenes.native(kernels, family, form, play), of_torch)
+        assert own <= 0.01, f"family {family}: {own:.4f}"
 
 
 def test_a_token_s_most_likely_successor_needs_no_logits(best_kernels: CDLL, scenes: Scenes) -> None:
