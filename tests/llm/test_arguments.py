@@ -77,7 +77,6 @@ REFUSED = {
     "enable_lora": True,
     "lora_config": object(),
     "peft_cache_config": object(),
-    "guided_decoding_backend": "xgrammar",
     "speculative_config": object(),
     "batch_wait_timeout_ms": 5,
     "orchestrator_type": "ray",

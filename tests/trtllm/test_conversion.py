@@ -127,14 +127,6 @@ def kv(**options: Any) -> dict[str, Any]:
             "logits_post_processor_config is given",
         ),
         ({"peft_cache_config": trtllm.PeftCacheConfig()}, "peft_cache_config is"),
-        (
-            {
-                "guided_decoding_config": trtllm.GuidedDecodingConfig(
-                    trtllm.GuidedDecodingConfig.GuidedDecodingBackend(0)
-                )
-            },
-            "guided_decoding_config is",
-        ),
         ({"cache_transceiver_config": trtllm.CacheTransceiverConfig()}, "cache_transceiver_config is"),
         ({"spec_dec_config": trtllm.SpeculativeDecodingConfig(True)}, "spec_dec_config.fast_logits is True"),
         ({"use_gpu_direct_storage": True}, "use_gpu_direct_storage is True"),
