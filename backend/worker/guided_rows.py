@@ -142,6 +142,7 @@ class GuidedStep:
         masks = self._masks[: len(self._rows)]
         places = [at for at, _, _ in self._rows]
         if logits.device.type == "cpu":
+            logits = logits.float()
             _add(logits.numpy(), places, masks)
             return logits
         words = place(np.invert(masks), logits.device)  # [rows, words]
