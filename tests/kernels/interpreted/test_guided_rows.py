@@ -1,4 +1,4 @@
-"""Guides on the runner of a GPU, in the interpreter: masks are made while a step is in flight, and are those of the torch tier."""
+"""Guides on the runner of a GPU, in the interpreter: masks are made while a step is in flight; outputs are the torch tier's."""
 
 from __future__ import annotations
 
