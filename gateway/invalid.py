@@ -33,6 +33,15 @@ REFUSED = {
     "truncation": 'other than "disabled" is not served here; send less input',
     "prompt_logprobs": _NOT_HERE,
 }
+_IN_CHATS = "is not served by this endpoint; use chat completions"
+_TOOLS = {"tools": _IN_CHATS, "tool_choice": f'other than "none" or "auto" {_IN_CHATS}'}
+_TEXT = {"text": "belongs to /v1/responses; use response_format"}
+# A field that only one endpoint has -> what is refused there besides.
+_REFUSED_OF = {
+    "messages": _TEXT,
+    "suffix": {**_TEXT, **_TOOLS},
+    "previous_response_id": {"response_format": "belongs to the other endpoints; use text.format", **_TOOLS},
+}
 _REFUSED_IN_MESSAGES = ("function_call", "audio")
 # Names of one thing in this API's endpoints and in others; where several are known, the first one is meant.
 _SAME = (
@@ -55,10 +64,11 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of a message's own fields, and of those of the messages in it."""
+    """Names of a message's own fields, and of those of the messages in it; and what of its own is refused, with the reason."""
 
     own: frozenset[str]
     inner: frozenset[str]
+    refused: dict[str, str]
 
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in self.inner
@@ -73,9 +83,10 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     name = _dotted(path)
     logged = _dotted([part for part in path if isinstance(part, int) or part in fields])
     is_unknown = worst["type"] == "extra_forbidden"
-    refused = _refused(path, is_unknown)
+    refused = _refused(path, is_unknown, fields)
     if refused is not None:
-        return GatewayError(400, f"{refused} {REFUSED[refused]}", name, "unsupported_parameter", logged=refused)
+        text = f"{refused} {fields.refused[refused]}"
+        return GatewayError(400, text, name, "unsupported_parameter", logged=refused)
     if is_unknown:
         return _unknown(name, _nearest(path, fields))
     if worst["type"] == "missing":
@@ -86,12 +97,12 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     return GatewayError(400, text, name, "invalid_value", logged=logged)
 
 
-def _refused(path: list[int | str], is_unknown: bool) -> str | None:
-    """The parameter of REFUSED that a path leads to: one of the request, or one of an earlier answer's message.
+def _refused(path: list[int | str], is_unknown: bool, fields: Fields) -> str | None:
+    """The refused parameter that a path leads to: one of the request, or one of an earlier answer's message.
 
     A key in such a parameter that nobody knows (`is_unknown`) is no request for what it stands for, but spelled wrong.
     """
-    if path and path[0] in REFUSED and not (is_unknown and len(path) > 1):
+    if path and path[0] in fields.refused and not (is_unknown and len(path) > 1):
         return str(path[0])
     return next((str(part) for part in path if part in _REFUSED_IN_MESSAGES), None)
 
@@ -164,7 +175,12 @@ def _shown(value: Any) -> str:
 @cache  # The schema takes milliseconds to make, and whoever sends nonsense sends it often.
 def _fields_of(kind: type[pydantic.BaseModel]) -> Fields:
     inner = kind.model_json_schema().get("$defs", {})
-    return Fields(frozenset(kind.model_fields), frozenset(_names_in(inner)))
+    return Fields(frozenset(kind.model_fields), frozenset(_names_in(inner)), refused_of(kind))
+
+
+def refused_of(kind: type[pydantic.BaseModel]) -> dict[str, str]:
+    """The parameters that are known and refused, and why."""
+    return REFUSED | next((more for name, more in _REFUSED_OF.items() if name in kind.model_fields), {})
 
 
 def _names_in(schema: Any) -> set[str]:

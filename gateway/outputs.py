@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.messages import TextFormat
+from gateway.messages import JsonObjectFormat, TextFormat
+from gateway.response_messages import SchemaFormat
 
 
 class ErrorValues(BaseModel):
@@ -62,17 +63,31 @@ class ChatLogProbs(BaseModel):
     refusal: None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallBody(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
+    """`content` is null beside calls and nothing else; without calls there are no `tool_calls`."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCallBody] = []
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogProbs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(BaseModel):
@@ -123,7 +138,7 @@ class OutputMessage(BaseModel):
 
 
 class TextSettings(BaseModel):
-    format: TextFormat
+    format: TextFormat | JsonObjectFormat | SchemaFormat
 
 
 class ResponseUsage(BaseModel):

@@ -153,9 +153,7 @@ class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Guided decoding: outputs of a form that requests ask for."""
 
     backend: GuidedBackend = "auto"  # `llguidance`, `xgrammar`, `none`; auto = llguidance where it is installed
-    tokenizer_info: str | None = (
-        None  # JSON file with encoded_vocab, tokenizer_str, stop_token_ids; unset = the model's
-    )
+    tokenizer_info: str | None = None  # JSON file of encoded_vocab, tokenizer_str, stop_token_ids; unset = the model's
     max_bytes: int = 65_536  # UTF-8 bytes of one guide
     compile_timeout_s: float = 5.0  # until a guide must be compiled, the wait for others included
     max_compiling: int = 256  # different guides that wait to be compiled

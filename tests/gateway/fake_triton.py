@@ -3,7 +3,8 @@
 The last text of the prompt chooses: "hold" says one token and then nothing until it is cancelled; "flood N" says N
 tokens of 1 kB as fast as they are taken; "error TEXT" fails with TEXT; "late error TEXT" after a token; "cut" ends the
 stream without a last response; "silent" says nothing until it is cancelled; "junk" says a token and then what is no JSON.
-Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one response has them all.
+"say TEXT" says it. Anything else is answered with WORDS, n times: a stream tells of one reply in each response, else one
+response has them all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEYS = {
     *("messages", "prompt", "prompt_token_ids", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("include_stop_in_output", "ignore_eos", "bad_words", "logit_bias", "logprobs", "echo", "timeout_s"),
-    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
+    *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "guide", "tools"),
 }
 
 
@@ -133,6 +134,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield broken
         elif command == "timeout":
             yield piece(seen, [" tick"], "timeout")
+        elif command == "say":
+            yield from said(seen, rest)
         elif command == "flood":
             yield from flood(seen, int(rest))
         else:
@@ -156,6 +159,14 @@ def plain(seen: Seen) -> Iterator[Any]:
             yield response(seen, [told(seen, group, None, index)])
     for index in reversed(choices):
         yield response(seen, [told(seen, groups[-1], reason, index)])
+
+
+def said(seen: Seen, text: str) -> Iterator[Any]:
+    """The text; in a stream seven characters at a time."""
+    parts = [text[i : i + 7] for i in range(0, len(text), 7)] if seen.body.get("stream") else [text]
+    for part in parts[:-1]:
+        yield piece(seen, [part], None)
+    yield piece(seen, parts[-1:], "stop")
 
 
 def flood(seen: Seen, count: int) -> Iterator[Any]:

@@ -20,8 +20,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 NO_TEXT = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
 CALLED = [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]
 MISSPELLED = [{"role": "user", "contnt": "hi"}]
-RESULT = [{"role": "tool", "content": "x", "tool_call_id": "c"}]
+RESULT = [{"role": "tool", "content": "x"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+OBJECT = {"type": "json_object"}
 
 # path, what is added to a good request, the parameter that is named, what the sentence says
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
@@ -41,7 +43,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "stream_options.include_usge",
         "did you mean include_usage?",
     ),
-    ("chat/completions", {"messages": RESULT}, "messages[0].tool_call_id", "tool_call_id asks for guided decoding"),
     ("chat/completions", {"temperature": True}, "temperature", "temperature is true; it should be a valid number"),
     ("chat/completions", {"messages": None}, "messages", "messages is null; it should be a valid list"),
     ("chat/completions", {"temperature": 3}, "temperature", "temperature is 3; it should be less than or equal to 2"),
@@ -62,11 +63,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[0].content[0].text",
         "text is 5; it should be a valid string",
     ),
-    ("chat/completions", {"messages": CALLED}, "messages[0].tool_calls", "tool_calls asks for guided decoding"),
-    ("chat/completions", {"tools": [FUNCTION]}, "tools", "tools asks for guided decoding, which is not there yet"),
-    ("chat/completions", {"tool_choice": "required"}, "tool_choice", "guided decoding"),
-    ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "guided decoding"),
-    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "guided decoding"),
+    ("chat/completions", {"messages": CALLED}, "messages[0].tool_calls[0]", "is missing"),
+    ("chat/completions", {"messages": RESULT}, "messages[0].tool_call_id", "say which call it answers"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ("chat/completions", {"tools": [FUNCTION, FUNCTION]}, "tools", "the same name"),
+    ("chat/completions", {"tools": [FUNCTION], "tool_choice": OTHER}, "tool_choice.function.name", "none of the tools"),
+    ("chat/completions", {"tools": [FUNCTION], "response_format": OBJECT}, "response_format", "leave one out"),
+    ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "use tools and tool_choice"),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities", "text only"),
     ("chat/completions", {"audio": {"voice": "v", "format": "wav"}}, "audio", "text only"),
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
@@ -96,8 +99,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
     ("responses", {"text": {"fromat": {}}}, "text.fromat", "did you mean format?"),
     ("responses", {"stream_options": {"include_obfuscation": False}}, "stream_options", "needs stream: true"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "tools", "guided decoding"),
-    ("responses", {"text": {"format": {"type": "json_object"}}}, "text", "guided decoding"),
+    ("responses", {"tools": [FUNCTION]}, "tools", "use chat completions"),
+    ("responses", {"response_format": {"type": "text"}}, "response_format", "use text.format"),
+    ("completions", {"tools": [FUNCTION]}, "tools", "use chat completions"),
+    ("completions", {"text": {}}, "text", "use response_format"),
     ("responses", {"background": True}, "background", "is not served here"),
     ("responses", {"truncation": "auto"}, "truncation", "send less input"),
     ("responses", {"previous_response_id": "resp_0"}, "previous_response_id", "send the earlier turns as input"),

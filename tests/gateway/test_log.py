@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"marked text": 1}}, ", invalid_value (metadata)"),
     ({"messages": PART}, ", invalid_value (messages[0].content[0].type)"),
     ({"messages": MISSPELLED}, ", unknown_parameter (like content)"),
-    ({"tools": [{"MARKED": 1}]}, ", unsupported_parameter (tools)"),
+    ({"functions": [{"MARKED": 1}]}, ", unsupported_parameter (functions)"),
     ({"model": "MARKED"}, ", model_not_found (model)"),
     ({"n": 129}, ", invalid_value (n)"),
     ({"stream_options": {}}, ", invalid_value (stream_options)"),

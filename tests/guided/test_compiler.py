@@ -123,7 +123,7 @@ def test_too_many_guides_at_once_are_refused() -> None:
     stub.gate.clear()
     compiler.begin(RequestId(1), guide("a"))
     compiler.begin(RequestId(2), guide("b"))
-    with pytest.raises(Overloaded, match="2 guides wait .* guided.max_compiling"):
+    with pytest.raises(Overloaded, match=r"2 guides wait .* \(guided.max_compiling\)"):
         compiler.begin(RequestId(3), guide("c"))
     assert not compiler.begin(RequestId(4), guide("a")), "one that is compiled already, or soon, costs nothing"
     stub.gate.set()

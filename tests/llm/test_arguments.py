@@ -81,7 +81,6 @@ REFUSED = {
     "trust_remote_code": True,
     "revision": "main",
     "tokenizer_revision": "main",
-    "guided_decoding_backend": "xgrammar",
     "speculative_config": object(),
     "batch_wait_timeout_ms": 5,
     "orchestrator_type": "ray",

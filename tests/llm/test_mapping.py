@@ -11,11 +11,13 @@ import pytest
 
 from backend.api import OutputConfig, Request, SamplingConfig, Unsupported
 from backend.api.lora import LoraConfig
+from backend.api.guide import Guide, GuideType
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.llm import (
     DisaggregatedParams,
     GenerationRequest,
+    GuidedDecodingParams,
     LoRARequest,
     NotHere,
     PromptAdapterRequest,
@@ -144,7 +146,6 @@ def test_a_dense_bias_is_sent_as_the_entries_that_change_something() -> None:
 REFUSED = {
     "return_encoder_output": True,
     "lookahead_config": object(),
-    "guided_decoding": object(),
     "spaces_between_special_tokens": False,
 }
 
@@ -235,3 +236,19 @@ def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None
     assert mapped().retention is None
     with pytest.raises(TypeError, match="kv_cache_retention_config is a int"):
         core_request(GenerationRequest([1], SamplingParams(), kv_cache_retention_config=5), None, MODEL, 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "guide"),
+    [
+        ({"json": {"type": "object"}}, Guide(GuideType.JSON_SCHEMA, '{"type": "object"}')),
+        ({"json": "{}"}, Guide(GuideType.JSON_SCHEMA, "{}")),
+        ({"regex": "a"}, Guide(GuideType.REGEX, "a")),
+        ({"grammar": "start: x"}, Guide(GuideType.EBNF_GRAMMAR, "start: x")),
+        ({"structural_tag": "{}"}, Guide(GuideType.STRUCTURAL_TAG, "{}")),
+        ({"json_object": True}, Guide(GuideType.JSON)),
+        ({}, None),
+    ],
+)
+def test_guided_decoding_params_are_a_guide(given: dict[str, Any], guide: Guide | None) -> None:
+    assert mapped(guided_decoding=GuidedDecodingParams(**given)).guide == guide

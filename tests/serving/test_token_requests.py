@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, InvalidRequest, Request, SessionError, Unsupported
+from backend.api.guide import Guide, GuideType
 from backend.core.step import ModelInfo
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
 from backend.serving.fronts.trtllm_tokens import parse_token_requests
@@ -142,8 +143,6 @@ REFUSED = [spec for spec in TOKEN_MODEL.inputs if spec.target == "refused"]
 # What clients of tensorrtllm_backend send without asking for anything, written down apart from the table.
 NEUTRAL = {
     "draft_acceptance_threshold": [0.0],
-    "guided_decoding_guide_type": [b""],
-    "guided_decoding_guide": [b""],
     "encoder_output_lengths": [0],
     "mrope_position_deltas": [0],
     "skip_cross_attn_blocks": [False],
@@ -245,3 +244,31 @@ def test_values_read_from_a_request_do_not_keep_its_memory() -> None:
     inputs["input_ids"][:] = 0
     inputs["embedding_bias"][:] = 0
     assert request.input_token_ids == [1, 2, 3] and request.sampling_config.logit_bias[3] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "guide"),
+    [
+        (b"", b"", None),
+        (b"json", None, Guide(GuideType.JSON)),
+        (b"json_schema", b"{}", Guide(GuideType.JSON_SCHEMA, "{}")),
+        (b"regex", b"a+", Guide(GuideType.REGEX, "a+")),
+        (b"ebnf_grammar", b'root ::= "a"', Guide(GuideType.EBNF_GRAMMAR, 'root ::= "a"')),
+    ],
+)
+def test_a_guide_is_its_type_and_its_text(kind: bytes, text: bytes | None, guide: Guide | None) -> None:
+    given = {"guided_decoding_guide_type": kind} | ({} if text is None else {"guided_decoding_guide": text})
+    (request,) = parse(**{name: np.full([1, 1], value, object) for name, value in given.items()})
+    assert request.guide == guide
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"guided_decoding_guide_type": b"xml"}, "guided_decoding_guide_type is 'xml', allowed are json, json_schema"),
+        ({"guided_decoding_guide": b"a"}, "without guided_decoding_guide_type"),
+    ],
+)
+def test_a_guide_of_an_unknown_type_is_refused(given: dict[str, bytes], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse(**{name: np.full([1, 1], value, object) for name, value in given.items()})

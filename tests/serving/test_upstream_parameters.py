@@ -142,7 +142,7 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"decoding_mode": "medusa"}, "decoding_mode is 'medusa'"),
         ({"encoder_model_path": "/x"}, "asks for an encoder"),
         ({"normalize_log_probs": "false"}, "log-probabilities that are not normalised"),
-        ({"guided_decoding_backend": "xgrammar"}, "asks for guided decoding"),
+        ({"guided_decoding_backend": "outlines"}, "xgrammar or llguidance is expected"),
         ({"lookahead_window_size": "4"}, "lookahead decoding"),
         ({"num_nodes": "2"}, "several nodes"),
     ],

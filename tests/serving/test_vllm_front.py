@@ -12,6 +12,7 @@ import pytest
 
 from backend.api import ConfigError, EngineConfig, ErrorCode, FinishReason, InvalidRequest, Result, Unsupported
 from backend.api.config import LoraSection
+from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
@@ -170,8 +171,6 @@ def test_what_asks_for_nothing_is_accepted(tools: TextTools) -> None:
         ({"prompt_logprobs": 1}, "log-probabilities of the prompt"),
         ({"detokenize": False}, "detokenize is False"),
         ({"allowed_token_ids": [1]}, "a list of allowed tokens"),
-        ({"guided_decoding": {"json": "{}"}}, "guided_decoding is .* guided decoding"),
-        ({"structured_outputs": '{"regex": "a"}'}, "structured_outputs is .* guided decoding"),
         ({"lora_name": "doll"}, r"^LoRA feature is not enabled\.$"),
         ({"tempersture": 0}, ": 'tempersture' is no known parameter, did you mean temperature; leave out what"),
         ({"max_output_tokens": 9}, "'max_output_tokens' is no known parameter, did you mean max_tokens; leave"),
@@ -405,3 +404,38 @@ def test_the_engine_is_asked_for_log_probabilities_only_where_they_are_told(tool
     assert asked(sampling={"temperature": 0, "logprobs": True}, return_logprobs=True) == (True, 1)
     assert asked(sampling={"temperature": 0, "logprobs": False}, return_logprobs=True) == (False, 0)
     assert asked(return_cumulative_logprob=True) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "guide"),
+    [
+        ('{"json": {"type": "object"}}', Guide(GuideType.JSON_SCHEMA, '{"type": "object"}')),
+        ('{"json": "{}"}', Guide(GuideType.JSON_SCHEMA, "{}")),
+        ({"regex": "a+"}, Guide(GuideType.REGEX, "a+")),
+        ({"choice": ["a.b", "c"]}, Guide(GuideType.REGEX, r"a\.b|c")),
+        ({"grammar": "start: x"}, Guide(GuideType.EBNF_GRAMMAR, "start: x")),
+        ({"json_object": True}, Guide(GuideType.JSON)),
+        ({"json": None, "regex": "a"}, Guide(GuideType.REGEX, "a")),
+        ("{}", None),
+    ],
+)
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_structured_outputs_are_guides(tools: TextTools, name: str, given: Any, guide: Guide | None) -> None:
+    assert work(tools, sampling={name: given}).request.guide == guide
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"structured_outputs": "{"}, "structured_outputs is not valid JSON"),
+        ({"structured_outputs": {"jsn": "{}"}}, "the key 'jsn', allowed are json, regex"),
+        ({"structured_outputs": {"json": "{}", "regex": "a"}}, "json and regex, one of them"),
+        ({"structured_outputs": {"choice": []}}, "choice is no list of texts"),
+        ({"structured_outputs": {"regex": 5}}, "regex is a int, text is expected"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}, "whitespace_pattern is not served"),
+        ({"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "b"}}, "mean the same"),
+    ],
+)
+def test_structured_outputs_of_another_form_are_refused(tools: TextTools, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        work(tools, sampling=given)

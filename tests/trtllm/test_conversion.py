@@ -130,14 +130,6 @@ def kv(**options: Any) -> dict[str, Any]:
             {"peft_cache_config": trtllm.PeftCacheConfig(lora_prefetch_dir="x")},
             "peft_cache_config.lora_prefetch_dir is x",
         ),
-        (
-            {
-                "guided_decoding_config": trtllm.GuidedDecodingConfig(
-                    trtllm.GuidedDecodingConfig.GuidedDecodingBackend(0)
-                )
-            },
-            "guided_decoding_config is",
-        ),
         ({"cache_transceiver_config": trtllm.CacheTransceiverConfig()}, "cache_transceiver_config is"),
         ({"spec_dec_config": trtllm.SpeculativeDecodingConfig(True)}, "spec_dec_config.fast_logits is True"),
         ({"use_gpu_direct_storage": True}, "use_gpu_direct_storage is True"),

@@ -1,0 +1,71 @@
+"""Bugs planted in guided decoding."""
+
+from __future__ import annotations
+
+from backend.api import guide
+from backend.engine.core import EngineCore
+from backend.engine.held import Held
+from backend.engine.intake import Intake
+from backend.guided import json_text, llguidance_backend, structural_tag, vocabulary
+from backend.guided.compiler import GuideCompiler
+from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
+from tests.mutants.changes import change
+
+OUTPUTS = ["tests/guided/test_outputs.py"]
+COMPILER = ["tests/guided/test_compiler.py"]
+HELD = ["tests/engine/test_held.py"]
+SCHEMAS = ["tests/guided/test_schemas.py"]
+GRAMMARS = ["tests/guided/test_grammars.py"]
+VOCABULARY = ["tests/guided/test_vocabulary.py"]
+
+MUTANTS = {
+    "an_end_is_allowed_anywhere": (change(GuidedRow, "fill", ("if is_complete:", "if True:")), OUTPUTS),
+    "the_end_is_never_allowed": (change(GuidedRow, "fill", ("if is_complete:", "if False:")), OUTPUTS),
+    "the_output_so_far_is_forgotten": (
+        change(GuidedRows, "set_row", ("row.token_ids[row.num_prompt_tokens :]", "[]")),
+        OUTPUTS,
+    ),
+    "the_prompt_is_output": (change(GuidedRows, "set_row", ("[row.num_prompt_tokens :]", "[:]")), OUTPUTS),
+    "a_slot_keeps_its_guide": (change(GuidedRows, "set_row", ("self._slots.pop(row.slot, None)", "pass")), OUTPUTS),
+    "masks_go_to_the_first_rows": (
+        change(GuidedStep, "mask", ("places = [at for at, _, _ in self._rows]", "places = [*range(len(self._rows))]")),
+        OUTPUTS,
+    ),
+    "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if row.error:", "if False:")), OUTPUTS),
+    "infinite_log_probabilities_are_told": (
+        change(GuidedStep, "told", ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
+        OUTPUTS,
+    ),
+    "a_guide_is_compiled_for_each": (change(GuideCompiler, "begin", ("if entry is None:", "if True:")), COMPILER),
+    "the_cache_forgets_what_is_used": (change(GuideCompiler, "_shrink", (" and not entry.users", "")), COMPILER),
+    "the_cache_has_no_bound": (change(GuideCompiler, "_shrink", ("size <= self", "True or size <= self")), COMPILER),
+    "late_guides_are_waited_for": (change(GuideCompiler, "_watch", ("if limit <= now", "if False")), COMPILER),
+    "any_number_waits": (
+        change(GuideCompiler, "begin", ("if waiting >= self", "if False and waiting >= self")),
+        COMPILER,
+    ),
+    "a_cancelled_one_stays_held": (change(Held, "take", (".pop(request_id, None)", ".get(request_id)")), HELD),
+    "guides_are_kept_for_ever": (change(Held, "end", ("self._guides.end(request_id)", "pass")), HELD),
+    "an_error_is_no_end": (change(EngineCore, "guide_compiled", ("and error", "and not error")), HELD),
+    "no_end_id_is_needed": (change(Intake, "with_end_ids", ("if not self._model.eos_ids:", "if False:")), HELD),
+    "keys_twice_are_one": (change(json_text, "parse_json", ("if len(found) < len(pairs):", "if False:")), SCHEMAS),
+    "a_client_s_options_hold": (
+        change(llguidance_backend, "_of_schema", (", overrides=_OPTIONS", "")),
+        SCHEMAS,
+    ),
+    "any_whitespace_in_structures": (
+        change(llguidance_backend, "_body", ('{**schema, "x-guidance": _OPTIONS}', "schema")),
+        GRAMMARS,
+    ),
+    "triggers_may_overlap": (
+        change(
+            structural_tag, "parse_structural_tag", ("if any(other != trigger", "if False and any(other != trigger")
+        ),
+        GRAMMARS,
+    ),
+    "nesting_counts_round_brackets_only": (change(guide, "nesting", ('"([{"', '"[{"')), COMPILER),
+    "byte_level_entries_are_plain": (
+        change(vocabulary, "_style", ('entry.startswith("\\u0120")', "False")),
+        VOCABULARY,
+    ),
+}
