@@ -75,7 +75,7 @@ class Bench:
             core.enqueue(RequestId(next(self._ids)), Request([7 + row] * PROMPT, STEPS + 4, lora=lora))
         while core.latest_iteration().num_gen_requests < self._rows:
             for response in core.step():
-                assert response.error_msg is None, response.error_msg
+                assert not response.has_error(), response.error_msg
         core.step()
         started = time.perf_counter()
         for _ in range(STEPS):

@@ -38,7 +38,8 @@ def run(executor: Executor, *requests: Request) -> list[list[int]]:
     ids = executor.enqueue_requests(list(requests))
     got = drain(executor, ids)
     for request_id in ids:
-        assert got[request_id][-1].error_msg is None, got[request_id][-1].error_msg
+        last = got[request_id][-1]
+        assert not last.has_error(), last.error_msg
     return [tokens_of(got[request_id]) for request_id in ids]
 
 
