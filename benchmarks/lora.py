@@ -72,10 +72,10 @@ class Bench:
         core = self._core
         for row in range(self._rows):
             lora = LoraConfig(row % self._adapters) if has_adapters else None
-            core.enqueue(RequestId(next(self._ids)), Request([7 + row] * PROMPT, STEPS + 8, lora=lora))
+            core.enqueue(RequestId(next(self._ids)), Request([7 + row] * PROMPT, STEPS + 4, lora=lora))
         while core.latest_iteration().num_gen_requests < self._rows:
             for response in core.step():
-                assert response.error_msg is None, response.error_msg
+                assert not response.has_error(), response.error_msg
         core.step()
         started = time.perf_counter()
         for _ in range(STEPS):

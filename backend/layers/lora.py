@@ -97,7 +97,8 @@ class Stacks:
         grown = []
         for index in range(self._num_layers):
             stacks = {name: self._empty(count, *shape) for name, shape in self._shapes.items()}
-            for name, old in self._layers[index].items() if before else ():
+            of_layer = self._layers[index] if before else dict[str, Stack]()
+            for name, old in of_layer.items():
                 stacks[name].a[:, :before], stacks[name].b[:before] = old.a, old.b
             grown.append(stacks)
             if before:

@@ -179,8 +179,8 @@ def content_of(layers: Layers) -> str:
                 digest.update(
                     repr((index, linear, part.first, part.a.dtype, *part.a.shape, *part.b.shape, part.scale)).encode()
                 )
-                digest.update(part.a.view(torch.uint8).numpy())
-                digest.update(part.b.view(torch.uint8).numpy())
+                digest.update(part.a.view(torch.uint8).numpy().tobytes())
+                digest.update(part.b.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

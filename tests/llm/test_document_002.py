@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.llm import GenerationExecutor, LoRARequest, NotHere, SamplingParams
+from backend.llm import GenerationExecutor, LoRARequest, RequestError, SamplingParams
 
 prompt_token_ids = [1, 15043, 29892, 920, 526, 366]  # "Hello, how are you"
 
@@ -128,18 +128,22 @@ def test_5_3_batch(executor: GenerationExecutor, capsys: pytest.CaptureFixture[s
     assert [result.prompt_token_ids for result in results] == prompt_token_ids_list
 
 
-def test_5_4_an_adapter_is_refused_by_its_name(executor: GenerationExecutor, sampling_params: SamplingParams) -> None:
+@pytest.mark.feature("002-45")
+def test_5_4_an_adapter_needs_an_engine_that_takes_them(
+    executor: GenerationExecutor, sampling_params: SamplingParams
+) -> None:
     lora_request = LoRARequest(
         lora_name="math_lora",
         lora_int_id=1,
         lora_path="./lora_weights/math",
     )
-    with pytest.raises(NotHere, match="lora_request is set"):
-        executor.generate_async(
-            prompt_token_ids=prompt_token_ids,
-            sampling_params=sampling_params,
-            lora_request=lora_request,
-        )
+    result = executor.generate_async(
+        prompt_token_ids=prompt_token_ids,
+        sampling_params=sampling_params,
+        lora_request=lora_request,
+    )
+    with pytest.raises(RequestError, match="LoRA is not enabled"):
+        result.result()
 
 
 @pytest.mark.feature("002-25")

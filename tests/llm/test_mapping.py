@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from backend.api import OutputConfig, Request, SamplingConfig, Unsupported
-from backend.api.lora import LoraConfig
 from backend.api.guide import Guide, GuideType
+from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.core.step import ModelInfo
 from backend.llm import (

@@ -27,7 +27,7 @@ def make_adapter(checkpoint: Path, directory: Path, seed: int, rank: int = 4, si
     peft_model = get_peft_model(model, PeftConfig(**config))
     with torch.no_grad():
         for name, weight in peft_model.named_parameters():
-            if "lora_" in name:
+            if "lora_A" in name or "lora_B" in name:
                 weight.copy_(torch.randn_like(weight) * size / weight.shape[1] ** 0.5)
     peft_model.save_pretrained(directory)
     return directory

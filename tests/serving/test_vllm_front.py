@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from backend.api import ConfigError, EngineConfig, ErrorCode, FinishReason, InvalidRequest, Result, Unsupported
-from backend.api.config import LoraSection
+from backend.api import EngineConfig, FinishReason, InvalidRequest, Result, Unsupported
 from backend.api.guide import Guide, GuideType
-from backend.api.lora import LoraConfig
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.vllm import CANCELLED, FLAGS, VLLM, Cancelled, error_text
-from backend.serving.named_adapters import read_adapters
 from backend.serving.outputs import RowOutput
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext, Work
@@ -51,40 +46,6 @@ def work(tools: TextTools, parameters: dict[str, Any] | None = None, max_kv_toke
     VLLM.check(batch, context)
     (only,) = VLLM.parse(batch, context, Parameters(namespace="mine", others=parameters or {}), tools)
     return only
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_an_adapter_is_named_by_the_models_own_list(tools: TextTools, is_enabled: bool) -> None:
-    """The texts are those of Triton's vLLM backend."""
-    config = EngineConfig(lora=LoraSection(enabled=is_enabled))
-    info = ModelInfo("m", tools.tokenizer.vocab_size, MAX_SEQ_LEN, eos_ids=(3,))
-    context = ServingContext(config, info, adapters={"doll": "/loras/doll", "sheep": "/loras/sheep"})
-
-    def lora_of(name: str) -> LoraConfig | None:
-        given = tensors(sampling={"lora_name": name})
-        batch = Batch.read(VLLM.tensors, [Tensor(*item) for item in given.items()], 64)
-        return VLLM.parse(batch, context, Parameters(), tools)[0].request.lora
-
-    if not is_enabled:
-        with pytest.raises(Unsupported, match=r"^LoRA feature is not enabled\.$"):
-            lora_of("doll")
-        return
-    assert (lora_of("doll").path, lora_of("sheep").path) == ("/loras/doll", "/loras/sheep")
-    assert lora_of("doll").task_id == lora_of("doll").task_id != lora_of("sheep").task_id
-    message = "LoRA cow is not supported, we currently support ['doll', 'sheep']"
-    with pytest.raises(Unsupported, match=re.escape(message)):
-        lora_of("cow")
-    assert error_text(ErrorCode.UNSUPPORTED, message) == message
-
-
-def test_the_list_of_adapters_is_a_file_beside_the_model(tmp_path: Path) -> None:
-    assert read_adapters(tmp_path) == {}
-    (tmp_path / "multi_lora.json").write_text('{"doll": "/loras/doll", "sheep": "sheep"}')
-    assert read_adapters(tmp_path) == {"doll": "/loras/doll", "sheep": str(tmp_path / "sheep")}
-    for wrong in ("[]", '{"doll": 1}', "{", '{"doll": ""}'):
-        (tmp_path / "multi_lora.json").write_text(wrong)
-        with pytest.raises(ConfigError, match="multi_lora.json is no JSON object of adapters' names"):
-            read_adapters(tmp_path)
 
 
 def told(output: RowOutput) -> dict[str, Any] | None:

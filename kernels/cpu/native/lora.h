@@ -66,9 +66,9 @@ public:
     explicit LoraRows(std::vector<int32_t> adapters) : of_(std::move(adapters)) {
         for (size_t r = 0; r < of_.size(); r++) {
             if (of_[r] < 0) continue;
-            const auto at = std::find(active_.begin(), active_.end(), of_[r]);
-            if (at == active_.end()) active_.push_back(of_[r]), rows_.emplace_back();
-            rows_[at == active_.end() ? rows_.size() - 1 : size_t(at - active_.begin())].push_back(int64_t(r));
+            const size_t at = size_t(std::find(active_.begin(), active_.end(), of_[r]) - active_.begin());
+            if (at == active_.size()) active_.push_back(of_[r]), rows_.emplace_back();
+            rows_[at].push_back(int64_t(r));
         }
     }
 

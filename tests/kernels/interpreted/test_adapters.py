@@ -37,16 +37,8 @@ def test_adapters_on_the_triton_tier_are_those_of_the_torch_tier(
     tmp_path: Path,
 ) -> None:
     """Five adapters: more than there are places at first, so that the stacks grow while the first ones are in use."""
-    fields = [dict(rank=rank, target_modules=targets) for rank, targets in ((4, None), (8, ["q_proj", "down_proj"]))]
-    adapters = [
-        make_adapter(
-            directory,
-            tmp_path / str(seed),
-            seed,
-            **{key: value for key, value in fields[seed % 2].items() if value is not None},
-        )
-        for seed in range(5)
-    ]
+    fields = [dict(rank=4), dict(rank=8, target_modules=["q_proj", "down_proj"])]
+    adapters = [make_adapter(directory, tmp_path / str(seed), seed, size=2.0, **fields[seed % 2]) for seed in range(5)]
     requests = [Request([5 + row, 6, 7, 8], 6, lora=LoraConfig(row)) for row in range(5)] + [Request([5, 6, 7, 8], 6)]
     of_torch = [result.output_token_ids for result in finish(make_core(directory, "torch", adapters), requests)]
     of_triton = [result.output_token_ids for result in finish(make_core(directory, "triton", adapters), requests)]

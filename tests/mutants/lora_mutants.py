@@ -1,0 +1,51 @@
+"""Bugs planted in LoRA: the caches, the desk, the reading of adapters."""
+
+from __future__ import annotations
+
+from backend.api.request import Request
+from backend.engine.adapter_desk import AdapterDesk
+from backend.engine.intake import Intake
+from backend.models import lora
+from backend.scheduler.adapters import AdapterCache, Level
+from backend.scheduler.scheduler import Scheduler
+from tests.mutants.changes import change
+
+CACHE = ["tests/scheduler/test_adapters.py"]
+DESK = ["tests/engine/test_adapter_desk.py"]
+MODEL = ["tests/model/test_lora.py"]
+
+MUTANTS = {
+    "the_newest_goes": (
+        change(Level, "put", ("next(each for each in self._bytes", "next(each for each in [*self._bytes][::-1]")),
+        CACHE,
+    ),
+    "who_is_in_use_goes": (change(Level, "put", ("each not in self._users and", "")), CACHE),
+    "use_is_not_noted": (change(Level, "use", ("self._bytes.move_to_end(content)", "pass")), CACHE),
+    "one_user_less_is_none": (change(Level, "leave", ("-= 1", "= 0")), CACHE),
+    "names_of_all_clients_are_one": (
+        change(
+            AdapterCache, "resolve", ("self._names.get(name)", "{n[1]: c for n, c in self._names.items()}.get(name[1])")
+        ),
+        CACHE,
+    ),
+    "what_leaves_the_host_stays_on_the_device": (
+        change(AdapterCache, "_forget", ("if content in self.device", "if False")),
+        CACHE,
+    ),
+    "a_failed_step_has_brought_its_adapters": (
+        change(AdapterCache, "send_again", ("list(self.device)", "[]")),
+        DESK,
+    ),
+    "the_device_is_endless": (change(Scheduler, "_admit", ("if not self.adapters.has_room(", "if False and (")), DESK),
+    "a_session_changes_its_adapter": (
+        change(Intake, "_accept_turn", ("known.adapter != request.adapter", "False")),
+        DESK,
+    ),
+    "later_requests_overtake": (change(AdapterDesk, "submit", ("line is None and not", "not")), DESK),
+    "the_cancelled_run": (change(AdapterDesk, "cancel", ("self._cancelled.add(request_id)", "pass")), DESK),
+    "kv_of_other_adapters_is_met": (
+        change(Request, "adapter", ('"" if self.lora is None else self.lora.content', '""')),
+        MODEL,
+    ),
+    "the_rank_is_not_divided_by": (change(lora, "_scale", ("else rank)", "else 1)")), MODEL),
+}
