@@ -30,7 +30,6 @@ WIRE = [f"W-{number:02d}" for number in range(1, 13)]  # one row of the document
 # Rows without tests, and why. A row that gets one is taken out here.
 OPEN = {
     "000-19 001-36..48 002-45": "LoRA is not built; requests that ask for it are refused",
-    "000-20": "drafts are not built; requests that bring them are refused",
     "000-43..47": "guided decoding is not built; requests that ask for it are refused",
     "000-41 001-61..63 002-35..39 002-54 003-66 004-21 004-23..24": "several ranks are not built",
     "000-58": "C++ is no part of a Python project; the names are kept",

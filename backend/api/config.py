@@ -135,6 +135,14 @@ class RecordsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     debug_tensors: tuple[str, ...] = ()  # inputs of a step, `logits`, what `model.additional_outputs` names
 
 
+class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Guesses at the next tokens, several of which a step verifies. They change no token, only how soon it comes."""
+
+    mode: Literal["none", "lookup"] = "none"  # `lookup`: what followed the same tokens before
+    max_draft_tokens: int = 16  # guesses for one sequence in one step
+    max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -163,6 +171,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     sessions: SessionsConfig = SessionsConfig()
     records: RecordsConfig = RecordsConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     triton: TritonConfig = TritonConfig()
 
 
@@ -297,6 +306,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "records.max_request_iterations": (0, 1_000_000),
     "records.max_kv_events": (0, 10_000_000),
     "records.max_debug_iterations": (0, 1_000_000),
+    "speculation.max_draft_tokens": (1, 256),
+    "speculation.max_shared_tokens": (0, 1 << 30),
     "triton.sender_threads": (1, 64),
     "triton.cancellation_check_period_ms": (1, 60_000),
     "triton.stats_period_ms": (1, 60_000),

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from backend.api.beam_limits import check_beams
 from backend.api.config import MAX_SECONDS, LimitsConfig
+from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.output_limits import check_outputs, check_post_processor, check_prompt_log_probs
 from backend.api.prompt_limits import check_prompt_inputs, num_virtual_ids
@@ -35,6 +36,7 @@ class RequestLimits(Struct, frozen=True):
     post_processors: tuple[str, ...] = ()
     is_static: bool = False
     prompt_embedding_width: int = 0  # 0: the tier takes no prompt_embeddings and no position_ids
+    takes_drafts: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -51,6 +53,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     _check_ids("end id", request.end_ids, limits.vocab_size)
+    _check_ids("draft token", request.draft_tokens, limits.vocab_size)
+    check_drafts(request, limits.takes_drafts, limits.max_seq_len)
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)

@@ -33,9 +33,10 @@ from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
-from backend.engine.statistics import Gauges, Statistics
+from backend.engine.statistics import Gauges, Statistics, gauges
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
+from backend.scheduler.drafting import Drafter
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
@@ -58,7 +59,8 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu=self.model.device == "cpu")
+        drafter = Drafter(config.speculation, config.kv_cache.sharing) if self.model.takes_drafts else None
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.model.device == "cpu", drafter)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions)
         self.statistics = Statistics(self.clock)
@@ -261,6 +263,12 @@ class EngineCore:
         for seq, sample in zip(plan.generation, samples):
             if dropped and seq.seq_id in dropped:
                 continue
+            if seq.num_inflight_drafts:
+                run, is_given = [sample, *output.further.get(sample.slot, ())], plan.drafts[seq.seq_id].is_given
+                news.append((seq, update.append_run(seq, run, is_given, counters, now_ns)))
+                if seq.num_computed_tokens >= seq.kv_due_at:
+                    self.kv.advance(seq)
+                continue
             update.advance_by_newest(seq)
             if seq.num_computed_tokens >= seq.kv_due_at:
                 self.kv.advance(seq)
@@ -359,7 +367,7 @@ class EngineCore:
             del self._live[seq.request_id]
         else:
             self._live[seq.request_id] = another
-        seq.num_inflight_tokens = seq.num_inflight_samples = 0
+        seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0
         for flight in self._in_flight:
             flight.dropped.add(seq.seq_id)
         seq.apply(Event.REST if stays(seq) else Event.RETIRE)
@@ -379,18 +387,10 @@ class EngineCore:
             self._record(flight)
 
     def _record(self, flight: Flight, output: StepOutput | None = None) -> None:
-        self.statistics.record(flight)
+        self.scheduler.note_step(flight.plan, self.statistics.record(flight))
         if self._recorder.wants_steps:
             tensors = {} if output is None else output.debug_tensors
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), tensors)
 
     def _gauges(self) -> Gauges:
-        waiting = self.scheduler.waiting
-        return Gauges(
-            num_active_requests=len(self._live),
-            num_queued_requests=len(waiting) - waiting.num_paused,
-            num_paused_requests=waiting.num_paused,
-            max_num_active_requests=self.kv.num_slots,
-            num_sessions=len(self.sessions),
-            kv_cache=self.kv.stats(),
-        )
+        return gauges(len(self._live), self.scheduler.waiting, len(self.sessions), self.kv)

@@ -44,6 +44,7 @@ class Intake:
             model.post_processors,
             scheduler.is_static,
             model.prompt_embedding_width,
+            model.takes_drafts,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

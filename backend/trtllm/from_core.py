@@ -107,6 +107,9 @@ def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
             _span(given.last_token_ns),
         ),
         KvCacheMetrics(new + reused, new, reused, new, hit_rate(reused, new)),
+        SpeculativeDecodingMetrics(
+            given.acceptance_rate, given.num_accepted_draft_tokens, given.num_draft_tokens
+        ),
         last_iter=last_iter,
         iter=last_iter,
     )

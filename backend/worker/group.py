@@ -130,6 +130,7 @@ class InProcessWorkerGroup:
             output_widths={name: output.width for name, output in self.model.outputs.items()},
             post_processors=self._processors.names,
             prompt_embedding_width=config.hidden_size if self._choice.name == "torch" else 0,
+            takes_drafts=self._choice.name != "triton",
             looks_ahead=self._choice.name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 

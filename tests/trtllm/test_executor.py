@@ -211,7 +211,7 @@ REFUSED: dict[str, Any] = {
     "lora_config": trtllm.LoraConfig(1),
     "lookahead_config": trtllm.LookaheadDecodingConfig(3, 5, 7),
     "eagle_config": trtllm.EagleConfig(),
-    "external_draft_tokens_config": trtllm.ExternalDraftTokensConfig([1]),
+    "external_draft_tokens_config": trtllm.ExternalDraftTokensConfig([1], acceptance_threshold=0.5),
     "multimodal_embedding": torch.ones(1),
     "mrope_config": trtllm.MropeConfig(torch.ones(1), 1),
     "encoder_input_token_ids": [1],
