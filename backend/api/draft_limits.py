@@ -35,4 +35,6 @@ def check_drafts(request: Request, takes_drafts: bool, max_seq_len: int) -> None
             f"draft_tokens are given with {forbidden_by}, which needs its tokens one by one; leave one out"
         )
     if len(request.draft_tokens) > max_seq_len:
-        raise InvalidRequest(f"draft_tokens has {len(request.draft_tokens)} tokens, the limit is {max_seq_len}; shorten it")
+        raise InvalidRequest(
+            f"draft_tokens has {len(request.draft_tokens)} tokens, the limit is {max_seq_len}; shorten it"
+        )

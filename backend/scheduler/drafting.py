@@ -43,7 +43,7 @@ class Drafter:
         self._config = config
         self._sharing = sharing
         self._looks_up = config.mode == "lookup"
-        self._others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
+        self.others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
         self._lookups: dict[SequenceId, Lookup | None] = {}  # None: it must not have drafts
         self.cost = StepCost()
 
@@ -82,8 +82,8 @@ class Drafter:
     def end(self, seq: Sequence) -> None:
         """A request, or a session's turn, is over."""
         lookup = self._lookups.pop(seq.seq_id, None)
-        if lookup is not None and self._others is not None and self._shares(seq):
-            self._others.add(seq.namespace, seq.token_ids[seq.num_prompt_tokens :])
+        if lookup is not None and self.others is not None and self._shares(seq):
+            self.others.add(seq.namespace, seq.token_ids[seq.num_prompt_tokens :])
 
     def _shares(self, seq: Sequence) -> bool:
         """Clients without a namespace must not learn from each other token by token."""
@@ -95,7 +95,7 @@ class Drafter:
             return None
         if seq.seq_id not in self._lookups:
             may_guess = seq.request.speculation and not what_forbids_drafts(seq.request)
-            others = self._others if self._shares(seq) else None
+            others = self.others if self._shares(seq) else None
             self._lookups[seq.seq_id] = Lookup(seq.namespace, others) if may_guess else None
         lookup = self._lookups[seq.seq_id]
         if lookup is not None:
