@@ -166,7 +166,11 @@ def main(
     """Compare, and print a table."""
     sizes = [int(each) for each in rows.split(",")]
     bench = Bench(model, dtype, quantization, max(sizes), tokens)
-    figures = [bench.measure(kind, size, sampled, rounds) for size in sizes for kind in kinds.split(",")]
+    figures = []
+    for size in sizes:
+        for kind in kinds.split(","):
+            figures.append(bench.measure(kind, size, sampled, rounds))
+            print(json.dumps(asdict(figures[-1])), flush=True)
     table = Table("rows", "kind", "on : off", "least", "greatest", "accepted", "per step", "plain tokens/s", "equal")
     for each in figures:
         ratios = (f"{ratio:.2f}" for ratio in (each.speedup, each.least, each.greatest))

@@ -10,7 +10,7 @@ def what_forbids_drafts(request: Request) -> str:
     """The field for which tokens can only be chosen one by one; "" if there is none.
 
     A post-processor is called for each token, top-p decays from token to token, rows of tensors belong to one token each,
-    and a beam search chooses for itself.
+    a beam search chooses for itself, and ids beyond the vocabulary, which embeddings stand for, are no guesses.
     """
     sampling, output = request.sampling_config, request.output_config
     reasons = {
@@ -19,6 +19,7 @@ def what_forbids_drafts(request: Request) -> str:
         "top_p_decay": sampling.decays_top_p,
         "return_generation_logits": output.return_context_logits or output.return_generation_logits,
         "additional_outputs": bool(output.additional_outputs),
+        "prompt_embeddings": request.prompt_embeddings is not None,
     }
     return next((name for name, is_given in reasons.items() if is_given), "")
 

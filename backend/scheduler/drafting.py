@@ -28,6 +28,7 @@ from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
 MARGIN = 1.25
+MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
 
 
 class Draft(NamedTuple):
@@ -57,7 +58,7 @@ class Drafter:
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
         drafts: dict[SequenceId, Draft] = {}
-        num_tokens, expected = len(generation), float(len(generation))
+        room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
         for seq in generation:
             if not (self._looks_up or seq.request.draft_tokens):
                 continue

@@ -28,9 +28,9 @@ _FORGETTING = 0.1  # share of the newest outcome in that probability
 
 
 class Place(NamedTuple):
-    """The token `ids[next_at]` may come next, for the `length` tokens ahead of it are the sequence's latest."""
+    """The token at `next_at` may come next, for the `length` tokens ahead of it are the sequence's latest."""
 
-    ids: Sequence[int]
+    output: Sequence[int] | None  # of others; None: the sequence's own tokens
     next_at: int
     length: int
 
@@ -100,9 +100,10 @@ class Lookup:
         """Up to `limit` tokens that may come next."""
         if self._place is None:
             return []
-        ids, start, _ = self._place
+        output, start, _ = self._place
+        ids = self._ids if output is None else output
         drafts = list(ids[start : start + limit])
-        if ids is self._ids:
+        if output is None:
             while len(drafts) < limit:
                 drafts.append(drafts[start + len(drafts) - len(ids)])
         return drafts
@@ -112,11 +113,12 @@ class Lookup:
         self._num_seen += 1
         end = self._num_seen
         if place is not None:
-            is_right = place.ids[place.next_at] == token_id
+            ids = self._ids if place.output is None else place.output
+            is_right = ids[place.next_at] == token_id
             rank = _rank(place.length)
             self._right[rank] += _FORGETTING * (is_right - self._right[rank])
-            if is_right and place.next_at + 1 < len(place.ids):
-                self._place = Place(place.ids, place.next_at + 1, place.length + 1)
+            if is_right and place.next_at + 1 < len(ids):
+                self._place = Place(place.output, place.next_at + 1, place.length + 1)
         for size, known in zip(NGRAMS, self._next):
             if end < size:
                 continue
@@ -124,19 +126,20 @@ class Lookup:
             index = known.get(key)
             known[key] = end
             if self._place is None:
-                self._place = self._compared(self._ids, index, size)
+                self._place = self._compared(None, index, size)
                 if self._place is None and size == OTHERS_NGRAM and self._others is not None:
                     found = self._others.find(self._namespace, key)
                     self._place = None if found is None else self._compared(*found, size)
 
-    def _compared(self, ids: Sequence[int], index: int | None, size: int) -> Place | None:
+    def _compared(self, output: Sequence[int] | None, index: int | None, size: int) -> Place | None:
         """The place, if its tokens are those of the sequence; equal hashes prove nothing."""
         if index is None:
             return None
+        ids = self._ids if output is None else output
         length, most = 0, min(index, self._num_seen, MAX_LENGTH)
         while length < most and ids[index - 1 - length] == self._ids[self._num_seen - 1 - length]:
             length += 1
-        return Place(ids, index, length) if length >= size else None
+        return Place(output, index, length) if length >= size else None
 
 
 def _rank(length: int) -> int:

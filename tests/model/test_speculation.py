@@ -49,7 +49,8 @@ class Prompter(Drafter):
             count = min(rng.randint(0, 7), room, seq.max_output_tokens - num_output - 1)
             token_ids = self._truths[seq.request_id][num_output : num_output + count]
             if token_ids and rng.random() < 0.5:
-                token_ids[rng.randrange(len(token_ids))] ^= 1
+                wrong = rng.randrange(len(token_ids))
+                token_ids[wrong] = (token_ids[wrong] + 1) % 131
             if token_ids:
                 drafts[seq.seq_id] = Draft(token_ids)
                 room -= len(token_ids)

@@ -34,12 +34,18 @@ MUTANTS = {
         ENGINE,
     ),
     "tokens_in_flight_stay": (
-        change(update, "append_run", ("seq.num_inflight_tokens = seq.num_inflight_samples", "seq.num_inflight_samples")),
+        change(
+            update, "append_run", ("seq.num_inflight_tokens = seq.num_inflight_samples", "seq.num_inflight_samples")
+        ),
         ENGINE,
     ),
     "the_request_s_own_drafts_count_twice": (change(update, "append_run", ("not is_given", "True")), ENGINE),
     "accepted_is_what_was_tried": (
-        change(update, "append_run", ("num_right, num_output = len(samples) - 1", "num_right, num_output = seq.num_inflight_drafts")),
+        change(
+            update,
+            "append_run",
+            ("num_right, num_output = len(samples) - 1", "num_right, num_output = seq.num_inflight_drafts"),
+        ),
         DRAFTING,
     ),
     "drafts_go_beyond_the_longest_end": (
@@ -77,7 +83,10 @@ MUTANTS = {
         change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
         DRAFTING,
     ),
-    "nothing_is_forgotten": (change(OtherOutputs, "add", ("while self._num_tokens >", "while False and self._num_tokens >")), DRAFTING),
+    "nothing_is_forgotten": (
+        change(OtherOutputs, "add", ("while self._num_tokens >", "while False and self._num_tokens >")),
+        DRAFTING,
+    ),
     "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
     "a_decaying_top_p_is_drafted": (
         change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),

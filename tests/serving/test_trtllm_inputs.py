@@ -58,6 +58,18 @@ def told(output: RowOutput) -> list[dict[str, Any]]:
     return [{name: array.tolist() for name, array in arrays} for arrays in output.render()]
 
 
+@pytest.mark.feature("000-20")
+def test_draft_tokens_reach_the_request() -> None:
+    assert asked(draft_input_ids=ints(2, 4, 9, 10)).draft_tokens == [2, 4, 9, 10]
+    assert asked().draft_tokens == []
+
+
+def test_acceptance_by_probabilities_is_refused() -> None:
+    for name, array in {"draft_logits": floats([0.5]), "draft_acceptance_threshold": floats(0.5)}.items():
+        with pytest.raises(InvalidRequest, match=name):
+            asked(draft_input_ids=ints(2), **{name: array})
+
+
 def result(ids: list[int], sequence: int, last: bool = False, final: bool = False, **fields: Any) -> Result:
     reason = FinishReason.LENGTH if last or final else FinishReason.NOT_FINISHED
     ends = {"is_final": final, "is_sequence_final": last or final}
