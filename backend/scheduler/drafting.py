@@ -5,10 +5,10 @@ Drafts are guesses at the next tokens of a row, which the step verifies (core/st
     the request          `draft_tokens`: for as long as the output is what they say. All of them are tried
     lookup.py            the sequence's own tokens and outputs of its namespace, if `speculation.mode` is lookup
 
-A guess is worth its place in a step if it brings more tokens than the time that it costs would have brought otherwise. With r
-rows, e tokens expected from the drafts chosen so far, and a probability p that the next draft and those before it are right:
+A row gets as many as bring the most tokens a second, by what steps have taken so far (step_cost.py). With r rows, and e tokens
+expected of all drafts, the sum over drafts of the probability that each and all before it are right, that is the greatest
 
-    p > MARGIN * (r + e) * (seconds of one token more) / (seconds of the step)
+    (r + e / MARGIN) / (seconds of a step with these drafts)
 
 A step of one row, whose time goes to reading the weights, takes drafts that are rarely right; one of many rows, whose time goes
 to computing, only those that nearly always are.
@@ -27,7 +27,8 @@ from backend.core.step import SequenceId
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
-MARGIN = 1.25
+MARGIN = 1.25  # a draft must be worth so much more than it costs
+_LEAST = 0.01  # drafts with a smaller probability are not thought about
 MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
 
 
@@ -72,6 +73,8 @@ class Drafter:
                 if lookup is None:
                     continue
                 count, gain = self._worth(lookup, most, num_tokens, expected)
+                if not count:
+                    continue
                 draft = Draft(lookup.propose(count))
                 expected += gain
             if draft.token_ids:
@@ -108,14 +111,19 @@ class Drafter:
 
         num_tokens, expected: of the step so far, what runs and what comes of it.
         """
-        count, gain, right = 0, 0.0, 1.0
-        while count < min(most, self._config.max_draft_tokens):
-            right *= lookup.confidence(count)
-            if right <= MARGIN * (expected + gain) * self.cost.share(num_tokens + count):
+        right, gain = lookup.confidence(0), 0.0
+        best, best_gain, best_rate = 0, 0.0, 0.0
+        for count in range(1, min(most, self._config.max_draft_tokens) + 1):
+            if right < _LEAST:
                 break
-            gain += right
-            count += 1
-        return count, gain
+            if count == 1:
+                best_rate = expected / self.cost.seconds(num_tokens)
+            gain += right / MARGIN
+            rate = (expected + gain) / self.cost.seconds(num_tokens + count)
+            if rate > best_rate:
+                best, best_gain, best_rate = count, gain, rate
+            right *= lookup.confidence(count)
+        return best, best_gain
 
 
 def _follows_script(seq: Sequence) -> bool:

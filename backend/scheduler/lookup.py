@@ -25,6 +25,8 @@ MAX_LENGTH = 32  # of a match that is counted; a longer one is no surer
 # Of matches of 2-3, 4-7, 8-15, 16-31 and more tokens: how probable their next token is, until it is known better.
 _GUESSES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.85, 0.9)
 _FORGETTING = 0.1  # share of the newest outcome in that probability
+_IDLE_AFTER = 32  # tokens without any match, after which a sequence is looked at
+_IDLE_TOKENS = 8  # every so many tokens only
 
 
 class Place(NamedTuple):
@@ -81,15 +83,18 @@ class Lookup:
         self._next: list[dict[int, int]] = [{} for _ in NGRAMS]  # hash of the n-gram -> index behind its latest one
         self._place: Place | None = None
         self._right = list(_GUESSES)
+        self._num_unmatched = 0  # latest tokens without a match
 
     def see(self, ids: list[int]) -> None:
         """Take note of all tokens so far. `ids` only grows from call to call."""
         self._ids = ids
         if not self._num_seen and len(ids) > 1:
-            self._num_seen = len(ids) - 1
-            for size, known in zip(NGRAMS, self._next):
-                known.update(zip(_hashes(ids[:-1], size), range(size, len(ids))))
+            self._skip_to(len(ids) - 1)
         while self._num_seen < len(ids):
+            if self._num_unmatched >= _IDLE_AFTER:
+                if len(ids) - self._num_seen < _IDLE_TOKENS:
+                    return
+                self._skip_to(self._num_seen + _IDLE_TOKENS - 1)
             self._see_next(ids[self._num_seen])
 
     def confidence(self, num_drafts: int) -> float:
@@ -107,6 +112,13 @@ class Lookup:
             while len(drafts) < limit:
                 drafts.append(drafts[start + len(drafts) - len(ids)])
         return drafts
+
+    def _skip_to(self, end: int) -> None:
+        """Take note of the tokens up to `end` without looking for a match."""
+        for size, known in zip(NGRAMS, self._next):
+            first = max(size, self._num_seen + 1)  # the end of the first n-gram that is new
+            known.update(zip(_hashes(self._ids[first - size : end], size), range(first, end + 1)))
+        self._num_seen = end
 
     def _see_next(self, token_id: int) -> None:
         place, self._place = self._place, None
@@ -130,6 +142,7 @@ class Lookup:
                 if self._place is None and size == OTHERS_NGRAM and self._others is not None:
                     found = self._others.find(self._namespace, key)
                     self._place = None if found is None else self._compared(*found, size)
+        self._num_unmatched = 0 if self._place is not None else self._num_unmatched + 1
 
     def _compared(self, output: Sequence[int] | None, index: int | None, size: int) -> Place | None:
         """The place, if its tokens are those of the sequence; equal hashes prove nothing."""

@@ -59,7 +59,10 @@ def test_the_output_is_that_of_plain_decoding(num_right: int) -> None:
     assert sum(deltas, []) == truth
     together = max(1, num_right)  # with the first draft wrong nothing is tried
     assert [len(delta) for delta in deltas] == [1, together] + [1] * (8 - together)
-    assert driver.core.counters.generated_tokens_total == 9
+    counters = driver.core.counters
+    assert counters.generated_tokens_total == 9
+    assert counters.draft_tokens_total == (5 if num_right else 0)
+    assert counters.accepted_draft_tokens_total == max(0, num_right - 1)
 
 
 @pytest.mark.parametrize("max_tokens", [6, 7, 8])

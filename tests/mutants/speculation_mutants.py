@@ -41,12 +41,8 @@ MUTANTS = {
     ),
     "the_request_s_own_drafts_count_twice": (change(update, "append_run", ("not is_given", "True")), ENGINE),
     "accepted_is_what_was_tried": (
-        change(
-            update,
-            "append_run",
-            ("num_right, num_output = len(samples) - 1", "num_right, num_output = seq.num_inflight_drafts"),
-        ),
-        DRAFTING,
+        change(update, "append_run", ("= len(samples) - 1", "= seq.num_inflight_drafts")),
+        ENGINE,
     ),
     "drafts_go_beyond_the_longest_end": (
         change(Drafter, "propose", ("seq.num_output_tokens - 1)", "seq.num_output_tokens)")),
@@ -84,9 +80,11 @@ MUTANTS = {
         DRAFTING,
     ),
     "nothing_is_forgotten": (
-        change(OtherOutputs, "add", ("while self._num_tokens >", "while False and self._num_tokens >")),
+        change(OtherOutputs, "add", ("while self._num_tokens", "while False and self._num_tokens")),
         DRAFTING,
     ),
+    "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("[1]", "[1] ** 0")), DRAFTING),
     "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
     "a_decaying_top_p_is_drafted": (
         change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),

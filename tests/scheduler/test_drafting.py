@@ -56,6 +56,21 @@ def test_the_place_is_kept_while_it_is_right() -> None:
     assert lookup.propose(1) == [8]
 
 
+def test_a_long_text_without_matches_is_looked_at_now_and_then() -> None:
+    """100 tokens that never occurred, then the first 16 again. After 32 without a match every eighth token is looked at, so the
+    repetition is found by the eleventh of them at the latest: three must match, and seven may pass before.
+    """
+    ids = [*range(100), *range(16)]
+    lookup = seen(ids[:1])
+    found = []
+    for end in range(2, len(ids) + 1):
+        lookup.see(ids[:end])
+        found.append(bool(lookup.propose(1)))
+    assert not any(found[:100])
+    assert all(found[110:])
+    assert lookup.propose(2) == [16, 17]
+
+
 def test_it_knows_the_same_however_often_it_is_asked() -> None:
     rng = Random(3)
     ids = [rng.randrange(3) for _ in range(300)]
@@ -108,7 +123,21 @@ def test_step_cost_finds_base_and_slope() -> None:
         tokens = 1 + step % 8
         cost.note(tokens, 0.010 + 0.001 * tokens)
     assert cost.per_token == pytest.approx(0.001, rel=0.05)
-    assert cost.share(10) == pytest.approx(1 / 20, rel=0.05)
+    assert cost.seconds(10) == pytest.approx(0.020, rel=0.05)
+
+
+def test_step_cost_knows_of_tiles() -> None:
+    """Up to 32 rows take 10 ms, up to 64 take 14 ms, which no line tells of 33 rows."""
+    cost = StepCost()
+    for step in range(200):
+        tokens = (20, 32, 33, 40, 60)[step % 5]
+        cost.note(tokens, 0.010 if tokens <= 32 else 0.014)
+    for tokens, expected in ((32, 0.010), (33, 0.014), (40, 0.014)):
+        assert cost.seconds(tokens) == pytest.approx(expected, rel=0.06)
+
+
+def test_before_any_step_a_token_is_a_twentieth_of_a_step() -> None:
+    assert StepCost().seconds(20) == 2 * StepCost().seconds(0)
 
 
 def test_an_outlier_moves_little() -> None:
@@ -139,13 +168,13 @@ def count_of(probability: float, num_rows: int, base: float, per_token: float) -
 
 
 def test_drafts_are_as_long_as_they_pay() -> None:
-    """One row, a step of 100 ms and 1 ms a token: the i-th draft costs a hundredth of a step of 1 + e tokens. With p = 0.5 the
-    sum e tends to 1, so drafts go on until 0.5^i is below 1.25 * 2 / 106: 0.5^5 = 0.031 is above 0.024, 0.5^6 = 0.016 is not.
-    A draft that is hardly ever right is not tried, one that always is goes up to the limit.
+    """One row, a step of 100 ms and 1 ms a token. The i-th draft pays if 0.6^i / 1.25 is above the 1 + e / 1.25 tokens so far
+    times what it costs of the step: the seventh, 0.0224 > 2.14 / 107, but not the eighth, 0.0134 < 2.17 / 108. A draft that is
+    hardly ever right is not tried, one that always is goes up to the limit.
     """
     assert MARGIN == 1.25
-    assert count_of(0.5, 1, 0.1, 0.001) == 5
-    assert count_of(0.005, 1, 0.1, 0.001) == 0
+    assert count_of(0.6, 1, 0.1, 0.001) == 7
+    assert count_of(0.011, 1, 0.1, 0.001) == 0
     assert count_of(1.0, 1, 0.1, 0.001) == 16
 
 
