@@ -34,6 +34,7 @@ from rich.table import Table
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
 from backend.engine.core import EngineCore
+from backend.executor.engine_process import calm_garbage_collector
 from backend.scheduler.drafting import Drafter
 from backend.worker.group import InProcessWorkerGroup
 
@@ -83,6 +84,7 @@ class Bench:
             SchedulerConfig(max_batch_size=max_rows),
         )
         self.core = EngineCore(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
+        calm_garbage_collector()
         self.vocab, self.num_tokens, self._next_id = self.core.model.vocab_size, num_tokens, 1
 
     def run(self, rows: int, sampled: bool, drafter: Drafter | None) -> tuple[list[list[int]], float, int]:
