@@ -9,6 +9,7 @@ import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result
 from backend.api.config import LimitsConfig, TritonConfig
+from backend.api.errors import EverbatchError
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
 from backend.core.step import ModelInfo
@@ -60,13 +61,14 @@ def told(output: RowOutput) -> list[dict[str, Any]]:
 
 @pytest.mark.feature("000-20")
 def test_draft_tokens_reach_the_request() -> None:
-    assert asked(draft_input_ids=ints(2, 4, 9, 10)).draft_tokens == [2, 4, 9, 10]
+    assert asked(draft_input_ids=np.array([[2, 4, 9, 10]], np.int32)).draft_tokens == [2, 4, 9, 10]
     assert asked().draft_tokens == []
 
 
 def test_acceptance_by_probabilities_is_refused() -> None:
-    for name, array in {"draft_logits": floats([0.5]), "draft_acceptance_threshold": floats(0.5)}.items():
-        with pytest.raises(InvalidRequest, match=name):
+    logits = np.zeros((1, 1, 100), np.float32)
+    for name, array in {"draft_logits": logits, "draft_acceptance_threshold": floats(0.5)}.items():
+        with pytest.raises(EverbatchError, match=name):
             asked(draft_input_ids=ints(2), **{name: array})
 
 
