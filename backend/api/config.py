@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
+from backend.api.config_ranges import RANGES, range_in_words
 from backend.api.errors import ConfigError
 from backend.api.origins import Origins
 
@@ -160,6 +160,14 @@ class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cache_bytes: int = 67_108_864  # of compiled guides that are kept; those of live requests are kept besides
 
 
+class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Guesses at the next tokens, several of which a step verifies. They change no token, only how soon it comes."""
+
+    mode: Literal["none", "lookup"] = "none"  # `lookup`: what followed the same tokens before
+    max_draft_tokens: int = 16  # guesses for one sequence in one step
+    max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
+
+
 class TritonConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Behaviour of the Triton models."""
 
@@ -191,6 +199,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     records: RecordsConfig = RecordsConfig()
     guided: GuidedConfig = GuidedConfig()
     lora: LoraSection = LoraSection()
+    speculation: SpeculationConfig = SpeculationConfig()
     triton: TritonConfig = TritonConfig()
 
 
@@ -283,84 +292,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     return ".".join(keys)
 
 
-MAX_SECONDS = 1e9  # for time spans: finite, so that deadlines in nanoseconds are integers
-
-# key -> (least, greatest) value allowed
-_RANGES: dict[str, tuple[float, float]] = {
-    "model.max_seq_len": (1, math.inf),
-    "model.num_threads": (1, 1024),
-    "kv_cache.block_size": (1, 1024),
-    "kv_cache.max_tokens": (1, math.inf),
-    "kv_cache.num_slots": (1, math.inf),
-    "kv_cache.free_memory_fraction": (0.001, 1.0),
-    "kv_cache.chunk_blocks": (-1, math.inf),
-    "kv_cache.max_attention_window": (1, 1 << 40),
-    "kv_cache.sink_tokens": (0, 1 << 20),
-    "kv_cache.watermark": (0.0, 0.5),
-    "scheduler.max_batch_size": (1, 65536),
-    "scheduler.max_num_tokens": (1, math.inf),
-    "scheduler.tuning_requests": (1, 65536),
-    "scheduler.max_beam_width": (1, 65536),
-    "scheduler.max_chunk_tokens": (1, math.inf),
-    "scheduler.max_context_tokens": (1, math.inf),
-    "scheduler.mixed_context_tokens": (1, math.inf),
-    "scheduler.max_mixed_context_tokens": (1, math.inf),
-    "limits.max_queue_size": (1, math.inf),
-    "limits.max_queued_tokens": (1, math.inf),
-    "limits.max_words": (0, 65536),
-    "limits.max_word_tokens": (1, 65536),
-    "limits.max_word_bytes": (1, 1 << 20),
-    "limits.max_bias_bytes": (0, 1 << 24),
-    "limits.max_logit_bias": (0, 1 << 20),
-    "limits.max_top_log_probs": (0, 1000),
-    "limits.max_extra_bytes": (0, 1 << 25),
-    "limits.max_tensor_bytes": (0, 60 << 20),  # a frame between processes holds 64 MiB
-    "limits.max_live_tensor_bytes": (0, math.inf),
-    "limits.max_request_batch": (1, 65536),
-    "limits.default_timeout_s": (0.001, MAX_SECONDS),
-    "limits.max_timeout_s": (0.001, MAX_SECONDS),
-    "sessions.max_sessions": (1, math.inf),
-    "sessions.max_bytes": (0, math.inf),
-    "sessions.idle_ttl_s": (0.001, MAX_SECONDS),
-    "records.max_iterations": (0, 1_000_000),
-    "records.max_request_iterations": (0, 1_000_000),
-    "records.max_kv_events": (0, 10_000_000),
-    "records.max_debug_iterations": (0, 1_000_000),
-    "guided.max_bytes": (1, 1 << 24),
-    "guided.compile_timeout_s": (0.01, 3600.0),
-    "guided.max_compiling": (1, 65536),
-    "guided.cache_bytes": (0, math.inf),
-    "lora.max_rank": (1, 1024),
-    "lora.host_bytes": (0, math.inf),
-    "lora.device_fraction": (0.0, 1.0),
-    "lora.host_module_layers": (0, math.inf),
-    "lora.device_module_layers": (0, math.inf),
-    "lora.put_workers": (1, 64),
-    "triton.sender_threads": (1, 64),
-    "triton.cancellation_check_period_ms": (1, 60_000),
-    "triton.stats_period_ms": (1, 60_000),
-    "triton.text_threads": (1, 64),
-    "triton.stream_interval_ms": (0, 10_000),
-    "triton.text_timeout_s": (0.01, MAX_SECONDS),
-    "triton.watchdog_timeout_s": (1.0, MAX_SECONDS),
-    "triton.step_timeout_s": (1.0, MAX_SECONDS),
-    "triton.attach_timeout_s": (0.1, MAX_SECONDS),
-}
-
-
-def _range_in_words(least: float, greatest: float) -> str:
-    return f"{least:.10g} or more" if greatest == math.inf else f"{least:.10g} to {greatest:.10g}"
-
-
 def check_config(config: EngineConfig) -> None:
     """Raise ConfigError for a value out of its range or two values that contradict each other."""
-    for key, (least, greatest) in _RANGES.items():
+    for key, (least, greatest) in RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         for each in value if isinstance(value, tuple) else (value,):
             if each is not None and not least <= each <= greatest:
                 raise ConfigError(
-                    f"{key} is {each}, allowed is {_range_in_words(least, greatest)}; change it with --set {key}=VALUE"
+                    f"{key} is {each}, allowed is {range_in_words(least, greatest)}; change it with --set {key}=VALUE"
                 )
     if config.kv_cache.max_attention_window == ():
         raise ConfigError(

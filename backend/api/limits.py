@@ -10,7 +10,9 @@ import math
 from msgspec import Struct
 
 from backend.api.beam_limits import check_beams
-from backend.api.config import MAX_SECONDS, LimitsConfig
+from backend.api.config import LimitsConfig
+from backend.api.config_ranges import MAX_SECONDS
+from backend.api.draft_limits import check_drafts
 from backend.api.errors import InvalidRequest, SessionError, SessionStatus, Unsupported
 from backend.api.guide import NOT_SET_UP, check_guide
 from backend.api.lora import check_lora
@@ -40,6 +42,7 @@ class RequestLimits(Struct, frozen=True):
     guide_refusal: str = NOT_SET_UP  # why requests with a guide are refused; '' = they are not
     max_guide_bytes: int = 65_536
     takes_adapters: bool = False
+    takes_drafts: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -56,6 +59,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_ids("input token", prompt, limits.vocab_size + num_virtual_ids(request))
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     _check_ids("end id", request.end_ids, limits.vocab_size)
+    _check_ids("draft token", request.draft_tokens, limits.vocab_size)
+    check_drafts(request, limits.takes_drafts, limits.max_seq_len)
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)

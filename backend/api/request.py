@@ -80,6 +80,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     `retention`: how long its KV outlives that of others; None = like all.
     `logits_post_processor`: the name of a callable of the engine's that changes the logits before a token is chosen;
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
+    `draft_tokens`: guesses at the output, from its first token on. They are verified, several in a step, and change no token.
+    `speculation`: whether the engine may guess at tokens by itself, where the configuration says so.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_ids`: a number for each input token, which says what else it stands for; 0 = nothing.
@@ -112,6 +114,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     extra_ids: list[int] = []
     guide: Guide | None = None
     lora: LoraConfig | None = None
+    draft_tokens: list[int] = []
+    speculation: bool = True
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 

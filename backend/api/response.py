@@ -58,6 +58,13 @@ class PerfMetrics(Struct, frozen=True, omit_defaults=True):
     num_copied_blocks: int = 0  # of the new ones, those that began as a copy of a block of which the head was right
     num_reused_blocks: int = 0
     num_output_tokens: int = 0  # sampled so far
+    num_draft_tokens: int = 0  # guesses that were made at the output: the request's own, and the engine's
+    num_accepted_draft_tokens: int = 0  # those of them that were right
+
+    @property
+    def acceptance_rate(self) -> float:
+        """0 without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 class Result(Struct, frozen=True, omit_defaults=True):

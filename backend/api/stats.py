@@ -65,6 +65,8 @@ class EngineCounters(Struct):
     sequences_evicted_total: int = 0  # returning sequences that found KV of theirs gone
     pauses_total: int = 0
     steps_total: int = 0
+    draft_tokens_total: int = 0  # guesses that steps have verified
+    accepted_draft_tokens_total: int = 0  # those of them that were right
 
 
 class EngineStats(Struct, frozen=True):

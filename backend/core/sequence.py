@@ -17,7 +17,9 @@ Who writes what:
     token_ids, log_prob sums       engine.update, when a step's samples are applied; engine.sessions on truncation
     num_computed_tokens            KVCacheManager.commit (truncated to the KV that survived), engine.update (advanced)
     num_inflight_tokens, num_inflight_samples      Scheduler.commit adds those of a step, engine.update takes them off again
+    num_inflight_drafts            likewise; while there are some, nobody knows how many tokens the step will append
     slot                           KVCacheManager.commit
+    num_guessed_tokens, num_right_guesses          engine.update
     num_writable_cells, kv_due_at  KVCacheManager, for the scheduler and the engine to see that a step needs nothing of it
     token_ids, request             `end_turn` packs them while a session is idle, `begin_turn` unpacks them
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
@@ -28,6 +30,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import ClassVar, NamedTuple, cast
 
 from backend.api.request import Request, RequestId, SessionId
@@ -93,6 +96,7 @@ class Sequence:
     num_computed_tokens: int
     num_inflight_tokens: int  # tokens that steps in flight are running
     num_inflight_samples: int  # tokens that steps in flight will append
+    num_inflight_drafts: int  # guesses among the tokens in flight
     num_writable_cells: int  # KV positions below this lie in blocks that no other sequence reads: writing needs no plan
     kv_due_at: int  # KVCacheManager.advance has nothing to do before num_computed_tokens reaches this
     max_computed_tokens: int  # the largest num_computed_tokens so far; running a token below it again is recomputation
@@ -132,6 +136,8 @@ class Sequence:
     num_new_blocks: int
     num_copied_blocks: int
     num_reused_blocks: int
+    num_guessed_tokens: int  # drafts of the engine's own for its output
+    num_right_guesses: int
     gathered: Gathered | None  # tensors for the client
     _random_state_before: tuple[int, int]  # for undo_turn
 
@@ -147,6 +153,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
         self.num_inflight_samples = 0
+        self.num_inflight_drafts = 0
         self.num_writable_cells = 0
         self.kv_due_at = 0
         self.max_computed_tokens = 0
@@ -191,6 +198,8 @@ class Sequence:
         self.num_new_blocks = 0
         self.num_copied_blocks = 0
         self.num_reused_blocks = 0
+        self.num_guessed_tokens = 0
+        self.num_right_guesses = 0
         self.gathered = Gathered.of(request, self.num_history_tokens, self.num_prompt_tokens)
 
     def __repr__(self) -> str:
@@ -229,7 +238,9 @@ class Sequence:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether nothing is left to schedule, because steps in flight bring the sequence to its longest end."""
+        """Whether nothing is left to schedule: steps in flight bring the sequence to its longest end, or somewhere unknown."""
+        if self.num_inflight_drafts:
+            return True
         samples = self.num_inflight_samples
         if samples:
             return len(self.token_ids) - self.num_prompt_tokens + samples >= self.max_output_tokens
@@ -244,6 +255,17 @@ class Sequence:
     def rows(self) -> list[Sequence]:
         """All that is admitted and paused with it: the rows of its search, or it alone."""
         return [self] if self.group is None or self.group.beam_width == 1 else self.group.members
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts for its output: those of the request, and the engine's own."""
+        return len(self.request.draft_tokens) + self.num_guessed_tokens
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Those of them that were right."""
+        pairs = zip(self.request.draft_tokens, islice(self.token_ids, self.num_prompt_tokens, None))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + self.num_right_guesses
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -8,6 +8,12 @@ samples to the slot's token ids itself, so the engine never sends a token back.
                                   | KV in blocks  |  run through the model in this step  |
                                                                     sampled token goes here ^   (if row.samples)
 
+A row may end with drafts: guesses at the tokens that follow the known ones. A token is sampled behind the last known one and
+behind each draft, as if all drafts were right. Those behind right ones are what the slot would have sampled one by one; they
+are appended, and the rest is forgotten: its KV is overwritten by whoever comes to these positions.
+
+    known tokens ... 17 | drafts 4 9 10      sampled  4 9 8 3      appended  4 9 8
+
 Steps are submitted and collected in the same order. A worker that looks ahead takes the next step while one runs: it knows the
 token that the running one samples, though the engine does not yet. Effects on the pool happen in the order of submission, so a
 block may be given to another sequence while a step in flight still writes for one that has ended.
@@ -75,6 +81,12 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int  # tokens to run now: token_ids[num_computed : num_computed + num_tokens]
     samples: bool  # the last of them yields a token
     new_block_ids: list[BlockId] = []  # appended to the slot's block table before the step
+    drafts: list[int] = []  # the last tokens of the row are these guesses, which the slot does not know
+
+    @property
+    def num_samples(self) -> int:
+        """How many of its last tokens yield a token."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class StepInput(Struct, frozen=True):
@@ -120,6 +132,7 @@ class StepOutput(Struct, frozen=True):
     gathered: list[GatheredRows] = []
     failed: list[tuple[int, str]] = []  # (index of the row, sentence for its client): rows that failed alone
     debug_tensors: dict[str, TensorData] = {}  # those of the step that the configuration asks for
+    further: dict[SlotId, list[SampledToken]] = {}  # of rows with right drafts: what was sampled behind each of these
 
 
 class ModelInfo(Struct, frozen=True):
@@ -145,6 +158,7 @@ class ModelInfo(Struct, frozen=True):
     guide_refusal: str = NOT_SET_UP  # why requests with guides are refused; '' = they are not
     lora_module_bytes: int = 0  # of the largest projection's adapter at the highest rank; 0: no adapters are taken
     looks_ahead: bool = False  # a step may be submitted before the one ahead of it is collected
+    takes_drafts: bool = False  # rows may have drafts
 
 
 class MemoryUse(Struct, frozen=True):

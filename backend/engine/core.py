@@ -34,10 +34,11 @@ from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
-from backend.engine.statistics import Gauges, Statistics
+from backend.engine.statistics import Gauges, Statistics, gauges
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
 from backend.scheduler.adapters import AdapterCache
+from backend.scheduler.drafting import Drafter
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
@@ -62,8 +63,9 @@ class EngineCore:
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.adapters = AdapterCache(config.lora, self.model, free_bytes)
+        drafter = Drafter(config.speculation, config.kv_cache.sharing) if self.model.takes_drafts else None
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
-        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters)
+        self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
         self.held = Held(workers.guides)
@@ -119,7 +121,7 @@ class EngineCore:
             if self.held.hold(request_id, request, now_ns):
                 return
         except EverbatchError as error:
-            self._refuse(request_id, request, error)
+            self.refuse(request_id, request.client_id, error)
         else:
             self._accept(request_id, request, now_ns)
 
@@ -128,13 +130,9 @@ class EngineCore:
         held = self.held.take(request_id)
         if held is not None and error:
             self.held.end(request_id, held[0])
-            self._refuse(request_id, held[0], InvalidRequest(error))
+            self.refuse(request_id, held[0].client_id, InvalidRequest(error))
         elif held is not None:
             self._accept(request_id, *held)
-
-    def _refuse(self, request_id: RequestId, request: Request, error: EverbatchError) -> None:
-        self.counters.requests_rejected_total += 1
-        self._outbox.put(publish.error_response(request_id, request.client_id, error))
 
     def _accept(self, request_id: RequestId, request: Request, now_ns: int) -> None:
         try:
@@ -224,7 +222,7 @@ class EngineCore:
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
         for request_id, request in self.held.take_all():
-            self._refuse(request_id, request, error)
+            self.refuse(request_id, request.client_id, error)
         for seq in list(self._live.values()):
             self._fail(seq, error)
 
@@ -369,7 +367,7 @@ class EngineCore:
             self.held.end(seq.request_id, seq.request)
         else:
             self._live[seq.request_id] = another
-        seq.num_inflight_tokens = seq.num_inflight_samples = 0
+        seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0
         for flight in self._in_flight:
             flight.dropped.add(seq.seq_id)
         seq.apply(Event.REST if stays(seq) else Event.RETIRE)
@@ -390,18 +388,10 @@ class EngineCore:
             self._record(flight)
 
     def _record(self, flight: Flight, output: StepOutput | None = None) -> None:
-        self.statistics.record(flight)
+        self.scheduler.note_step(flight.plan, self.statistics.record(flight))
         if self._recorder.wants_steps:
             tensors = {} if output is None else output.debug_tensors
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), tensors)
 
     def _gauges(self) -> Gauges:
-        waiting = self.scheduler.waiting
-        return Gauges(
-            num_active_requests=len(self._live),
-            num_queued_requests=len(waiting) - waiting.num_paused,
-            num_paused_requests=waiting.num_paused,
-            max_num_active_requests=self.kv.num_slots,
-            num_sessions=len(self.sessions),
-            kv_cache=self.kv.stats(),
-        )
+        return gauges(len(self._live), self.scheduler.waiting, len(self.sessions), self.kv)

@@ -56,6 +56,7 @@ class Intake:
             model.guide_refusal,
             max_guide_bytes,
             scheduler.adapters.is_enabled and model.lora_module_bytes > 0,
+            model.takes_drafts,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

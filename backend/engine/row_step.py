@@ -21,6 +21,12 @@ def book(
     for seq, sample in zip(plan.generation, samples):
         if dropped and seq.seq_id in dropped:
             continue
+        if seq.num_inflight_drafts:
+            run, is_given = [sample, *output.further.get(sample.slot, ())], plan.drafts[seq.seq_id].is_given
+            news.append((seq, update.append_run(seq, run, is_given, counters, now_ns)))
+            if seq.num_computed_tokens >= seq.kv_due_at:
+                kv.advance(seq)
+            continue
         update.advance_by_newest(seq)
         if seq.num_computed_tokens >= seq.kv_due_at:
             kv.advance(seq)

@@ -10,6 +10,8 @@ from backend.api.stats import EngineCounters, EngineStats, IterationStats, KvCac
 from backend.core.clock import Clock
 from backend.core.step import MemoryUse
 from backend.engine.flight import Flight, StepRecord
+from backend.kvcache.manager import KVCacheManager
+from backend.scheduler.queue import WaitingQueue
 
 
 class Gauges(msgspec.Struct, frozen=True):
@@ -21,6 +23,18 @@ class Gauges(msgspec.Struct, frozen=True):
     max_num_active_requests: int
     num_sessions: int
     kv_cache: KvCacheStats
+
+
+def gauges(num_live: int, waiting: WaitingQueue, num_sessions: int, kv: KVCacheManager) -> Gauges:
+    """`num_live`: requests accepted and not finished."""
+    return Gauges(
+        num_active_requests=num_live,
+        num_queued_requests=len(waiting) - waiting.num_paused,
+        num_paused_requests=waiting.num_paused,
+        max_num_active_requests=kv.num_slots,
+        num_sessions=num_sessions,
+        kv_cache=kv.stats(),
+    )
 
 
 class Statistics:
@@ -40,8 +54,10 @@ class Statistics:
         totals = self.counters.requests_finished_total
         totals[reason] = totals.get(reason, 0) + 1
 
-    def record(self, flight: Flight) -> None:
-        """Close the books of a step. Its time begins where that of the step before it ended, if it was launched earlier."""
+    def record(self, flight: Flight) -> float:
+        """Close the books of a step, and return its seconds.
+
+        Its time begins where that of the step before it ended, if it was launched earlier."""
         plan, counters = flight.plan, self.counters
         before_ns = self._latest.ended_ns if self._latest is not None else 0
         counters.steps_total += 1
@@ -60,6 +76,7 @@ class Statistics:
         )
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1
+        return (self._latest.ended_ns - self._latest.started_ns) / 1e9
 
     def snapshot(self, gauges: Gauges, has_work: bool, memory_use: Callable[[], MemoryUse]) -> EngineStats:
         """Everything. What the latest step did is told only while there is work.

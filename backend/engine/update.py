@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.api.response import FinishReason
+from backend.api.stats import EngineCounters
 from backend.core.sequence import Sequence
 from backend.core.step import SampledToken
 
@@ -40,6 +41,32 @@ def append_token(seq: Sequence, sample: SampledToken, now_ns: int) -> None:
     if not seq.first_token_ns:
         seq.first_token_ns = now_ns
     seq.last_token_ns = now_ns
+
+
+def append_run(
+    seq: Sequence, samples: list[SampledToken], is_given: bool, counters: EngineCounters, now_ns: int
+) -> FinishReason:
+    """Book a row with drafts. `samples`: what plain steps would have sampled one by one; what lies behind the sequence's end is
+    dropped. `is_given`: the drafts are the request's own. Returns how the sequence ends, like `finish_reason`.
+    """
+    num_right, num_output = len(samples) - 1, seq.num_output_tokens
+    counters.draft_tokens_total += seq.num_inflight_drafts
+    counters.accepted_draft_tokens_total += num_right
+    if not is_given:
+        seq.num_guessed_tokens += seq.num_inflight_drafts
+        seq.num_right_guesses += num_right
+    reason = FinishReason.NOT_FINISHED
+    for sample in samples:
+        advance_by_newest(seq)
+        append_token(seq, sample, now_ns)
+        reason = finish_reason(seq)
+        if reason is not FinishReason.NOT_FINISHED:
+            break
+    seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0  # the rest was guessed wrong
+    counters.generated_tokens_total += (
+        seq.num_output_tokens - num_output - 1
+    )  # one is counted by the caller, as of any row
+    return reason
 
 
 def finish_reason(seq: Sequence) -> FinishReason:

@@ -101,6 +101,25 @@ class KVPlan:
                 self._delta[source.block_id] = self._delta.get(source.block_id, 0) - 1
         return True
 
+    def widen(self, seq: Sequence, num_cells: int) -> bool:
+        """Plan blocks for positions [0, num_cells) of a running sequence, beyond what `extend` has planned for it.
+
+        False, and nothing planned, when they are not to be had.
+        """
+        grant = self.grants.get(seq.seq_id)
+        num_planned = len(self._state.tables[seq.seq_id].handles)
+        if grant is not None:
+            num_planned += grant.num_new - (grant.replaces is not None)
+        num_new = self._geometry.blocks_for(num_cells) - num_planned
+        if num_new > self.available:
+            return False
+        if num_new > 0:
+            self.available -= num_new
+            if grant is None:
+                grant = self.grants[seq.seq_id] = Grant(seq, False, 0)
+            grant.num_new += num_new
+        return True
+
     def admit(self, seq: Sequence, needed_cells: int, headroom: int) -> Admission:
         """Plan a slot and blocks for the tokens known so far, reusing KV that survived or that a prefix shares.
 

@@ -32,6 +32,7 @@ from backend.scheduler.capacity import (
     admit_beams,
     extend_or_pause,
 )
+from backend.scheduler.drafting import Draft, Drafter
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.tuning import BatchTuner
@@ -45,6 +46,7 @@ class StepPlan:
     generation: list[Sequence] = field(default_factory=list)  # one token each; the first rows of the flat batch
     context: list[tuple[Sequence, int]] = field(default_factory=list)  # the rows behind them, with the tokens to run
     admitted: list[Sequence] = field(default_factory=list)
+    drafts: dict[SequenceId, Draft] = field(default_factory=dict)  # for rows that generate, if there are some
     rejected: list[Sequence] = field(default_factory=list)  # will never fit
     num_cached_tokens: int = 0  # written by commit: KV found by turns that are admitted for the first time
     num_evicted: int = 0  # written by commit: admitted sequences that had lost KV
@@ -82,12 +84,15 @@ class Scheduler:
         on_cpu: bool,
         has_matrix_units: bool = False,
         adapters: AdapterCache | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        """`drafter`: of workers that take drafts."""
         self.config = config
         self.adapters = adapters or AdapterCache()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
+        self._drafter = drafter
         self._tuner = BatchTuner(config)
         self._micro_batch = MicroBatchScheduler(config, on_cpu, has_matrix_units)
         self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
@@ -123,6 +128,8 @@ class Scheduler:
         """Take a sequence out of wherever it is. Its blocks and slot are the caller's business."""
         self._stale.pop(seq.seq_id, None)
         self.adapters.let_go(seq.adapter)
+        if self._drafter is not None:
+            self._drafter.end(seq)
         if seq.status is Status.RUNNING:
             self.adapters.stop(seq.adapter)
             self.running.remove(seq)
@@ -139,6 +146,7 @@ class Scheduler:
         growing = [s for s in generation if s.num_computed_tokens + s.num_inflight_tokens >= s.num_writable_cells]
         if not (growing or context or len(self.waiting)):
             plan.generation = generation  # all go on in the blocks they hold, and nobody waits
+            self._add_drafts(plan)
             return plan
         admit_first = self._separate and not context  # no chunk is open: a step for new ones, else for generation
         if admit_first:
@@ -162,6 +170,7 @@ class Scheduler:
             self._admit(plan, context, budget)
         rows = [*context, *(seq for seq in plan.admitted if not seq.is_dormant)]
         plan.context = [(seq, share) for seq, share in zip(rows, self._cut(plan, rows, budget), strict=True) if share]
+        self._add_drafts(plan)
         return plan
 
     def commit(self, plan: StepPlan, step_id: int, now_ns: int) -> StepInput:
@@ -202,9 +211,31 @@ class Scheduler:
         context: list[Sequence] = []
         generation: list[Sequence] = []
         for seq in self.running:
-            if not seq.is_awaited:
+            if not (seq.is_awaited or self._waits_for_drafts(seq)):
                 (generation if seq.is_generating else context).append(seq)
         return context, generation
+
+    def _waits_for_drafts(self, seq: Sequence) -> bool:
+        return seq.num_inflight_samples > 0 and self._drafter is not None and self._drafter.waits(seq)
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Let rows that generate guess, with what is left of the step's tokens and of the pool."""
+        if self._drafter is None or plan.beam_width > 1:
+            return
+        room = self._tuner.max_num_tokens - len(plan.generation) - sum(num_tokens for _, num_tokens in plan.context)
+        plan.drafts = self._drafter.propose(plan.generation, room)
+        for seq in plan.generation if plan.drafts else ():
+            draft = plan.drafts.get(seq.seq_id)
+            if draft is not None:
+                num_cells = seq.num_computed_tokens + 1 + len(draft.token_ids)
+                if num_cells > seq.num_writable_cells and not plan.kv.widen(seq, num_cells):
+                    del plan.drafts[seq.seq_id]
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long."""
+        if self._drafter is not None and plan.generation and not plan.context:
+            num_drafts = sum(len(draft.token_ids) for draft in plan.drafts.values())
+            self._drafter.cost.note(len(plan.generation) + num_drafts, seconds)
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
         num_waiting = len(context) + min(len(self.waiting), plan.kv.free_slots)
@@ -292,9 +323,12 @@ def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[R
     for seq in plan.generation:
         new_blocks = _take_new_blocks(seq, changes) if changes else []
         assert seq.slot is not None  # it runs
-        rows.append(Row(seq.slot, seq.num_computed_tokens + seq.num_inflight_tokens, 1, True, new_blocks))
-        seq.num_inflight_tokens += 1
+        guesses = plan.drafts[seq.seq_id].token_ids if seq.seq_id in plan.drafts else []
+        start, num_tokens = seq.num_computed_tokens + seq.num_inflight_tokens, 1 + len(guesses)
+        rows.append(Row(seq.slot, start, num_tokens, True, new_blocks, guesses))
+        seq.num_inflight_tokens += num_tokens
         seq.num_inflight_samples += 1
+        seq.num_inflight_drafts = len(guesses)
     for seq, num_tokens in plan.context:
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         seq.num_inflight_tokens += num_tokens

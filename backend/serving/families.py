@@ -199,6 +199,16 @@ _OURS = (
         "",
         {"": lambda s: s.counters.pauses_total},
     ),
+    Family(
+        "everbatch_draft_tokens_total",
+        "Guesses at tokens that steps have verified",
+        "COUNTER",
+        "outcome",
+        {
+            "accepted": lambda s: s.counters.accepted_draft_tokens_total,
+            "rejected": lambda s: s.counters.draft_tokens_total - s.counters.accepted_draft_tokens_total,
+        },
+    ),
     Family("everbatch_steps_total", "Engine steps", "COUNTER", "", {"": lambda s: s.counters.steps_total}),
     Family("everbatch_sessions", "Sessions known", "GAUGE", "", {"": lambda s: s.latest.num_sessions}),
 )

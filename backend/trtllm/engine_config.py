@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from backend.api.config import DEBUG_INPUTS, MAX_SECONDS, EngineConfig
+from backend.api.config import DEBUG_INPUTS, EngineConfig
+from backend.api.config_ranges import MAX_SECONDS
 from backend.core.gathered import LOGITS
 from backend.trtllm.configs import ExecutorConfig, ParallelConfig
 from backend.trtllm.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode, ContextChunkingPolicy

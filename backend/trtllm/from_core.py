@@ -14,7 +14,15 @@ from backend.core.step import ModelInfo
 from backend.executor.tensors import as_tensor
 from backend.trtllm import kv_cache
 from backend.trtllm.enums import FinishReason, RequestStage
-from backend.trtllm.results import AdditionalOutput, KvCacheMetrics, RequestPerfMetrics, Response, Result, TimingMetrics
+from backend.trtllm.results import (
+    AdditionalOutput,
+    KvCacheMetrics,
+    RequestPerfMetrics,
+    Response,
+    Result,
+    SpeculativeDecodingMetrics,
+    TimingMetrics,
+)
 from backend.trtllm.statistics import (
     DebugTensorsPerIteration,
     InflightBatchingStats,
@@ -107,6 +115,7 @@ def perf_metrics(given: PerfMetrics, last_iter: int) -> RequestPerfMetrics:
             _span(given.last_token_ns),
         ),
         KvCacheMetrics(new + reused, new, reused, new, hit_rate(reused, new)),
+        SpeculativeDecodingMetrics(given.acceptance_rate, given.num_accepted_draft_tokens, given.num_draft_tokens),
         last_iter=last_iter,
         iter=last_iter,
     )

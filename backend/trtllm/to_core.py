@@ -48,7 +48,6 @@ _OUTPUT = (
 
 # Attribute -> the values that ask for nothing. Any other is refused. `pad_id` means nothing: outputs are not padded.
 _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
-    "external_draft_tokens_config": (None,),
     "multimodal_input": (None,),
     "multimodal_embedding": (None,),
     "mrope_config": (None,),
@@ -62,6 +61,11 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "context_phase_params": (None,),
     "eagle_config": (None,),
     "language_adapter_uid": (None,),
+}
+_REFUSED_OF_DRAFTS: dict[str, tuple[Any, ...]] = {
+    "logits": (None,),
+    "acceptance_threshold": (None,),
+    "fast_logits": (None, False),
 }
 # What only beams heed; with one beam any value is right.
 _REFUSED_OF_BEAMS: dict[str, tuple[Any, ...]] = {
@@ -78,6 +82,9 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
     _check(request.output_config, _REFUSED_OF_OUTPUT, "OutputConfig")
     if request.sampling_config.beam_width > 1:
         _check(request.sampling_config, _REFUSED_OF_BEAMS, "SamplingConfig")
+    drafts = request.external_draft_tokens_config
+    if drafts is not None:
+        _check(drafts, _REFUSED_OF_DRAFTS, "ExternalDraftTokensConfig")
     if request.sampling_config.beam_width > max_beam_width:
         raise InvalidRequest(
             f"beam_width is {request.sampling_config.beam_width}, the limit is max_beam_width {max_beam_width} "
@@ -94,6 +101,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         bad_words=request.bad_words or [],
         timeout_s=_seconds(request.allotted_time_ms),
         retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
+        draft_tokens=[] if drafts is None else drafts.tokens,
         **_prompt_tuning(request.prompt_tuning_config),
         lora=None if request.lora_config is None else _lora(request.lora_config),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),

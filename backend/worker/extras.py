@@ -62,7 +62,7 @@ class SlotWants(NamedTuple):
         """How many of the row's last tokens must yield logits."""
         end = row.num_computed + row.num_tokens
         wanted = [end - positions[0] for asked in self.gather if (positions := self.context_rows(row, asked))]
-        return max([int(row.samples), *wanted])
+        return max([row.num_samples, *wanted])
 
     def concerns(self, row: Row) -> bool:
         """Whether anything is to be done for this row of a step."""
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        return int(self.row.samples) if self.want is None else self.want.num_logits(self.row)
+        return self.row.num_samples if self.want is None else self.want.num_logits(self.row)
 
     def cut(self) -> list[Part]:
         """All but the last token, in pieces, and then that token, which is what samples."""
@@ -94,10 +94,10 @@ class Part(NamedTuple):
 
 def passes(parts: list[Part]) -> list[list[Part]]:
     """The parts of a step that run together, one pass after the other."""
-    is_small = sum(part.num_logits - part.row.samples for part in parts) <= MAX_ROWS
+    is_small = sum(part.num_logits - part.row.num_samples for part in parts) <= MAX_ROWS
     if is_small:
         return [parts]
-    cut = [part.cut() if part.num_logits > part.row.samples else [part] for part in parts]
+    cut = [part.cut() if part.num_logits > part.row.num_samples else [part] for part in parts]
     return [[piece] for pieces in cut for piece in pieces[:-1]] + [[pieces[-1] for pieces in cut]]
 
 
@@ -151,7 +151,7 @@ class ExtraWork:
         ends = torch.tensor(self.num_logits).cumsum(0).tolist()
         self._ends: list[int] = ends
         self.sampling_rows = [
-            end - 1 for end, row in zip(ends, self.rows) if row.samples
+            index for end, row in zip(ends, self.rows) for index in range(end - row.num_samples, end)
         ]  # rows of logits that are sampled
         names = {asked.name for part in parts if part.want is not None for asked in part.want.gather}
         if debug is not None and self.sampling_rows:
@@ -206,10 +206,14 @@ class ExtraWork:
         if not self.processed:
             return []
         opted: list[Opted] = []
-        for place, (index, row, want) in enumerate(part for part in self._parts if part.row.samples):
+        end = 0
+        for index, row, want in self._parts:
+            end += row.num_samples
+            if not row.samples:
+                continue
             if want is not None and want.post_processor:
                 ids = token_ids[row.slot, : num_tokens[row.slot]].tolist()
-                view = logits[place : place + 1][None]  # [1, beams, vocab]
+                view = logits[end - 1 : end][None]  # [1, beams, vocab]
                 opted.append(Opted(index, want.post_processor, want.request_id, view, [ids], want.client_id))
         return self._processors.run(opted)
 

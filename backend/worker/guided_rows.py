@@ -12,7 +12,7 @@ The request's end ids are allowed where the guide is complete and nowhere else, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -113,34 +113,40 @@ class GuidedRows:
         """The guided rows among those that sample; None when there are none."""
         if not self._slots:
             return None
-        sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
-        found = [
-            (i, index, self._slots[row.slot]) for i, (index, row) in enumerate(sampling) if row.slot in self._slots
-        ]
-        return GuidedStep(found, len(sampling), self._masks, self._vocab_size) if found else None
+        found: list[GuidedPlace] = []
+        num_logits = num_sampling = 0
+        for index, row in enumerate(rows):
+            if row.samples and row.slot in self._slots:
+                found.append(GuidedPlace(num_logits, num_sampling, index, self._slots[row.slot]))
+            num_logits += row.num_samples
+            num_sampling += row.samples
+        return GuidedStep(found, self._masks, self._vocab_size) if found else None
+
+
+class GuidedPlace(NamedTuple):
+    """A guided row of a step. Rows with drafts have several logits and one sample, so that these are counted apart."""
+
+    logits: int  # row of the step's logits
+    sample: int  # among the rows that sample
+    index: int  # among all rows
+    row: GuidedRow
 
 
 class GuidedStep:
     """The guided rows of one step. It outlives changes of slots, for the tokens of a step in flight come later."""
 
-    def __init__(
-        self,
-        rows: list[tuple[int, int, GuidedRow]],
-        num_sampling: int,
-        masks: NDArray[np.int32],
-        vocab_size: int,
-    ) -> None:
-        """rows: place among the rows that sample, index in the step, row. masks: room for one mask a slot."""
-        self._rows, self._num_sampling, self._masks, self._vocab_size = rows, num_sampling, masks, vocab_size
+    def __init__(self, places: list[GuidedPlace], masks: NDArray[np.int32], vocab_size: int) -> None:
+        """masks: room for one mask a slot."""
+        self._places, self._masks, self._vocab_size = places, masks, vocab_size
         self._failed: list[Failure] | None = None
 
     @torch.inference_mode()
     def mask(self, logits: Tensor) -> Tensor:
-        """logits [rows that sample, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
-        for i, (_, _, row) in enumerate(self._rows):
-            row.fill(self._masks, i)
-        masks = self._masks[: len(self._rows)]
-        places = [at for at, _, _ in self._rows]
+        """logits [samples of the step, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
+        for i, each in enumerate(self._places):
+            each.row.fill(self._masks, i)
+        masks = self._masks[: len(self._places)]
+        places = [each.logits for each in self._places]
         if logits.device.type == "cpu":
             logits = logits.float()
             _add(logits.numpy(), places, masks)
@@ -155,15 +161,15 @@ class GuidedStep:
         """Go on by the tokens of the rows that sample. Returns the rows that cannot; a second call changes nothing."""
         if self._failed is None:
             self._failed = []
-            for at, index, row in self._rows:
-                row.accept(samples[at].token_id)
-                if row.error:
-                    self._failed.append((index, row.error))
+            for each in self._places:
+                each.row.accept(samples[each.sample].token_id)
+                if each.row.error:
+                    self._failed.append((each.index, each.row.error))
         return self._failed
 
     def told(self, samples: list[SampledToken]) -> list[SampledToken]:
         """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED."""
-        for at, _, _ in self._rows:
+        for _, at, _, _ in self._places:
             sample = samples[at]
             if sample.log_prob is None and not sample.top_log_probs:
                 continue

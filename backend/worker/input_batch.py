@@ -91,6 +91,12 @@ class InputBatch:
         self.block_tables[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] = start + len(block_ids)
 
+    def put_drafts(self, row: Row) -> None:
+        """Write a row's drafts behind the known tokens of its slot, which they do not become part of."""
+        assert self._host_ids is not None  # of the tiers that take drafts
+        start = self.num_tokens[row.slot]
+        self._host_ids[row.slot, start : start + len(row.drafts)] = row.drafts
+
     def append_tokens(self, samples: list[SampledToken]) -> None:
         """Append each sampled token to its slot's ids. A token at max_seq_len is counted but not stored: it can never run."""
         ends = [self.num_tokens[sample.slot] for sample in samples]
@@ -115,7 +121,10 @@ class InputBatch:
         """
         for row in rows:
             length = row.num_computed + row.num_tokens
-            if length > self.num_tokens[row.slot] or length > self.num_blocks[row.slot] * self._block_size:
+            if (
+                length > self.num_tokens[row.slot] + len(row.drafts)
+                or length > self.num_blocks[row.slot] * self._block_size
+            ):
                 # Running it would read or write memory of another sequence.
                 raise IndexError(
                     f"slot {row.slot} is to run up to token {length}, but it knows {self.num_tokens[row.slot]} tokens "

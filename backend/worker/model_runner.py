@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.api.sampling import SamplingConfig
-from backend.core.step import BlockId, NewRow, Row, SlotId, StepInput, StepOutput
+from backend.core.step import BlockId, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.guided_rows import GuidedRows, GuidedStep
@@ -62,22 +62,24 @@ class ModelRunner:
         self.prepare(step)
         if not step.rows:
             return StepOutput(step.step_id, [])
-        slots = [row.slot for row in step.rows if row.samples]
-        # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`.
-        num_tokens = [self.batch.num_tokens[slot] for slot in slots]
+        slots = [row.slot for row in step.rows for _ in range(row.num_samples)]
+        # A row that samples runs all of its known tokens in this step, so the next one is its number `num_tokens`. What is
+        # sampled behind its drafts counts them as known.
+        num_tokens = [self.batch.num_tokens[row.slot] + index for row in step.rows for index in range(row.num_samples)]
         passes, guided = self.extras.of_step(step.rows), self.guided.of_step(step.rows)
         if passes is not None:
             return self._execute_with_extras(step, passes, guided, slots, num_tokens)
-        num_logits = [int(row.samples) for row in step.rows]
+        num_logits = [row.num_samples for row in step.rows]
         needed = self.sampler.needs_logits(slots, num_tokens)
         greedy, logits = self.tier.run(self.batch, step.rows, num_logits, self.storage.pools, any(needed))
         if guided is not None and logits is not None:
             logits = guided.mask(logits)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
-        self.batch.append_tokens(samples)
+        sampled, further = self._append(step.rows, samples)
         if guided is not None:
-            return StepOutput(step.step_id, guided.told(samples), failed=guided.accept(samples))
-        return StepOutput(step.step_id, samples)
+            failed = guided.accept(sampled)
+            return StepOutput(step.step_id, guided.told(sampled), failed=failed, further=further)
+        return StepOutput(step.step_id, sampled, further=further)
 
     def _execute_with_extras(
         self,
@@ -102,11 +104,22 @@ class ModelRunner:
         if guided is not None and logits is not None:
             logits = guided.mask(logits)
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
-        self.batch.append_tokens(samples)
+        sampled, further = self._append(step.rows, samples)
         if guided is not None:
-            failed = [*failed, *guided.accept(samples)]
-            samples = guided.told(samples)
-        return StepOutput(step.step_id, samples, fetch_all([*gathered, rows]), failed, rows.wait_for_debug())
+            failed = [*failed, *guided.accept(sampled)]
+            sampled = guided.told(sampled)
+        return StepOutput(step.step_id, sampled, fetch_all([*gathered, rows]), failed, rows.wait_for_debug(), further)
+
+    def _append(
+        self, rows: list[Row], samples: list[SampledToken]
+    ) -> tuple[list[SampledToken], dict[SlotId, list[SampledToken]]]:
+        """Append what stands behind right tokens only. Returns StepOutput's `sampled` and `further`."""
+        sampled, further = right_samples(rows, samples)
+        self.batch.append_tokens(sampled)
+        for run in further.values():
+            for sample in run:
+                self.batch.append_tokens([sample])
+        return sampled, further
 
     def _run(self, work: ExtraWork, needs_logits: bool) -> tuple[NDArray[np.int64] | None, Tensor | None, FetchedRows]:
         """One pass: what the tier gives, and what clients want of it."""
@@ -141,6 +154,29 @@ def prepare(
     for row in step.rows:
         if row.new_block_ids:
             batch.append_blocks(row.slot, row.new_block_ids)
+        if row.drafts:
+            batch.put_drafts(row)
+
+
+def right_samples(
+    rows: list[Row], samples: list[SampledToken]
+) -> tuple[list[SampledToken], dict[SlotId, list[SampledToken]]]:
+    """Of what was sampled behind the newest token and each draft of the rows: the first of each row, and those that follow it
+    because every draft ahead of them is what was sampled in its place.
+    """
+    if len(samples) == sum(row.samples for row in rows):
+        return samples, {}
+    sampled, further, start = [], {}, 0
+    for row in rows:
+        mine = samples[start : start + row.num_samples]
+        start += len(mine)
+        sampled += mine[:1]
+        num_right = 0
+        while num_right < len(row.drafts) and mine[num_right].token_id == row.drafts[num_right]:
+            num_right += 1
+        if num_right:
+            further[row.slot] = mine[1 : 1 + num_right]
+    return sampled, further
 
 
 def full_step(num_slots: int, max_num_tokens: int, max_seq_len: int, block_size: int) -> StepInput:

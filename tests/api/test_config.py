@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backend.api import ConfigError, EngineConfig, load_config
-from backend.api.config import _RANGES
+from backend.api.config_ranges import RANGES
 
 
 def test_without_a_file_everything_has_its_default() -> None:
@@ -110,9 +110,9 @@ def test_an_error_tells_the_value_and_what_is_allowed_and_where_the_key_was_set(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("key", sorted(_RANGES))
+@pytest.mark.parametrize("key", sorted(RANGES))
 def test_a_value_out_of_its_range_is_named_with_range_and_remedy(key: str) -> None:
-    least, _ = _RANGES[key]
+    least, _ = RANGES[key]
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[f"{key}={int(least) - 1}"])
     message = str(caught.value)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from backend.api import EngineConfig, Request, Response, SessionConfig
-from backend.api.config import KvCacheConfig, RecordsConfig, SchedulerConfig, SessionsConfig, TritonConfig
+from backend.api.config import (
+    KvCacheConfig,
+    RecordsConfig,
+    SchedulerConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    TritonConfig,
+)
 from backend.core.clock import ManualClock
 from backend.core.sequence import Sequence, SessionKey
 from backend.engine.core import EngineCore
@@ -30,6 +37,8 @@ class Driver:
         batching: str = "fused",
         records: RecordsConfig | None = None,
         stream_interval_ms: float = 0.0,
+        speculation: SpeculationConfig | None = None,
+        vocab: int = VOCAB,
         **worker: object,
     ) -> None:
         config = EngineConfig(
@@ -50,9 +59,10 @@ class Driver:
             sessions=SessionsConfig(max_sessions, max_session_bytes, idle_ttl_s=100.0),
             records=records or RecordsConfig(),
             triton=TritonConfig(stream_interval_ms=stream_interval_ms),
+            speculation=speculation or SpeculationConfig(),
         )
         self.clock = ManualClock()
-        self.workers = HashWorkerGroup(vocab_size=VOCAB, **worker)
+        self.workers = HashWorkerGroup(vocab_size=vocab, **worker)
         self.core = EngineCore(config, self.workers, self.clock)
         self.responses: dict[int, list[Response]] = {}
         self._next_id = 1

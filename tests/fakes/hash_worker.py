@@ -14,7 +14,7 @@ from backend.api.guide import NOT_SET_UP
 from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.guides import Guides
-from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, StepInput, StepOutput
+from backend.core.step import MemoryUse, ModelInfo, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
 
 MASK = (1 << 64) - 1
 
@@ -106,6 +106,7 @@ class HashWorkerGroup:
         sink_tokens: int = 0,
         eos_ids: tuple[int, ...] = (),
         guides: Guides | None = None,
+        takes_drafts: bool = True,
     ) -> None:
         """`guides`: they are refused without; the tokens are what they are in any case."""
         self.guides = guides
@@ -119,6 +120,7 @@ class HashWorkerGroup:
             looks_ahead=looks_ahead,
             eos_ids=eos_ids,
             guide_refusal=NOT_SET_UP if guides is None else "",
+            takes_drafts=takes_drafts,
         )
         self.sink_tokens = sink_tokens
         self._in_flight: deque[StepOutput | Exception] = deque()
@@ -190,7 +192,9 @@ class HashWorkerGroup:
             self.cells[destination] = list(self.cells[source])
         for row in step.new_rows:
             self._slots[row.slot] = NewRow(**{name: getattr(row, name) for name in NewRow.__struct_fields__})
-        return StepOutput(step.step_id, [sample for row in step.rows if (sample := self._run(row)) is not None])
+        further: dict[SlotId, list[SampledToken]] = {}
+        sampled = [sample for row in step.rows if (sample := self._run_with_drafts(row, further)) is not None]
+        return StepOutput(step.step_id, sampled, further=further)
 
     def shutdown(self) -> None:
         self._slots.clear()
@@ -200,6 +204,28 @@ class HashWorkerGroup:
             self.num_grown += 1
             self.cells += [[mix(7, i) for i in range(self.block_size)] for _ in range(num_blocks - self.num_backed)]
             self.num_backed = num_blocks
+
+    def _run_with_drafts(self, row: Row, further: dict[SlotId, list[SampledToken]]) -> SampledToken | None:
+        """Drafts are run one by one, as if they were known, also those behind a wrong one: they leave their mark in the KV."""
+        num_known = row.num_tokens - len(row.drafts)
+        first = self._run(Row(row.slot, row.num_computed, num_known, row.samples, row.new_block_ids))
+        if not row.drafts:
+            return first
+        assert first is not None, "drafts for a row that samples nothing"
+        token_ids, newest, is_right, right = self._slots[row.slot].token_ids, first, True, []
+        for index, draft in enumerate(row.drafts):
+            is_right &= newest.token_id == draft
+            token_ids[-1] = draft
+            following = self._run(Row(row.slot, row.num_computed + num_known + index, 1, True))
+            assert following is not None  # it samples
+            newest = following
+            if is_right:
+                right.append(newest)
+        del token_ids[-1 - len(row.drafts) :]
+        token_ids += [sample.token_id for sample in (first, *right)]
+        if right:
+            further[row.slot] = right
+        return first
 
     def _run(self, row: Row) -> SampledToken | None:
         state = self._slots[row.slot]

@@ -10,6 +10,7 @@ import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result
 from backend.api.config import LimitsConfig, TritonConfig
+from backend.api.errors import EverbatchError
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
@@ -71,6 +72,19 @@ def test_an_adapter_comes_with_its_weights_or_by_its_id_alone(tools: TextTools) 
 
 def told(output: RowOutput) -> list[dict[str, Any]]:
     return [{name: array.tolist() for name, array in arrays} for arrays in output.render()]
+
+
+@pytest.mark.feature("000-20")
+def test_draft_tokens_reach_the_request() -> None:
+    assert asked(draft_input_ids=np.array([[2, 4, 9, 10]], np.int32)).draft_tokens == [2, 4, 9, 10]
+    assert asked().draft_tokens == []
+
+
+def test_acceptance_by_probabilities_is_refused() -> None:
+    logits = np.zeros((1, 1, 100), np.float32)
+    for name, array in {"draft_logits": logits, "draft_acceptance_threshold": floats(0.5)}.items():
+        with pytest.raises(EverbatchError, match=name):
+            asked(draft_input_ids=ints(2), **{name: array})
 
 
 def result(ids: list[int], sequence: int, last: bool = False, final: bool = False, **fields: Any) -> Result:

@@ -20,6 +20,7 @@ from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
 from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
+from tests.simulation.guesser import Guesser
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn, key_of, num_rows
 from tests.simulation.setups import random_setup, tuned
@@ -42,6 +43,9 @@ class Simulation:
         self.core = EngineCore(self.setup.config, self.workers, self.clock)
         self.workers.on_submit = lambda: check_flights(self)
         self.model = Model(self.setup)
+        self.has_drafts = Random(f"drafts {seed}").random() < 0.4
+        if self.has_drafts:
+            self.core.scheduler._drafter = Guesser(self.model, seed)
         self.events: list[Event] = []
         self._generator = Generator(self.rng, more, self.setup, self.model)
         self._digest = hashlib.blake2b()

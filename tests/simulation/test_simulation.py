@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backend.core.step import StepInput
+from backend.core.step import StepInput, StepOutput
 from backend.scheduler.scheduler import StepPlan
 from tests.simulation.shrink import report
 from tests.simulation.simulator import Simulation
@@ -63,6 +63,39 @@ def test_replaying_the_events_of_a_schedule_gives_the_same_answers() -> None:
         for event in simulation.events:
             replayed.apply(event)
         assert simulation.trace_hash == replayed.trace_hash
+
+
+def test_the_schedules_reach_what_drafts_can_meet() -> None:
+    """Right drafts, wrong ones, both at once, and sequences that end within a run, or are paused with KV of wrong drafts."""
+    seen: Counter[str] = Counter()
+    for seed in range(200):
+        simulation = Simulation(seed)
+        if simulation.has_drafts:
+            simulation.core.workers.collect = _noted(simulation, seen)
+            simulation.run()
+            counters = simulation.core.counters
+            seen["right"] += counters.accepted_draft_tokens_total
+            seen["wrong"] += counters.draft_tokens_total - counters.accepted_draft_tokens_total
+            seen["pauses"] += counters.pauses_total
+    least = {"right": 500, "wrong": 500, "pauses": 20, "ends within a run": 20}
+    assert all(seen[what] >= count for what, count in least.items()), seen
+
+
+def _noted(simulation: Simulation, seen: Counter[str]) -> Callable[[], StepOutput]:
+    collect = simulation.core.workers.collect
+
+    def noting() -> StepOutput:
+        step, output = simulation.core._in_flight[0].step, collect()
+        running = {seq.slot: seq for seq in simulation.core.scheduler.running}
+        for slot, further in output.further.items():
+            seq = running.get(slot)
+            if seq is not None:
+                truth = simulation.model.live[seq.request_id].family[seq.sequence_index].tokens
+                seen["ends within a run"] += seq.num_output_tokens + 1 + len(further) > len(truth)
+        assert step.step_id == output.step_id
+        return output
+
+    return noting
 
 
 def test_the_schedules_reach_what_requests_for_several_sequences_can_meet() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from backend import trtllm
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, MAX_SECONDS, ModelConfigSection
+from backend.api.config import DEBUG_INPUTS, ModelConfigSection
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
+from backend.api.config_ranges import MAX_SECONDS
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from backend.executor.own_processors import OF_REQUEST
 from backend.trtllm.engine_config import engine_config, runs_in_own_process

@@ -210,7 +210,6 @@ def test_decoding_is_greedy_unless_top_k_or_top_p_says_otherwise(executor: trtll
 REFUSED: dict[str, Any] = {
     "lookahead_config": trtllm.LookaheadDecodingConfig(3, 5, 7),
     "eagle_config": trtllm.EagleConfig(),
-    "external_draft_tokens_config": trtllm.ExternalDraftTokensConfig([1]),
     "multimodal_embedding": torch.ones(1),
     "mrope_config": trtllm.MropeConfig(torch.ones(1), 1),
     "encoder_input_token_ids": [1],
@@ -230,6 +229,9 @@ def test_what_is_not_served_is_answered_with_an_error_that_names_it(executor: tr
 
 def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:
     assert "LoRA is not enabled" in refused(executor, PROMPT, 1, lora_config=trtllm.LoraConfig(1))
+    drafts = trtllm.ExternalDraftTokensConfig([1], acceptance_threshold=0.5)
+    error = refused(executor, PROMPT, 1, external_draft_tokens_config=drafts)
+    assert "ExternalDraftTokensConfig.acceptance_threshold is not served" in error
     context_only = trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY
     assert "Request.request_type is not served" in refused(executor, PROMPT, 1, type=context_only)
     encoder = trtllm.OutputConfig(return_encoder_output=True)
@@ -252,6 +254,19 @@ def test_prompts_longer_than_a_step_are_refused_unless_they_may_be_chunked(model
         assert "64" in refused(executor, long, 2)
     with make_executor(model_path, make_config(max_num_tokens=64, enable_chunked_context=True)) as executor:
         assert run(executor, long, 2).is_final
+
+
+@pytest.mark.feature("000-20")
+def test_drafts_are_verified(executor: trtllm.Executor) -> None:
+    """Of four drafts the model says the first two; so 2 of 4 are accepted, and the output is that of plain decoding."""
+    plain = run(executor, PROMPT, 3, output_config=NEW_ONLY).output_token_ids[0]
+    drafts = trtllm.ExternalDraftTokensConfig([*plain[:2], (plain[2] + 1) % 96, 10])
+    told = trtllm.OutputConfig(exclude_input_from_output=True, return_perf_metrics=True)
+    result = run(executor, PROMPT, 3, output_config=told, external_draft_tokens_config=drafts)
+    assert result.output_token_ids[0] == plain
+    metrics = result.request_perf_metrics.speculative_decoding
+    assert metrics.acceptance_rate == 0.5
+    assert (metrics.total_accepted_draft_tokens, metrics.total_draft_tokens) == (2, 4)
 
 
 def test_a_retention_reaches_the_engine(executor: trtllm.Executor) -> None:

@@ -223,9 +223,9 @@ def _perf_arrays(perf: PerfMetrics) -> Arrays:
         ("first_scheduled_time_ns", np.int64, perf.first_scheduled_ns),
         ("first_token_time_ns", np.int64, perf.first_token_ns),
         ("last_token_time_ns", np.int64, perf.last_token_ns),
-        ("acceptance_rate", np.float32, 0.0),  # no speculation in this version
-        ("total_accepted_draft_tokens", np.int32, 0),
-        ("total_draft_tokens", np.int32, 0),
+        ("acceptance_rate", np.float32, perf.acceptance_rate),
+        ("total_accepted_draft_tokens", np.int32, perf.num_accepted_draft_tokens),
+        ("total_draft_tokens", np.int32, perf.num_draft_tokens),
     )
     return [(name, np.array([value], dtype)) for name, dtype, value in values]
 

@@ -139,9 +139,9 @@ def _perf_arrays(perf: PerfMetrics) -> Arrays:
         _number("first_scheduled_time_ns", perf.first_scheduled_ns, np.int64),
         _number("first_token_time_ns", perf.first_token_ns, np.int64),
         _number("last_token_time_ns", perf.last_token_ns, np.int64),
-        _number("acceptance_rate", 0.0, np.float32),  # no speculation in this version
-        _number("total_accepted_draft_tokens", 0),
-        _number("total_draft_tokens", 0),
+        _number("acceptance_rate", perf.acceptance_rate, np.float32),
+        _number("total_accepted_draft_tokens", perf.num_accepted_draft_tokens),
+        _number("total_draft_tokens", perf.num_draft_tokens),
         _number("num_cached_tokens", perf.num_cached_tokens),
         _number("num_context_tokens", perf.num_context_tokens),
         _number("num_recomputed_tokens", perf.num_recomputed_tokens),

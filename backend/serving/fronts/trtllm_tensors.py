@@ -66,8 +66,9 @@ _GUIDE = (
 )
 
 _ENGINE_ONLY_NOT_BUILT = (
-    *refused("draft tokens", ("draft_input_ids", "INT32", ANY), ("draft_logits", "FP32", (-1, -1))),
-    *refused("draft tokens", ("draft_acceptance_threshold", "FP32", ONE), neutral=(0.0,)),
+    Input("draft_input_ids", "INT32", ANY, "request"),
+    *refused("logits of draft tokens", ("draft_logits", "FP32", (-1, -1))),
+    *refused("logits of draft tokens", ("draft_acceptance_threshold", "FP32", ONE), neutral=(0.0,)),
     *ignored(
         ("decoder_input_ids", "INT32", ANY),
         ("decoder_input_lengths", "INT32", ONE),

@@ -40,7 +40,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
     num_virtual = 0 if embeddings is None else embeddings.shape[0]
     prompt = read_prompt(batch, row, context.model.vocab_size, context.model.max_seq_len, num_virtual)
     streaming = bool(batch.scalar("streaming", row))
-    end_id = batch.scalar("end_id", row)
+    end_id, drafts = batch.scalar("end_id", row), batch.vector("draft_input_ids", row)
     request = Request(
         input_token_ids=prompt,
         max_tokens=required(batch, "request_output_len", row),
@@ -59,6 +59,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         prompt_embeddings=embeddings,
         guide=read_guide(batch, row),
         lora=read_lora(batch, row),
+        draft_tokens=[] if drafts is None else drafts.tolist(),
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     settings = read_settings(batch, row, context, request, streaming)

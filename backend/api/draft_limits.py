@@ -1,0 +1,43 @@
+"""Drafts are verified by choosing several tokens at once: not every request allows for that."""
+
+from __future__ import annotations
+
+from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.request import Request
+
+
+def what_forbids_drafts(request: Request) -> str:
+    """The field for which tokens can only be chosen one by one; "" if there is none.
+
+    A post-processor is called for each token, top-p decays from token to token, rows of tensors belong to one token each,
+    what may follow under a guide is known token by token, a beam search chooses for itself, and ids beyond the vocabulary, which
+    embeddings stand for, are no guesses.
+    """
+    sampling, output = request.sampling_config, request.output_config
+    reasons = {
+        "beam_width": sampling.beam_width > 1,
+        "logits_post_processor": bool(request.logits_post_processor),
+        "top_p_decay": sampling.decays_top_p,
+        "return_generation_logits": output.return_context_logits or output.return_generation_logits,
+        "additional_outputs": bool(output.additional_outputs),
+        "prompt_embeddings": request.prompt_embeddings is not None,
+        "guide": request.guide is not None,
+    }
+    return next((name for name, is_given in reasons.items() if is_given), "")
+
+
+def check_drafts(request: Request, takes_drafts: bool, max_seq_len: int) -> None:
+    """Refuse draft tokens that cannot be verified. Their ids are checked by the caller."""
+    if not request.draft_tokens:
+        return
+    if not takes_drafts:
+        raise Unsupported("draft_tokens are given, which these kernels cannot verify; leave them out")
+    forbidden_by = what_forbids_drafts(request)
+    if forbidden_by:
+        raise InvalidRequest(
+            f"draft_tokens are given with {forbidden_by}, which needs its tokens one by one; leave one out"
+        )
+    if len(request.draft_tokens) > max_seq_len:
+        raise InvalidRequest(
+            f"draft_tokens has {len(request.draft_tokens)} tokens, the limit is {max_seq_len}; shorten it"
+        )

@@ -1,0 +1,132 @@
+"""Drafter: which rows of a step get drafts, and how many.
+
+Drafts are guesses at the next tokens of a row, which the step verifies (core/step.py). Where they come from:
+
+    the request          `draft_tokens`: for as long as the output is what they say. All of them are tried
+    lookup.py            the sequence's own tokens and outputs of its namespace, if `speculation.mode` is lookup
+
+A row gets as many as bring the most tokens a second, by what steps have taken so far (step_cost.py). With r rows, and e tokens
+expected of all drafts, the sum over drafts of the probability that each and all before it are right, that is the greatest
+
+    (r + e / MARGIN) / (seconds of a step with these drafts)
+
+A step of one row, whose time goes to reading the weights, takes drafts that are rarely right; one of many rows, whose time goes
+to computing, only those that nearly always are.
+
+What it knows of a sequence follows from its tokens alone, so asking twice, or dropping a plan, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from backend.api.config import Sharing, SpeculationConfig
+from backend.api.draft_limits import what_forbids_drafts
+from backend.core.sequence import Sequence
+from backend.core.step import SequenceId
+from backend.scheduler.lookup import Lookup, OtherOutputs
+from backend.scheduler.step_cost import StepCost
+
+MARGIN = 1.25  # a draft must be worth so much more than it costs
+_LEAST = 0.01  # drafts with a smaller probability are not thought about
+MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
+
+
+class Draft(NamedTuple):
+    """Guesses at the next tokens of a sequence."""
+
+    token_ids: list[int]
+    is_given: bool = False  # by the request
+
+
+class Drafter:
+    def __init__(self, config: SpeculationConfig, sharing: Sharing = "namespace") -> None:
+        """`sharing`: who may guess from whose outputs, as with KV."""
+        self._config = config
+        self._sharing = sharing
+        self._looks_up = config.mode == "lookup"
+        self.others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
+        self._lookups: dict[SequenceId, Lookup | None] = {}  # None: it must not have drafts
+        self.cost = StepCost()
+
+    def waits(self, seq: Sequence) -> bool:
+        """Whether to plan no further for a sequence before its tokens in flight are known, because drafts are likely."""
+        if _follows_script(seq):
+            return True
+        lookup = self._lookup(seq)
+        return lookup is not None and lookup.confidence(0) > 0.5
+
+    def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
+        """Drafts for rows that generate, in all at most `room` tokens."""
+        drafts: dict[SequenceId, Draft] = {}
+        room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
+        for seq in generation:
+            if not (self._looks_up or seq.request.draft_tokens):
+                continue
+            most = min(room, seq.max_output_tokens - seq.num_output_tokens - 1)
+            if most <= 0 or seq.num_inflight_samples:
+                continue
+            if _follows_script(seq):
+                draft = Draft(seq.request.draft_tokens[seq.num_output_tokens :][:most], is_given=True)
+            else:
+                lookup = self._lookup(seq)
+                if lookup is None:
+                    continue
+                count, gain = self._worth(lookup, most, num_tokens, expected)
+                if not count:
+                    continue
+                draft = Draft(lookup.propose(count))
+                expected += gain
+            if draft.token_ids:
+                drafts[seq.seq_id] = draft
+                room -= len(draft.token_ids)
+                num_tokens += len(draft.token_ids)
+        return drafts
+
+    def end(self, seq: Sequence) -> None:
+        """A request, or a session's turn, is over."""
+        lookup = self._lookups.pop(seq.seq_id, None)
+        if lookup is not None and self.others is not None and self._shares(seq):
+            self.others.add(seq.namespace, seq.token_ids[seq.num_prompt_tokens :])
+
+    def _shares(self, seq: Sequence) -> bool:
+        """Clients without a namespace must not learn from each other token by token."""
+        return self._sharing == "all" or not seq.is_anonymous
+
+    def _lookup(self, seq: Sequence) -> Lookup | None:
+        """What is known of a sequence; None if it must not have drafts."""
+        if not self._looks_up:
+            return None
+        if seq.seq_id not in self._lookups:
+            may_guess = seq.request.speculation and not what_forbids_drafts(seq.request)
+            others = self.others if self._shares(seq) else None
+            self._lookups[seq.seq_id] = Lookup(seq.namespace, others) if may_guess else None
+        lookup = self._lookups[seq.seq_id]
+        if lookup is not None:
+            lookup.see(seq.token_ids)
+        return lookup
+
+    def _worth(self, lookup: Lookup, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
+        """How many drafts of a row pay, and how many of them are expected to be right.
+
+        num_tokens, expected: of the step so far, what runs and what comes of it.
+        """
+        right, gain = lookup.confidence(0), 0.0
+        best, best_gain, best_rate = 0, 0.0, 0.0
+        for count in range(1, min(most, self._config.max_draft_tokens) + 1):
+            if right < _LEAST:
+                break
+            if count == 1:
+                best_rate = expected / self.cost.seconds(num_tokens)
+            gain += right / MARGIN
+            rate = (expected + gain) / self.cost.seconds(num_tokens + count)
+            if rate > best_rate:
+                best, best_gain, best_rate = count, gain, rate
+            right *= lookup.confidence(count)
+        return best, best_gain
+
+
+def _follows_script(seq: Sequence) -> bool:
+    """Whether all of the output is as the request's drafts say, and some of these are left."""
+    script, num_output = seq.request.draft_tokens, seq.num_output_tokens
+    return 0 < num_output < len(script) and seq.token_ids[seq.num_prompt_tokens :] == script[:num_output]

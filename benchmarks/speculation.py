@@ -1,0 +1,189 @@
+"""What guessing at tokens wins: the engine with `speculation.mode` lookup against none, in one process, in turns.
+
+    ./everbatch bench speculation --model DIR --rows 1,8,32           DIR: a checkpoint, best one of random weights
+    ./everbatch bench speculation                                     the model that comes along, which is tiny
+
+A model of random weights quotes nobody, so the traces are made: first the model says what it says behind each prompt, by plain
+greedy decoding. Then an *earlier version* of that text is written by script, and put among the outputs that the namespace has
+seen; the engine finds it there by itself. What is measured is therefore everything but a language model's own habit of quoting:
+lookup, choice of lengths, verification, bookkeeping. What the earlier version shares with the text, each kind says:
+
+    edit       runs of 60 tokens on average, between them 1 to 4 tokens that differ: a file with some lines changed
+    summary    runs of 12 tokens, between them 4 to 12 others
+    chat       nothing: no run of three tokens. What guesses there are come of chance, and this column is their cost
+
+All figures are ratios of tokens/s, on : off, medians over rounds in which both run the same requests; above 1 is faster.
+`accepted`: drafts that were right, of those tried. `per step`: tokens that a row gets from a step. The texts of on and off are
+compared, token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
+from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.engine.core import EngineCore
+from backend.executor.engine_process import calm_garbage_collector
+from backend.scheduler.drafting import Drafter
+from backend.worker.group import InProcessWorkerGroup
+
+RESULTS = Path(__file__).parent / "results" / "speculation.json"
+DEFAULT_MODEL = Path(__file__).parents[1] / "models" / "default"
+PROMPT_TOKENS = 64
+NAMESPACE = "bench"
+KINDS = {"edit": (60, (1, 4)), "summary": (12, (4, 12)), "chat": (0, (1, 1))}  # mean run, tokens that differ
+console = Console()
+
+
+@dataclass
+class Figures:
+    kind: str
+    rows: int
+    sampled: bool
+    speedup: float  # median of the rounds
+    least: float
+    greatest: float
+    plain_tokens_per_s: float
+    accepted: float
+    per_step: float
+    is_equal: bool
+
+
+def earlier_version(text: list[int], kind: str, rng: random.Random, vocab: int) -> list[int]:
+    """A text that shares runs of tokens with `text`, as the kind has it."""
+    mean, (least, most) = KINDS[kind]
+    if not mean:
+        return [rng.randrange(vocab) for _ in text]
+    version: list[int] = []
+    at = 0
+    while at < len(text):
+        run = max(3, round(rng.expovariate(1 / mean)))
+        version += text[at : at + run]
+        version += [rng.randrange(vocab) for _ in range(rng.randint(least, most))]
+        at += run + rng.randint(least, most)
+    return version
+
+
+class Bench:
+    def __init__(self, model: Path, dtype: str, quantization: str, max_rows: int, num_tokens: int) -> None:
+        length = PROMPT_TOKENS + num_tokens
+        config = EngineConfig(
+            ModelConfigSection(path=str(model), dtype=dtype, quantization=quantization, max_seq_len=length + 1),
+            KvCacheConfig(max_tokens=max_rows * (length + 64), enable_block_reuse=False),
+            SchedulerConfig(max_batch_size=max_rows),
+        )
+        self.core = EngineCore(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
+        calm_garbage_collector()
+        self.vocab, self.num_tokens, self._next_id = self.core.model.vocab_size, num_tokens, 1
+
+    def run(self, rows: int, sampled: bool, drafter: Drafter | None) -> tuple[list[list[int]], float, int]:
+        """Texts, seconds from the first step in which all rows generate to the end, and steps of that."""
+        core = self.core
+        core.scheduler._drafter = drafter
+        rng, first = random.Random(0), self._next_id
+        for row in range(rows):
+            prompt = [rng.randrange(self.vocab) for _ in range(PROMPT_TOKENS)]
+            sampling = SamplingConfig(temperature=0.7, seed=row) if sampled else SamplingConfig()
+            output = OutputConfig(exclude_input_from_output=True)
+            request = Request(
+                prompt, self.num_tokens, sampling_config=sampling, output_config=output, cache_salt=NAMESPACE
+            )
+            core.enqueue(self._next_id, request)
+            self._next_id += 1
+        texts: dict[int, list[int]] = {}
+        started, num_steps = 0.0, 0
+        while core.has_work:
+            if (
+                not started
+                and len(core.scheduler.running) == rows
+                and all(s.is_generating for s in core.scheduler.running)
+            ):
+                started = time.perf_counter()
+            num_steps += bool(started)
+            for response in core.step():
+                texts[response.request_id - first] = response.result.output_token_ids[0]
+        return [texts[row] for row in range(rows)], time.perf_counter() - started, num_steps
+
+    def measure(self, kind: str, rows: int, sampled: bool, rounds: int) -> Figures:
+        truth, _, _ = self.run(rows, sampled, None)
+        ratios, plain_s, is_equal, steps = [], [], True, 0
+        drafter, counters = self._fresh(kind, truth), self.core.counters
+        self.run(rows, sampled, drafter)  # learns what steps cost
+        before = counters.draft_tokens_total, counters.accepted_draft_tokens_total
+        for number in range(rounds):
+            cost, drafter = drafter.cost, self._fresh(kind, truth)
+            drafter.cost = cost
+            seconds = {}
+            for is_on in ((False, True), (True, False))[number % 2]:
+                texts, seconds[is_on], num_steps = self.run(rows, sampled, drafter if is_on else None)
+                is_equal &= texts == truth
+                steps += num_steps * is_on
+            ratios.append(seconds[False] / seconds[True])
+            plain_s.append(seconds[False])
+        tried, right = counters.draft_tokens_total - before[0], counters.accepted_draft_tokens_total - before[1]
+        return Figures(
+            kind,
+            rows,
+            sampled,
+            round(statistics.median(ratios), 3),
+            round(min(ratios), 3),
+            round(max(ratios), 3),
+            round(rows * (self.num_tokens - 1) / statistics.median(plain_s), 1),
+            round(right / tried, 3) if tried else 0.0,
+            round(rounds * (self.num_tokens - 1) / steps, 2),
+            is_equal,
+        )
+
+    def _fresh(self, kind: str, truth: list[list[int]]) -> Drafter:
+        """A drafter that has seen nothing but the earlier versions."""
+        drafter, rng = Drafter(SpeculationConfig(mode="lookup", max_shared_tokens=1 << 20)), random.Random(1)
+        assert drafter.others is not None  # the mode is lookup
+        for text in truth:
+            drafter.others.add(NAMESPACE, earlier_version(text, kind, rng, self.vocab))
+        return drafter
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="checkpoint directory")] = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="model.dtype")] = "auto",
+    quantization: Annotated[str, typer.Option(help="model.quantization")] = "none",
+    rows: Annotated[str, typer.Option(help="rows that generate together")] = "1,8,32",
+    kinds: Annotated[str, typer.Option(help="of texts")] = ",".join(KINDS),
+    tokens: Annotated[int, typer.Option(help="of output of each row")] = 256,
+    rounds: Annotated[int, typer.Option(help="pairs of runs in a figure")] = 5,
+    sampled: Annotated[bool, typer.Option(help="with temperature 0.7 rather than greedily")] = False,
+    save: Annotated[bool, typer.Option(help=f"write {RESULTS.name}")] = False,
+) -> None:
+    """Compare, and print a table."""
+    sizes = [int(each) for each in rows.split(",")]
+    bench = Bench(model, dtype, quantization, max(sizes), tokens)
+    figures = []
+    for size in sizes:
+        for kind in kinds.split(","):
+            figures.append(bench.measure(kind, size, sampled, rounds))
+            print(json.dumps(asdict(figures[-1])), flush=True)
+    table = Table("rows", "kind", "on : off", "least", "greatest", "accepted", "per step", "plain tokens/s", "equal")
+    for each in figures:
+        ratios = (f"{ratio:.2f}" for ratio in (each.speedup, each.least, each.greatest))
+        table.add_row(
+            str(each.rows), each.kind, *ratios, f"{each.accepted:.2f}", f"{each.per_step:.2f}",
+            f"{each.plain_tokens_per_s:.0f}", "yes" if each.is_equal else "NO",
+        )  # fmt: skip
+    console.print(table)
+    if save:
+        RESULTS.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,101 @@
+"""Bugs planted in drafts: their proposal, their verification, their books."""
+
+from __future__ import annotations
+
+from backend.api import draft_limits
+from backend.core.sequence import Sequence
+from backend.engine import update
+from backend.kvcache.plan import KVPlan
+from backend.scheduler import drafting, scheduler
+from backend.scheduler.drafting import Drafter
+from backend.scheduler.lookup import Lookup, OtherOutputs
+from backend.scheduler.step_cost import StepCost
+from backend.worker import model_runner
+from backend.worker.model_runner import ModelRunner
+from tests.mutants.changes import change
+
+ENGINE = ["tests/engine/test_drafts.py"]
+DRAFTING = ["tests/scheduler/test_drafting.py"]
+MODEL = ["tests/model/test_speculation.py"]
+
+MUTANTS = {
+    "a_wrong_draft_is_kept": (change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")), MODEL),
+    "what_follows_right_drafts_is_dropped": (
+        change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:num_right]")),
+        MODEL,
+    ),
+    "drafts_are_sampled_as_one_position": (
+        change(ModelRunner, "execute", ("[row.slot] + index for", "[row.slot] for")),
+        MODEL,
+    ),
+    "a_run_goes_on_behind_the_end": (change(update, "append_run", ("            break", "            pass")), ENGINE),
+    "kv_of_wrong_drafts_counts": (
+        change(update, "append_run", ("    reason = Fin", "    seq.num_computed_tokens += 1\n    reason = Fin")),
+        ENGINE,
+    ),
+    "tokens_in_flight_stay": (
+        change(
+            update, "append_run", ("seq.num_inflight_tokens = seq.num_inflight_samples", "seq.num_inflight_samples")
+        ),
+        ENGINE,
+    ),
+    "the_request_s_own_drafts_count_twice": (change(update, "append_run", ("not is_given", "True")), ENGINE),
+    "accepted_is_what_was_tried": (
+        change(update, "append_run", ("= len(samples) - 1", "= seq.num_inflight_drafts")),
+        ENGINE,
+    ),
+    "drafts_go_beyond_the_longest_end": (
+        change(Drafter, "propose", ("seq.num_output_tokens - 1)", "seq.num_output_tokens)")),
+        ENGINE,
+    ),
+    "a_script_is_followed_when_it_was_wrong": (
+        change(drafting, "_follows_script", (" and seq.token_ids", " or seq.token_ids")),
+        ENGINE,
+    ),
+    "a_request_cannot_do_without": (change(Drafter, "_lookup", ("seq.request.speculation and ", "")), ENGINE),
+    "all_anonymous_learn_from_each_other": (
+        change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
+        DRAFTING,
+    ),
+    "drafts_take_blocks_that_do_not_exist": (change(KVPlan, "widen", ("return False", "return True")), ENGINE),
+    "widen_forgets_what_extend_has_planned": (
+        change(KVPlan, "widen", ("num_planned += ", "num_planned += 0 * ")),
+        ["tests/simulation/test_simulation.py"],
+    ),
+    "rows_with_drafts_are_planned_ahead": (
+        change(scheduler.Scheduler, "_waits_for_drafts", ("seq.num_inflight_samples > 0", "False")),
+        ENGINE,
+    ),
+    "hashes_are_believed": (change(Lookup, "_compared", ("if length >= size", "if True")), DRAFTING),
+    "the_short_match_is_taken": (
+        change(Lookup, "_see_next", ("in zip(NGRAMS, self._next)", "in list(zip(NGRAMS, self._next))[::-1]")),
+        DRAFTING,
+    ),
+    "the_place_is_given_up": (
+        change(Lookup, "_see_next", ("if is_right and place", "if False and place")),
+        DRAFTING,
+    ),
+    "others_of_any_namespace_are_found": (
+        change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
+        DRAFTING,
+    ),
+    "nothing_is_forgotten": (
+        change(OtherOutputs, "add", ("while self._num_tokens", "while False and self._num_tokens")),
+        DRAFTING,
+    ),
+    "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("[1]", "[1] ** 0")), DRAFTING),
+    "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
+    "a_decaying_top_p_is_drafted": (
+        change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),
+        ENGINE,
+    ),
+    "accepted_counts_what_comes_behind_a_wrong_one": (
+        change(
+            Sequence,
+            "num_accepted_draft_tokens",
+            ("takewhile(lambda pair: pair[0] == pair[1], pairs)", "(pair for pair in pairs if pair[0] == pair[1])"),
+        ),
+        ENGINE,
+    ),
+}

@@ -1,0 +1,210 @@
+"""Lookup, the cost of steps, and how many drafts pay. Expectations are worked out by hand."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from backend.api.config import SpeculationConfig
+from backend.scheduler.drafting import MARGIN, Drafter
+from backend.scheduler.lookup import Lookup, OtherOutputs
+from backend.scheduler.step_cost import StepCost
+from tests.engine.driver import Driver
+
+LOOKUP = SpeculationConfig(mode="lookup")
+
+
+def seen(ids: list[int], others: OtherOutputs | None = None, namespace: str = "") -> Lookup:
+    lookup = Lookup(namespace, others)
+    lookup.see(ids)
+    return lookup
+
+
+def test_what_followed_the_last_three_tokens_is_proposed() -> None:
+    assert seen([1, 2, 3, 4, 9, 1, 2, 3]).propose(2) == [4, 9]
+
+
+def test_two_tokens_are_no_match() -> None:
+    assert seen([1, 2, 4, 9, 1, 2]).propose(2) == []
+
+
+def test_of_two_places_the_longer_match_is_taken() -> None:
+    """The six tokens 1-6 are followed by 7, and a later place of 4-6 alone by 8."""
+    assert seen([1, 2, 3, 4, 5, 6, 7, 0, 4, 5, 6, 8, 0, 1, 2, 3, 4, 5, 6]).propose(1) == [7]
+
+
+def test_a_repetition_copies_from_itself() -> None:
+    """Of a, b, c, a, b, c only three tokens stand behind the place, the rest of the draft is made of the draft."""
+    assert seen([1, 2, 3, 1, 2, 3]).propose(8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_equal_hashes_prove_nothing() -> None:
+    """In CPython hash(-1) == hash(-2), so these two runs of three have one hash."""
+    assert hash((-1, 5, 6)) == hash((-2, 5, 6))
+    assert seen([-1, 5, 6, 7, -2, 5, 6]).propose(1) == []
+
+
+def test_the_place_is_kept_while_it_is_right() -> None:
+    """[5, 6, 7, 1] and [5, 6, 7, 2] both stand in the text. Once the second has gone on as told, its successor is 8, though
+    the latest place of (6, 7, 2) is another.
+    """
+    ids = [3, 4, 5, 6, 7, 2, 8, 0, 6, 7, 2, 9, 0, 3, 4, 5, 6, 7]
+    lookup = seen(ids)
+    assert lookup.propose(2) == [2, 8]
+    lookup.see([*ids, 2])
+    assert lookup.propose(1) == [8]
+
+
+def test_a_long_text_without_matches_is_looked_at_now_and_then() -> None:
+    """100 tokens that never occurred, then the first 16 again. After 32 without a match every eighth token is looked at, so the
+    repetition is found by the eleventh of them at the latest: three must match, and seven may pass before.
+    """
+    ids = [*range(100), *range(16)]
+    lookup = seen(ids[:1])
+    found = []
+    for end in range(2, len(ids) + 1):
+        lookup.see(ids[:end])
+        found.append(bool(lookup.propose(1)))
+    assert not any(found[:100])
+    assert all(found[110:])
+    assert lookup.propose(2) == [16, 17]
+
+
+def test_it_knows_the_same_however_often_it_is_asked() -> None:
+    rng = Random(3)
+    ids = [rng.randrange(3) for _ in range(300)]
+    often = seen(ids[:50])
+    for end in range(51, 301):
+        often.see(ids[:end])
+        often.propose(4)
+    at_last = seen(ids[:50])
+    at_last.see(ids)
+    assert at_last.propose(20) == often.propose(20) != []
+    assert [at_last.confidence(n) for n in range(20)] == [often.confidence(n) for n in range(20)]
+
+
+def test_confidence_is_what_came_of_it() -> None:
+    """Matches in a text of two random symbols are right half of the time, those of a repetition nearly always."""
+    rng = Random(5)
+    coin = seen([rng.randrange(2) for _ in range(20)])
+    coin.see(coin._ids + [rng.randrange(2) for _ in range(600)])
+    assert 0.2 < coin.confidence(0) < 0.8
+    loop = seen([1, 2, 3] * 3)
+    loop.see([1, 2, 3] * 60)
+    assert loop.confidence(0) > 0.98
+
+
+def test_outputs_of_others_are_found_in_their_namespace_only() -> None:
+    others = OtherOutputs(100)
+    others.add("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert seen([9, 1, 2, 3, 4, 5, 6], others, "a").propose(5) == [7, 8]
+    assert seen([9, 1, 2, 3, 4, 5, 6], others, "b").propose(5) == []
+    assert seen([9, 9, 2, 3, 4, 5, 6], others, "a").propose(5) == [], "five tokens are too few"
+
+
+def test_old_outputs_are_forgotten() -> None:
+    """Three outputs of 10 tokens, room for 25: the first one goes, and what the second says besides stays."""
+    others = OtherOutputs(25)
+    for start in (0, 100, 200):
+        others.add("a", list(range(start, start + 10)))
+    assert not seen(list(range(6)), others, "a").propose(1)
+    assert seen(list(range(100, 106)), others, "a").propose(1) == [106]
+    for _ in range(50):
+        others.add("b", list(range(10)))
+    assert list(others._places) == ["b"] and others._num_tokens <= 25
+    assert len(others._places["b"]) == 4, "positions 6 to 9 of one output"
+
+
+def test_step_cost_finds_base_and_slope() -> None:
+    """Steps of 10 ms + 1 ms for each token."""
+    cost = StepCost()
+    for step in range(200):
+        tokens = 1 + step % 8
+        cost.note(tokens, 0.010 + 0.001 * tokens)
+    assert cost.per_token == pytest.approx(0.001, rel=0.05)
+    assert cost.seconds(10) == pytest.approx(0.020, rel=0.05)
+
+
+def test_step_cost_knows_of_tiles() -> None:
+    """Up to 32 rows take 10 ms, up to 64 take 14 ms, which no line tells of 33 rows."""
+    cost = StepCost()
+    for step in range(200):
+        tokens = (20, 32, 33, 40, 60)[step % 5]
+        cost.note(tokens, 0.010 if tokens <= 32 else 0.014)
+    for tokens, expected in ((32, 0.010), (33, 0.014), (40, 0.014)):
+        assert cost.seconds(tokens) == pytest.approx(expected, rel=0.06)
+
+
+def test_before_any_step_a_token_is_a_twentieth_of_a_step() -> None:
+    assert StepCost().seconds(20) == 2 * StepCost().seconds(0)
+
+
+def test_an_outlier_moves_little() -> None:
+    cost = StepCost()
+    for step in range(100):
+        cost.note(1 + step % 8, 0.010)
+    cost.note(1, 10.0)
+    assert cost.seconds(4) == pytest.approx(0.010, rel=0.1)
+
+
+class Sure(Lookup):
+    """Is right with the same probability at any place."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__("", None)
+        self._probability = probability
+
+    def confidence(self, num_drafts: int) -> float:
+        return self._probability
+
+
+def count_of(probability: float, num_rows: int, base: float, per_token: float) -> int:
+    drafter = Drafter(LOOKUP)
+    for step in range(300):
+        tokens = num_rows + step % 8
+        drafter.cost.note(tokens, base + per_token * tokens)
+    return drafter._worth(Sure(probability), 100, num_rows, float(num_rows))[0]
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    """One row, a step of 100 ms and 1 ms a token. The i-th draft pays if 0.6^i / 1.25 is above the 1 + e / 1.25 tokens so far
+    times what it costs of the step: the seventh, 0.0224 > 2.14 / 107, but not the eighth, 0.0134 < 2.17 / 108. A draft that is
+    hardly ever right is not tried, one that always is goes up to the limit.
+    """
+    assert MARGIN == 1.25
+    assert count_of(0.6, 1, 0.1, 0.001) == 7
+    assert count_of(0.011, 1, 0.1, 0.001) == 0
+    assert count_of(1.0, 1, 0.1, 0.001) == 16
+
+
+def test_where_time_goes_to_computing_nobody_guesses() -> None:
+    """32 rows at 1 ms a token and 1 ms besides: a token more takes a 33rd of a step and brings at most a 32nd of its tokens."""
+    assert count_of(1.0, 32, 0.001, 0.001) == 0
+    assert count_of(0.9, 32, 0.001, 0.001) == 0
+    assert count_of(0.9, 32, 1.0, 0.001) > 0
+
+
+PROMPT = list(range(30, 45))
+
+
+@pytest.mark.parametrize(
+    ("salts", "sharing", "learns"),
+    [
+        (("a", "a"), "namespace", True),
+        (("a", "b"), "namespace", False),
+        (("", ""), "namespace", False),
+        (("", ""), "all", True),
+        (("a", "a"), "none", False),
+    ],
+)
+def test_who_learns_from_whom(salts: tuple[str, str], sharing: str, learns: bool) -> None:
+    """The same request twice. The second finds the first one's output in 6 tokens, but in the namespaces that share only."""
+    driver = Driver(pool_tokens=256, speculation=LOOKUP, sharing=sharing)
+    outputs = []
+    for salt in salts:
+        request = driver.ask(PROMPT, 40, cache_salt=salt)
+        driver.run()
+        outputs.append(driver.tokens(request))
+    assert (outputs[0] == outputs[1]) == (salts[0] == salts[1])
+    assert (driver.core.counters.accepted_draft_tokens_total > 20) == learns
