@@ -85,13 +85,15 @@ _ADDED = _OF_BYTE.astype(np.float32)
 def _add(logits: NDArray[np.float32], places: list[int], masks: NDArray[np.int32]) -> None:
     """Set what the masks forbid to -inf, in the rows `places` of logits [rows, vocab].
 
-    One table look-up and one addition on this thread: several threads would take longer to wake than this takes.
+    A table look-up and an addition for each row, in a buffer that stays in the cache, on this thread: several threads would take
+    longer to wake than this takes, and a buffer for all rows would be new memory in every step.
     """
-    added = _ADDED.take(masks.view(np.uint8), axis=0).reshape(len(masks), -1)[:, : logits.shape[1]]
-    if len(places) == len(logits):
-        np.add(logits, added, out=logits)
-    else:
-        logits[places] += added
+    buffer = np.empty((4 * masks.shape[1], 8), dtype=np.float32)
+    added = buffer.reshape(-1)[: logits.shape[1]]
+    for at, mask in zip(places, masks.view(np.uint8)):
+        _ADDED.take(mask, axis=0, out=buffer, mode="clip")
+        row = logits[at]
+        np.add(row, added, out=row)
 
 
 class GuidedRows:

@@ -65,7 +65,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], Any]] = {
     "oneOf": ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, 5),
     "$dynamicRef": ({"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", "type": "null"}}}, 1),
     "additionalItems": ({"type": "array", "items": [{}], "additionalItems": False}, [1, 2]),
-    "pattern beside format": ({"type": "string", "format": "date", "pattern": "^x"}, "2024-01-01"),
+    "pattern beside format": ({"type": "string", "format": "date", "pattern": "^20"}, "1999-01-01"),
 }
 
 
@@ -81,9 +81,7 @@ def test_no_keyword_is_dropped(keyword: str) -> None:
     assert not accepts(guide, json.dumps(instance, separators=(",", ":")))
 
 
-def test_an_unknown_keyword_and_an_unknown_format_are_refused_by_name() -> None:
-    with pytest.raises(GuideError, match="shortness"):
-        compiled("json_schema", '{"type": "string", "shortness": 1}')
+def test_an_unknown_format_is_refused_by_name() -> None:
     with pytest.raises(GuideError, match="format: positiveInteger"):
         compiled("json_schema", '{"type": "string", "format": "positiveInteger"}')
 

@@ -70,8 +70,7 @@ def results(directory: Path, kernels: str, requests: list[Request], **scheduler:
     return finish(core, requests)
 
 
-@pytest.mark.parametrize("look_ahead", [True, False])
-@pytest.mark.parametrize("blocks", [60, 4])
+@pytest.mark.parametrize(("look_ahead", "blocks"), [(True, 60), (False, 4)])
 def test_outputs_are_those_of_the_torch_tier_beside_rows_without_guides(
     directory: Path,  # noqa: F811
     look_ahead: bool,
