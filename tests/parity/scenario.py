@@ -38,7 +38,7 @@ class RecordingTier:
     """Passes everything on, and tells of the logits [vocab] of each slot that samples."""
 
     def __init__(self, tier: Tier, record: Callable[[int, Tensor], None]) -> None:
-        self.name = tier.name
+        self.name, self.adapters = tier.name, tier.adapters
         self._tier = tier
         self._record = record
 
