@@ -130,7 +130,7 @@ class GuidedPlace(NamedTuple):
 
     logits: int  # row of the step's logits
     sample: int  # among the rows that sample
-    index: int  # among all rows
+    number: int  # among all rows
     row: GuidedRow
 
 
@@ -166,7 +166,7 @@ class GuidedStep:
             for each in self._places:
                 each.row.accept(samples[each.sample].token_id)
                 if each.row.error:
-                    self._failed.append((each.index, each.row.error))
+                    self._failed.append((each.number, each.row.error))
         return self._failed
 
     def told(self, samples: list[SampledToken]) -> list[SampledToken]:
