@@ -1,4 +1,4 @@
-"""How many of the default model's finished answers satisfy their schema: sampled or beams, evicted, some cancelled."""
+"""How many of the default model's finished answers satisfy their schema: sampled or beams, some cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.guides.engine import Bench
 from benchmarks.guides.schemas import SCHEMAS
 
 MAX_TOKENS = 400
-POOL_TOKENS = 4096  # for 16 rows of up to 432 tokens: they do not all fit, so some are evicted
+POOL_TOKENS = 4096  # for 16 rows of up to 432 tokens: they do not all fit at once
 
 
 def count(model: str, wanted: int) -> str:
