@@ -44,6 +44,14 @@ def test_of_four_drafts_two_are_right() -> None:
     assert (metrics.num_accepted_draft_tokens, metrics.num_draft_tokens) == (2, 4)
 
 
+def test_what_is_right_behind_a_wrong_draft_is_not_accepted() -> None:
+    truth = oracle(PROMPT, 4, VOCAB)
+    driver = Driver()
+    drafts = [*truth[:2], (truth[2] + 1) % VOCAB, truth[3]]
+    metrics = result(driver, driver.ask(PROMPT, 4, draft_tokens=drafts, output_config=METRICS)).perf_metrics
+    assert (metrics.num_accepted_draft_tokens, metrics.num_draft_tokens) == (2, 4)
+
+
 @pytest.mark.feature("000-20")
 @pytest.mark.parametrize("num_right", range(7))
 def test_the_output_is_that_of_plain_decoding(num_right: int) -> None:
