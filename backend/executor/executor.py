@@ -99,10 +99,9 @@ class Executor:
 
         config = config or EngineConfig()
         processors = PostProcessors(logits_post_processors, batched_logits_post_processor)
-        model = msgspec.structs.replace(config.model, path=str(model_path))
-        config = msgspec.structs.replace(config, model=model)
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model_path)))
         workers = InProcessWorkerGroup(
-            model,
+            config.model,
             config.scheduler,
             config.kv_cache,
             processors=processors,

@@ -227,7 +227,7 @@ class Scheduler:
         for seq in plan.generation if plan.drafts else ():
             draft = plan.drafts.get(seq.seq_id)
             if draft is not None:
-                num_cells = seq.num_computed_tokens + 1 + len(draft.token_ids)
+                num_cells = seq.num_computed_tokens + seq.num_inflight_tokens + 1 + len(draft.token_ids)
                 if num_cells > seq.num_writable_cells and not plan.kv.widen(seq, num_cells):
                     del plan.drafts[seq.seq_id]
 

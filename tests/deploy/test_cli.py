@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from backend.api import EngineConfig
 from deploy import ROOT, __version__, cli, serve
 from deploy.cli import app, pytest_arguments
 from deploy.errors import UserError
@@ -154,7 +155,7 @@ def test_only_changed_settings_are_listed_as_changed() -> None:
     config = serve.load_config(None, ["triton.decoupled=false", "kv_cache.max_tokens=64"])
     assert differences(config) == ["kv_cache.max_tokens=64", "triton.decoupled=false"]
     assert differences(serve.load_config()) == []
-    assert len(effective(config)) == 7
+    assert len(effective(config)) == len(EngineConfig.__struct_fields__)
 
 
 def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:

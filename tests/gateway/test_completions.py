@@ -69,7 +69,7 @@ def test_a_reply_cut_at_max_tokens_says_length(client: openai.OpenAI) -> None:
 
 
 def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
-    assert client.completions.create(model="everbatch", prompt="say ", echo=True).choices[0].text == "say " + TEXT
+    assert client.completions.create(model="everbatch", prompt="then ", echo=True).choices[0].text == "then " + TEXT
 
 
 @pytest.mark.parametrize("stream", [False, True])

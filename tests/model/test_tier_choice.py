@@ -36,9 +36,10 @@ def load(directory: Path, kv_cache: dict[str, object], **fields: object) -> Mode
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Tells the lines of the worker's log so far."""
+    """Tells the lines of the worker's log so far, but the one on what the weights take."""
     caplog.set_level(logging.INFO, logger="everbatch.worker")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
+    told = lambda: [record.getMessage() for record in caplog.records if record.name == "everbatch.worker"]
+    return lambda: [line for line in told() if not line.startswith("weights: ")]
 
 
 def sentence(error: pytest.ExceptionInfo) -> str:

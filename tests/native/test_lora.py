@@ -53,7 +53,7 @@ class Model:
             norms = dict(input_norm=torch.ones(HIDDEN), post_norm=torch.ones(HIDDEN), q_norm=None, k_norm=None)
             layers.append(NativeLayer(**packed, **norms, window=None))
         head, _ = make_linear(library, arena, VOCAB, HIDDEN, dtype)
-        shape = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, int8_kv=False)
+        shape = NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, kv_bits=0)
         self.decoder = NativeDecoder(
             library, shape, self.embedding, angles.cos(), angles.sin(), layers, torch.ones(HIDDEN), head
         )
@@ -125,7 +125,7 @@ def test_an_adapter_does_what_merged_weights_do(kernels: CDLL) -> None:
             setattr(layer, name, PackedLinear.of_floats(kernels, arena, weights[name], None))
     again = NativeDecoder(
         kernels,
-        NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, int8_kv=False),
+        NativeShape(HEADS, KV_HEADS, HEAD_DIM, INTER, 1e-5, BLOCK, kv_bits=0),
         *merged.decoder._held[:3],
         native,
         *merged.decoder._held[4:6],

@@ -96,7 +96,8 @@ def test_what_is_wrong_is_named(tools: TextTools, fields: dict[str, Any], messag
 
 def test_an_unknown_field_is_refused_by_name(tools: TextTools) -> None:
     with pytest.raises(
-        Unsupported, match="^request: 'guided_json' is no known parameter; 'x' is no known parameter; leave"
+        Unsupported,
+        match="^request: 'guided_json' is no known parameter, did you mean guide; 'x' is no known parameter; leave",
     ):
         work(tools, prompt="a", x=2, guided_json="{}")
 
