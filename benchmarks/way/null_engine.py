@@ -15,6 +15,9 @@ import time
 from collections import deque
 
 from backend.api.config import load_config
+from backend.api.errors import InvalidRequest
+from backend.api.lora import LoraConfig
+from backend.core.adapter import PreparedAdapter
 from backend.core.garbage import calm_garbage_collector
 from backend.core.messages import Hello
 from backend.core.step import MemoryUse, ModelInfo, SampledToken, StepInput, StepOutput
@@ -28,6 +31,8 @@ FIRST_TOKEN, NUM_TOKENS = 1000, 4000  # ids that are told in turn: ordinary word
 class NullWorkerGroup:
     """Implements WorkerGroup."""
 
+    guides = None
+
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._next_at = 0.0
@@ -36,6 +41,9 @@ class NullWorkerGroup:
 
     def load(self) -> ModelInfo:
         return ModelInfo("null", vocab_size=32_000, max_seq_len=1 << 20, kv_bytes_per_token=1, device="null")
+
+    def prepare_adapter(self, lora: LoraConfig) -> PreparedAdapter:
+        raise InvalidRequest("the null engine takes no adapters")
 
     def free_memory_bytes(self) -> int:
         return 1 << 30

@@ -122,7 +122,6 @@ def test_in_float32_logits_are_those_of_the_torch_tier(
         Format("bfloat16", "w4a8"),
         Format("float32", int8_kv=True),
         Format("bfloat16", "w8a8", int8_kv=True),
-        Format("float32", int4_kv=True),
         Format("bfloat16", int4_kv=True),
     ],
     ids=str,
@@ -135,10 +134,11 @@ def test_narrow_numbers_are_as_near_to_float32_as_the_torch_tier_s(
     Four bits move these random models far, so that their distance is from the same four bits in float32.
     """
     for family, play in scenes.of(isa, is_narrow=True):
-        in_float32 = scenes.torch(family, Format("float32", "w4a8" if form.quantization == "w4a8" else "none"), play)
+        four_bits = "w4a8" if form.quantization == "w4a8" else "none"
+        in_float32 = scenes.torch(family, Format("float32", four_bits, int4_kv=form.int4_kv), play)
         own = distance(scenes.native(kernels, family, form, play), in_float32)
         of_torch = distance(scenes.torch(family, form, play), in_float32)
-        most = 0.4 if form.int4_kv else 0.1  # 16 steps for a key move these random models far
+        most = 0.25 if form.int4_kv else 0.1  # rounding of bfloat16 moves a key by whole steps, of which there are 16
         assert own <= NO_WORSE * of_torch < most, f"family {family}: {own:.4f}, torch tier {of_torch:.4f}"
 
 

@@ -19,6 +19,7 @@ from backend.core.sequence import Sequence, SessionKey, Status
 from backend.core.step import NewRow, SlotId, StepOutput
 from backend.engine import core, publish, update
 from backend.engine.core import EngineCore
+from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight
 from backend.engine.sessions import SessionTable, stays
 from backend.kvcache.block import DROPPED, BlockHandle
@@ -150,7 +151,7 @@ def cancel_answers_nothing(set_attribute: SetAttribute) -> None:
 
 
 def deadlines_ignored(set_attribute: SetAttribute) -> None:
-    set_attribute(EngineCore, "_expire", lambda self, now_ns: self.sessions.expire(now_ns))
+    set_attribute(Deadlines, "pop_due", lambda self, now_ns, live: [])
 
 
 def unlocked_head_first(set_attribute: SetAttribute) -> None:
