@@ -15,7 +15,17 @@ from tests.native.harness import SANITIZE
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     f"tests/native/test_{name}.py"
-    for name in ("linear", "four_bits", "super_blocks", "rows", "bad_rows", "decoder", "long_contexts", "lora", "screen")
+    for name in (
+        "linear",
+        "four_bits",
+        "super_blocks",
+        "rows",
+        "bad_rows",
+        "decoder",
+        "long_contexts",
+        "lora",
+        "screen",
+    )
 ]
 TIMEOUT_S = 540  # below pytest's own
 
