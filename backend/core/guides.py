@@ -1,6 +1,6 @@
 """Guides: who compiles the guides of requests, as the engine sees it.
 
-A request with a guide that is not compiled yet is held beside the queue until it is, and nobody waits for it. What has been
+A request with a guide that is not compiled yet waits beside the queue until it is, and nobody else does. What has been
 compiled for a live request stays compiled until its end, also while the request is paused or evicted.
 """
 

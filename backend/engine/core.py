@@ -1,6 +1,6 @@
 """EngineCore: owns every Sequence, and runs the persistent batch one step at a time.
 
-    expire -> schedule -> submit -> collect -> update -> publish
+    admit -> expire -> schedule -> submit -> collect -> update -> publish
 
     one step at a time      schedule 1, submit 1, collect 1, update 1      schedule 2, submit 2, collect 2, update 2
     looking ahead           schedule 1, submit 1      schedule 2, submit 2, collect 1, update 1      schedule 3, submit 3, ...
@@ -26,10 +26,10 @@ from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Event, Sequence, SessionKey, Status
 from backend.core.step import StepOutput, WorkerGroup, WorkersLost
 from backend.engine import beam_step, gathered, groups, publish, row_step, update
+from backend.engine.antechamber import Antechamber
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, WorkerFailure, check_samples
-from backend.engine.held import Held
 from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
 from backend.engine.recorder import Recorder
@@ -68,7 +68,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))
         self.intake = Intake(config.limits, self.model, self.kv, self.scheduler, self.sessions, config.guided.max_bytes)
-        self.held = Held(workers.guides)
+        self.antechamber = Antechamber(workers, self.adapters, config.lora.put_workers, config.limits.max_queue_size)
         self.statistics = Statistics(self.clock)
         self._recorder = Recorder(config.records)
         self._num_launched = 0
@@ -100,12 +100,12 @@ class EngineCore:
 
     @property
     def num_live(self) -> int:
-        """Requests accepted and not finished."""
-        return len(self._live) + len(self.held)
+        """Requests that have come and not finished."""
+        return len(self._live) + len(self.antechamber)
 
     def live_ids(self) -> list[RequestId]:
-        """Their ids, in order of acceptance."""
-        return [*self._live, *self.held]
+        """Their ids, in order of acceptance; those in the antechamber come last."""
+        return [*self._live, *self.antechamber]
 
     def begin_poll(self) -> None:
         """The commands that follow, up to the next call, have arrived at the same moment."""
@@ -115,30 +115,29 @@ class EngineCore:
         """Accept a request, or answer it with an error."""
         now_ns = self.clock.monotonic_ns()
         try:
-            if request_id in self._live or request_id in self.held or self._outbox.holds(request_id):
+            if request_id in self._live or request_id in self.antechamber or self._outbox.holds(request_id):
                 raise InvalidRequest(f"request id {request_id} is in use by a request still processed; choose another")
-            request = self.intake.with_end_ids(request)
-            if self.held.hold(request_id, request, now_ns):
+            request = self.intake.ready_to_wait(request)
+            if self.antechamber.enter(request_id, request, now_ns, self.intake.deadline_ns(request, now_ns)):
                 return
         except EverbatchError as error:
             self.refuse(request_id, request.client_id, error)
         else:
             self._accept(request_id, request, now_ns)
 
-    def guide_compiled(self, request_id: RequestId, error: str) -> None:
-        """The guide of a request that is held has been compiled, or cannot be used. Ids that are not known are ignored."""
-        held = self.held.take(request_id)
-        if held is not None and error:
-            self.held.end(request_id, held[0])
-            self.refuse(request_id, held[0].client_id, InvalidRequest(error))
-        elif held is not None:
-            self._accept(request_id, *held)
+    def admit(self) -> None:
+        """Accept those of the antechamber who have what they waited for, or refuse them. Every step begins with it."""
+        for waiting in self.antechamber.take_ready():
+            if waiting.error is None:
+                self._accept(waiting.request_id, waiting.request, waiting.arrived_ns)
+            else:
+                self.refuse(waiting.request_id, waiting.request.client_id, waiting.error)
 
     def _accept(self, request_id: RequestId, request: Request, now_ns: int) -> None:
         try:
             seq = self.intake.accept(request_id, request, now_ns)
         except EverbatchError as error:
-            self.held.end(request_id, request)
+            self.antechamber.end(request_id, request)
             self.refuse(request_id, request.client_id, error)
             return
         self._live[request_id] = seq
@@ -159,9 +158,7 @@ class EngineCore:
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
-        held = self.held.take(request_id)
-        if held is not None:  # it takes its place in the queue, and leaves it at once
-            self._accept(request_id, *held)
+        self._end_waiting(request_id, FinishReason.CANCELLED)
         live = self._live.get(request_id)
         for seq in [] if live is None else groups.members(live, sequence_index):
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
@@ -175,10 +172,12 @@ class EngineCore:
         `namespace`: the client's; sessions of others are not known to it.
         """
         key = SessionKey(namespace, session_id)
+        waited = self._end_waiting(self.antechamber.turn_of(key), FinishReason.CANCELLED)
         try:
             seq = self.sessions.check_stop(key, end)
         except SessionError as error:
-            self._outbox.put(publish.error_response(request_id, None, error))
+            answer = publish.empty_response(request_id) if waited else publish.error_response(request_id, None, error)
+            self._outbox.put(answer)
             return
         if seq.status is Status.IDLE:
             self.sessions.erase(key)
@@ -187,14 +186,26 @@ class EngineCore:
             self._finish(seq, FinishReason.CANCELLED)
         self._outbox.put(publish.empty_response(request_id))
 
+    def _end_waiting(self, request_id: RequestId | None, reason: FinishReason) -> bool:
+        """End a request of the antechamber; whether there is one of this id."""
+        waiting = None if request_id is None else self.antechamber.leave(request_id)
+        if waiting is None:
+            return False
+        self.counters.requests_accepted_total += 1
+        self.statistics.count_end(reason.name)
+        self._outbox.put(publish.unqueued_response(waiting.request_id, waiting.request, reason))
+        return True
+
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
         started_ns = self.clock.monotonic_ns()
+        self.admit()
         self.expire()
         flight = self._schedule(started_ns)
         try:
             if flight is not None:
-                self._submit(flight)
+                self._in_flight.append(flight)
+                self.workers.submit(flight.step)
             landed = self._collect(flight)
         except WorkersLost:
             raise
@@ -202,10 +213,7 @@ class EngineCore:
             self._lose_steps(error)
         else:
             if landed is not None:
-                if landed[0].plan.beam_width > 1:
-                    self._advance_beams(*landed)
-                else:
-                    self._publish(self._update(*landed))
+                self._update(*landed)
                 self._record(*landed)
         return self.take_responses()
 
@@ -221,14 +229,16 @@ class EngineCore:
 
     def fail_all(self, error: EverbatchError) -> None:
         """Answer every live request with `error`; for shutdown and for failures of the whole engine."""
-        for request_id, request in self.held.take_all():
-            self.refuse(request_id, request.client_id, error)
+        for waiting in self.antechamber.close():
+            self.refuse(waiting.request_id, waiting.request.client_id, error)
         for seq in list(self._live.values()):
             self._fail(seq, error)
 
     def expire(self) -> None:
-        """End requests that are past their deadline, and sessions that nobody has used for long. Every step begins with it."""
+        """End requests that are past their deadline, and sessions that nobody has used for long; in every step."""
         now_ns = self.clock.monotonic_ns()
+        for request_id in self.antechamber.late(now_ns):
+            self._end_waiting(request_id, FinishReason.TIMED_OUT)
         for live in self._deadlines.pop_due(now_ns, self._live):
             for seq in groups.members(live):
                 self._finish(seq, FinishReason.TIMED_OUT)
@@ -269,14 +279,9 @@ class EngineCore:
             self._record(flight)
         return None
 
-    def _submit(self, flight: Flight) -> None:
-        """Hand a step to the workers. Raises whatever they do; then all that is in flight is lost."""
-        self._in_flight.append(flight)
-        self.workers.submit(flight.step)
-
     def _collect(self, submitted: Flight | None) -> tuple[Flight, StepOutput] | None:
         """Wait for the oldest step in flight; None when nothing is, or only the one that this iteration has submitted and that
-        looking ahead leaves running. Raises like `_submit`.
+        looking ahead leaves running. Raises whatever the workers do; then all that is in flight is lost.
         """
         if len(self._in_flight) <= (self._looks_ahead and submitted is not None):
             return None
@@ -284,22 +289,20 @@ class EngineCore:
         check_samples(self._in_flight[0].step, output)
         return self._in_flight.popleft(), output
 
-    def _update(self, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
-        """Book what a step did. Returns the sequences with news, in row order, and whether they end."""
-        self._fail_rows(flight, output)
-        self.statistics.iteration = flight.step.step_id
-        return row_step.book(flight, output, self.kv, self.counters, self.clock.monotonic_ns())
-
-    def _fail_rows(self, flight: Flight, output: StepOutput) -> None:
+    def _update(self, flight: Flight, output: StepOutput) -> None:
+        """Book what a step did, and tell whom it concerns."""
+        now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
         if output.gathered or output.failed:
             for seq, error in gathered.book(flight, output):
                 self._fail(seq, error)
+        if flight.plan.beam_width > 1:
+            self._advance_beams(beam_step.book(flight, output, self.kv, self.counters), now_ns)
+        else:
+            self._publish(row_step.book(flight, output, self.kv, self.counters, now_ns), now_ns)
 
-    def _advance_beams(self, flight: Flight, output: StepOutput) -> None:
-        """`_update` and `_publish` of a step of beams."""
-        now_ns, self.statistics.iteration = self.clock.monotonic_ns(), flight.step.step_id
-        self._fail_rows(flight, output)
-        for search in beam_step.book(flight, output, self.kv, self.counters):
+    def _advance_beams(self, searches: list[BeamSearch], now_ns: int) -> None:
+        """Take searches one token further, and tell what is new of each."""
+        for search in searches:
             reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
             first = search.members[0]
             if reason is not None and reason is not FinishReason.NOT_FINISHED:
@@ -307,9 +310,9 @@ class EngineCore:
             elif reason is not None and first.request.streaming:
                 self._outbox.put(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))
 
-    def _publish(self, news: list[tuple[Sequence, FinishReason]]) -> None:
+    def _publish(self, news: list[tuple[Sequence, FinishReason]], now_ns: int) -> None:
         """Tell what is new of each sequence, and take out those that end."""
-        iteration, tells_all = self.iteration, self._interval.is_over(self.clock.monotonic_ns())
+        iteration, tells_all = self.iteration, self._interval.is_over(now_ns)
         for seq, reason in news:
             if reason is not FinishReason.NOT_FINISHED:
                 self._finish(seq, reason)
@@ -364,7 +367,7 @@ class EngineCore:
         if another is None:
             self._recorder.note_end(seq)
             del self._live[seq.request_id]
-            self.held.end(seq.request_id, seq.request)
+            self.antechamber.end(seq.request_id, seq.request)
         else:
             self._live[seq.request_id] = another
         seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0
@@ -394,4 +397,4 @@ class EngineCore:
             self._recorder.record(flight, self.latest_iteration(), self._live.values(), tensors)
 
     def _gauges(self) -> Gauges:
-        return gauges(len(self._live), self.scheduler.waiting, len(self.sessions), self.kv)
+        return gauges(self.num_live, self.scheduler.waiting, len(self.sessions), self.kv)

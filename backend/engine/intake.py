@@ -62,24 +62,27 @@ class Intake:
         self._next_arrival = itertools.count(1)
         self.sessions_this_poll: set[SessionKey] = set()  # cleared by the engine before each poll of the inbox
 
-    def with_end_ids(self, request: Request) -> Request:
-        """The request; one with a guide has end ids, for those are allowed where the guide is complete.
+    def ready_to_wait(self, request: Request) -> Request:
+        """The request as it may wait for its guide or adapter: nothing is compiled or read for one that is out of its limits.
 
-        Raises EverbatchError where a field of a request with a guide is out of its limits, before anything is compiled.
+        One with a guide has end ids, for those are allowed where the guide is complete. Raises EverbatchError.
         """
-        if request.guide is None:
-            return request
-        check_request(request, self._limits)
-        if request.end_ids:
+        if request.guide is not None or request.lora is not None:
+            check_request(request, self._limits)
+        if request.guide is None or request.end_ids:
             return request
         if not self._model.eos_ids:
             raise InvalidRequest("a request with a guide needs an end id, and the model names none; give end_ids")
         return msgspec.structs.replace(request, end_ids=self._model.eos_ids)
 
+    def deadline_ns(self, request: Request, now_ns: int) -> int:
+        """Of a request that comes now."""
+        return now_ns + int((request.timeout_s or self._caps.default_timeout_s) * 1e9)
+
     def accept(self, request_id: RequestId, request: Request, now_ns: int) -> Sequence:
         """Return the sequence, queued; of several the first. Raises EverbatchError subclasses and changes nothing.
 
-        Of a request with an adapter the adapter must be in the cache (engine/adapter_desk.py).
+        now_ns: when the request came. Its guide must be compiled, its adapter in the cache (engine/antechamber.py).
         """
         check_request(request, self._limits)
         request = self._with_content(request)
@@ -96,12 +99,11 @@ class Intake:
         else:
             seq, max_output, promised = self._accept_turn(request_id, request, now_ns)
             sequences = [seq]
-        timeout_s = request.timeout_s or self._caps.default_timeout_s
         for seq in sequences:
             if seq.gathered is not None:
                 seq.gathered.num_promised_bytes = promised
             seq.max_output_tokens = max_output
-            seq.deadline_ns = now_ns + int(timeout_s * 1e9)
+            seq.deadline_ns = self.deadline_ns(request, now_ns)
             self._scheduler.add(seq)
         return sequences[0]
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from backend.api.errors import EngineUnavailable
-from backend.api.request import RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats, Records
 from backend.core.messages import CLIENT_SHIFT, Cancel, ClientGone, Command, StopSession, Submit
-from backend.engine.adapter_desk import AdapterDesk
 from backend.engine.core import EngineCore
 
 MAX_IDLE_S = 1.0
@@ -25,21 +22,13 @@ PublishStats = Callable[[EngineStats], None]
 PublishRecords = Callable[[Records], None]
 
 
-class GuideCompiled(NamedTuple):
-    """The guide of a request that is held has been compiled, or `error` says why not."""
-
-    request_id: RequestId
-    error: str
-
-
 class EngineLoop:
     def __init__(self, core: EngineCore, stats_period_s: float = 1.0) -> None:
         self._core = core
         self._stats_period_s = stats_period_s
         self._next_stats = 0.0
-        self._inbox: queue.SimpleQueue[Command | ClientGone | GuideCompiled | None] = queue.SimpleQueue()
-        core.held.on_compiled(lambda request_id, error: self._inbox.put(GuideCompiled(request_id, error)))
-        self._desk = AdapterDesk(core, on_ready=lambda: self._inbox.put(None))
+        self._inbox: queue.SimpleQueue[Command | ClientGone | None] = queue.SimpleQueue()
+        core.antechamber.on_ready(lambda: self._inbox.put(None))
         self._stopping = False
         self._drain = False
         self._num_turns = 0
@@ -72,8 +61,7 @@ class EngineLoop:
             while True:
                 self._begin_turn()
                 self._poll()
-                waiting = self._core.has_work or self._core.held or self._desk.num_waiting
-                if self._stopping and not (self._drain and waiting):
+                if self._stopping and not (self._drain and (self._core.has_work or self._core.antechamber)):
                     farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
@@ -84,7 +72,6 @@ class EngineLoop:
                     deliver(responses)
                 self._report(publish_stats)
         finally:
-            self._desk.fail_all(EngineUnavailable(farewell))
             self._core.fail_all(EngineUnavailable(farewell))
             deliver(self._core.take_responses())
             self.present_turn = None
@@ -95,7 +82,7 @@ class EngineLoop:
 
     def _poll(self) -> None:
         self._core.begin_poll()
-        goes_on = not self._stopping or (self._drain and self._desk.num_waiting)
+        goes_on = not self._stopping or (self._drain and self._core.antechamber)
         if goes_on and not self._core.has_work:
             try:
                 self._apply(self._sleep())
@@ -103,30 +90,31 @@ class EngineLoop:
                 self._core.expire()
         while not self._inbox.empty():
             self._apply(self._inbox.get())
-        self._desk.admit()
+        if not self._core.has_work:
+            self._core.admit()
 
-    def _sleep(self) -> Command | ClientGone | GuideCompiled | None:
-        """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S."""
+    def _sleep(self) -> Command | ClientGone | None:
+        """Wait for a command. Raises queue.Empty when none comes for MAX_IDLE_S, or before a request's deadline."""
+        earliest_ns, idle_s = self._core.antechamber.earliest_deadline_ns, MAX_IDLE_S
+        if earliest_ns is not None:
+            idle_s = min(idle_s, max(0.0, (earliest_ns - self._core.clock.monotonic_ns()) / 1e9))
         self.present_turn = None
         try:
-            return self._inbox.get(timeout=MAX_IDLE_S)
+            return self._inbox.get(timeout=idle_s)
         finally:
             self._begin_turn()
 
-    def _apply(self, command: Command | ClientGone | GuideCompiled | None) -> None:
+    def _apply(self, command: Command | ClientGone | None) -> None:
         match command:
             case Submit(request_id, request):
-                self._desk.submit(request_id, request)
+                self._core.enqueue(request_id, request)
             case Cancel(request_id, keep_output_tokens, sequence_index):
-                if not self._desk.cancel(request_id):
-                    self._core.cancel(request_id, keep_output_tokens, sequence_index)
+                self._core.cancel(request_id, keep_output_tokens, sequence_index)
             case StopSession(request_id, session_id, end, namespace):
                 self._core.stop_session(request_id, session_id, end, namespace)
-            case GuideCompiled(request_id, error):
-                self._core.guide_compiled(request_id, error)
             case ClientGone(client_index):
-                for request_id in (*self._desk.live_ids(), *self._core.live_ids()):
-                    if request_id >> CLIENT_SHIFT == client_index and not self._desk.cancel(request_id):
+                for request_id in self._core.live_ids():
+                    if request_id >> CLIENT_SHIFT == client_index:
                         self._core.cancel(request_id)
 
     def _report(self, publish_stats: PublishStats) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from backend.api.errors import EverbatchError
-from backend.api.request import RequestId
+from backend.api.request import Request, RequestId
 from backend.api.response import FinishReason, PerfMetrics, Response, Result, TopLogProb
 from backend.core.sequence import Sequence
 from backend.engine.beams import Hypothesis
@@ -121,6 +121,19 @@ def empty_response(request_id: RequestId) -> Response:
     return Response(
         request_id, None, Result([[]], is_final=True, is_sequence_final=True, finish_reasons=(FinishReason.CANCELLED,))
     )
+
+
+def unqueued_response(request_id: RequestId, request: Request, reason: FinishReason) -> Response:
+    """The final response to a request that ended before it was queued: its prompt where the client wants it, and no more."""
+    prompt = [] if request.streaming or request.output_config.exclude_input_from_output else request.input_token_ids
+    result = Result(
+        [list(prompt)],
+        is_final=True,
+        is_sequence_final=True,
+        finish_reasons=(reason,),
+        num_prompt_tokens=len(request.input_token_ids),
+    )
+    return Response(request_id, request.client_id, result)
 
 
 def _top_log_probs(seq: Sequence, start: int) -> list[list[TopLogProb]] | None:

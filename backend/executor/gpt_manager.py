@@ -23,7 +23,6 @@ from backend.api.config import EngineConfig
 from backend.api.request import Request, RequestId
 from backend.api.response import Response
 from backend.api.stats import EngineStats
-from backend.engine.adapter_desk import AdapterDesk
 from backend.engine.core import EngineCore
 
 GetRequests = Callable[[int], Iterable[tuple[int, Request]]]
@@ -64,7 +63,6 @@ class GptManager:
         `ending`: once it is set, by a callback for instance, the thread takes in no more and ends when the active ones have.
         """
         self._core = core
-        self._desk = AdapterDesk(core, on_ready=lambda: None)  # the thread looks at it in every turn
         self._get_requests = get_requests
         self._send_response = send_response
         self._poll_stop_signals = poll_stop_signals
@@ -86,10 +84,9 @@ class GptManager:
         self.shutdown()
 
     def _run(self) -> None:
-        while self._core.has_work or self._desk.num_waiting or not self._ending.is_set():
+        while self._core.has_work or self._core.antechamber or not self._ending.is_set():
             if not self._ending.is_set():
                 self._take_in()
-            self._desk.admit()
             was_active = self._core.has_work
             self._send(self._core.step())
             self._stop_signalled()
@@ -103,12 +100,11 @@ class GptManager:
         room = self._core.config.limits.max_queue_size - len(self._core.scheduler.waiting)
         self._core.begin_poll()
         for request_id, request in self._get_requests(max(0, room)):
-            self._desk.submit(RequestId(request_id), request)
+            self._core.enqueue(RequestId(request_id), request)
 
     def _stop_signalled(self) -> None:
         for request_id in self._poll_stop_signals():
-            if not self._desk.cancel(RequestId(request_id)):
-                self._core.cancel(RequestId(request_id))
+            self._core.cancel(RequestId(request_id))
         self._send(self._core.take_responses())
 
     def _send(self, responses: list[Response]) -> None:

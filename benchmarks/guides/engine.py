@@ -24,8 +24,6 @@ class Bench:
         section = self.config.model
         workers = InProcessWorkerGroup(section, self.config.scheduler, self.config.kv_cache, guided=GuidedConfig())
         self.core = EngineCore(self.config, workers)
-        self.core.held.on_compiled(lambda request_id, error: self._compiled.append((request_id, error)))
-        self._compiled: list[tuple[RequestId, str]] = []
         self._next_id = 0
 
     def send(self, request: Request) -> RequestId:
@@ -36,15 +34,13 @@ class Bench:
 
     def settle(self) -> None:
         """Wait until all guides are compiled."""
-        while self.core.held or self._compiled:
-            while self._compiled:
-                self.core.guide_compiled(*self._compiled.pop())
+        while self.core.antechamber:
+            self.core.admit()
             time.sleep(0.001)
 
     def turn(self) -> list[Response]:
         """One step, or a short wait for guides."""
-        while self._compiled:
-            self.core.guide_compiled(*self._compiled.pop())
+        self.core.admit()
         if not self.core.has_work:
             time.sleep(0.001)
             return self.core.take_responses()

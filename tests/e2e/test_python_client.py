@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import re
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +18,10 @@ from client import (
     Unavailable,
 )
 from deploy.triton_server import TritonServer
+from tests.docs.pages import examples
 from tests.e2e.wire import CANCELLED, num_cancelled, reaches
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "client.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+EXAMPLES = examples("client.md")
 PROMPT = "def main("
 LONG = {"max_tokens": 1800, "min_tokens": 1800}  # so that none ends by itself before it is cancelled
 
@@ -143,7 +141,7 @@ def test_a_turn_with_asyncio_reuses_the_kv_of_those_before(url: str) -> None:
 
 def test_the_first_example_prints_text_that_can_be_seen(server: TritonServer) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(EXAMPLES[0].replace("127.0.0.1:8001", server.grpc_url), str(PAGE), "exec"), names := {})
+        exec(compile(EXAMPLES[0].replace("127.0.0.1:8001", server.grpc_url), "docs/client.md", "exec"), names := {})
     assert names["answer"].text.strip() and names["reply"].text.strip()
     assert f"\n{names['answer'].text!r} " in printed.getvalue(), "on a line of its own"
 
@@ -153,7 +151,7 @@ def test_every_example_of_the_page_runs(server: TritonServer, source: str) -> No
     source = source.replace("http://127.0.0.1:8000", server.http_url).replace("127.0.0.1:8001", server.grpc_url)
     assert server.grpc_url in source or server.http_url in source
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(source, str(PAGE), "exec"), {"__name__": "example"})
+        exec(compile(source, "docs/client.md", "exec"), {"__name__": "example"})
     assert len(printed.getvalue()) > 5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backend.api import EngineConfig, Request, Response, SessionConfig
 from backend.api.config import (
     KvCacheConfig,
+    LimitsConfig,
     RecordsConfig,
     SchedulerConfig,
     SessionsConfig,
@@ -38,6 +39,7 @@ class Driver:
         records: RecordsConfig | None = None,
         stream_interval_ms: float = 0.0,
         speculation: SpeculationConfig | None = None,
+        limits: LimitsConfig | None = None,
         vocab: int = VOCAB,
         **worker: object,
     ) -> None:
@@ -60,6 +62,7 @@ class Driver:
             records=records or RecordsConfig(),
             triton=TritonConfig(stream_interval_ms=stream_interval_ms),
             speculation=speculation or SpeculationConfig(),
+            limits=limits or LimitsConfig(),
         )
         self.clock = ManualClock()
         self.workers = HashWorkerGroup(vocab_size=vocab, **worker)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backend.api import guide
+from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
-from backend.engine.held import Held
 from backend.engine.intake import Intake
 from backend.guided import json_text, llguidance_backend, structural_tag, vocabulary
 from backend.guided.compiler import GuideCompiler
@@ -13,7 +13,7 @@ from tests.mutants.changes import change
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
 COMPILER = ["tests/guided/test_compiler.py"]
-HELD = ["tests/engine/test_held.py"]
+WAITING = ["tests/engine/test_antechamber_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
 GRAMMARS = ["tests/guided/test_grammars.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
@@ -44,10 +44,23 @@ MUTANTS = {
         change(GuideCompiler, "begin", ("if waiting >= self", "if False and waiting >= self")),
         COMPILER,
     ),
-    "a_cancelled_one_stays_held": (change(Held, "take", (".pop(request_id, None)", ".get(request_id)")), HELD),
-    "guides_are_kept_for_ever": (change(Held, "end", ("self._guides.end(request_id)", "pass")), HELD),
-    "an_error_is_no_end": (change(EngineCore, "guide_compiled", ("and error", "and not error")), HELD),
-    "no_end_id_is_needed": (change(Intake, "with_end_ids", ("if not self._model.eos_ids:", "if False:")), HELD),
+    "a_cancelled_one_still_waits": (
+        change(Antechamber, "leave", (".pop(request_id, None)", ".get(request_id)")),
+        WAITING,
+    ),
+    "guides_are_kept_for_ever": (change(Antechamber, "end", ("self._guides.end(request_id)", "pass")), WAITING),
+    "an_error_is_no_end": (change(EngineCore, "admit", ("if waiting.error is None:", "if True:")), WAITING),
+    "a_turn_that_waits_cannot_be_stopped": (
+        change(EngineCore, "stop_session", ("self.antechamber.turn_of(key)", "None")),
+        WAITING,
+    ),
+    "who_waits_has_all_the_time": (change(Antechamber, "late", ("now_ns < self._earliest_ns", "True")), WAITING),
+    "only_the_first_is_late": (
+        change(Antechamber, "late", ("if each > now_ns), default=None", "if each > 1e18), default=None")),
+        WAITING,
+    ),
+    "any_number_of_requests_waits": (change(Antechamber, "enter", (">= self._max_size", ">= 1e9")), WAITING),
+    "no_end_id_is_needed": (change(Intake, "ready_to_wait", ("if not self._model.eos_ids:", "if False:")), WAITING),
     "keys_twice_are_one": (change(json_text, "parse_json", ("if len(found) < len(pairs):", "if False:")), SCHEMAS),
     "a_client_s_options_hold": (
         change(llguidance_backend, "_of_schema", (", overrides=_OPTIONS", "")),

@@ -1,17 +1,18 @@
-"""Bugs planted in LoRA: the caches, the desk, the reading of adapters."""
+"""Bugs planted in LoRA: the caches, the antechamber, the reading of adapters."""
 
 from __future__ import annotations
 
 from backend.api.request import Request
-from backend.engine.adapter_desk import AdapterDesk
+from backend.engine.antechamber import Antechamber
 from backend.engine.intake import Intake
+from backend.engine.loop import EngineLoop
 from backend.models import lora
 from backend.scheduler.adapters import AdapterCache, Level
 from backend.scheduler.scheduler import Scheduler
 from tests.mutants.changes import change
 
 CACHE = ["tests/scheduler/test_adapters.py"]
-DESK = ["tests/engine/test_adapter_desk.py"]
+WAITING = ["tests/engine/test_antechamber_adapters.py"]
 MODEL = ["tests/model/test_lora.py"]
 
 MUTANTS = {
@@ -34,15 +35,31 @@ MUTANTS = {
     ),
     "a_failed_step_has_brought_its_adapters": (
         change(AdapterCache, "send_again", ("list(self.device)", "[]")),
-        DESK,
+        WAITING,
     ),
-    "the_device_is_endless": (change(Scheduler, "_admit", ("if not self.adapters.has_room(", "if False and (")), DESK),
+    "the_device_is_endless": (
+        change(Scheduler, "_admit", ("if not self.adapters.has_room(", "if False and (")),
+        WAITING,
+    ),
     "a_session_changes_its_adapter": (
         change(Intake, "_accept_turn", ("known.adapter != request.adapter", "False")),
-        DESK,
+        WAITING,
     ),
-    "later_requests_overtake": (change(AdapterDesk, "submit", ("line is None and not", "not")), DESK),
-    "the_cancelled_run": (change(AdapterDesk, "cancel", ("self._cancelled.add(request_id)", "pass")), DESK),
+    "later_requests_overtake": (change(Antechamber, "enter", ("waiting.line in self._lines", "False")), WAITING),
+    "the_cancelled_run": (change(Antechamber, "_advance", ("if not first.has_left:", "if True:")), WAITING),
+    "all_adapters_are_read_ahead": (
+        change(Antechamber, "_read_ahead", ("and self._num_ahead < self._num_readers", "")),
+        WAITING,
+    ),
+    "who_leaves_takes_the_adapter_along": (change(Antechamber, "_close_ranks", ("or is_meant", "")), WAITING),
+    "who_leaves_is_read_for_all_the_same": (
+        change(Antechamber, "_close_ranks", ("self._unread.remove(each)", "pass")),
+        WAITING,
+    ),
+    "the_loop_sleeps_past_a_deadline": (
+        change(EngineLoop, "_sleep", ("if earliest_ns is not None:", "if False:")),
+        WAITING,
+    ),
     "kv_of_other_adapters_is_met": (
         change(Request, "adapter", ('"" if self.lora is None else self.lora.content', '""')),
         MODEL,

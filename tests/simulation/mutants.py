@@ -320,9 +320,9 @@ def pause_of_what_is_in_flight(set_attribute: SetAttribute) -> None:
 
 
 def rows_of_those_that_left_are_booked(set_attribute: SetAttribute) -> None:
-    def update_all(self: EngineCore, flight: Flight, output: StepOutput) -> list[tuple[Sequence, FinishReason]]:
+    def update_all(self: EngineCore, flight: Flight, output: StepOutput) -> None:
         flight.dropped.clear()
-        return original(self, flight, output)
+        original(self, flight, output)
 
     original = EngineCore._update
     set_attribute(EngineCore, "_update", update_all)

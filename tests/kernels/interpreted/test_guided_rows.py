@@ -65,7 +65,7 @@ def results(directory: Path, kernels: str, requests: list[Request], **scheduler:
     core = make_core(directory, kernels, Replays(), **scheduler)
     runner, name = core.workers.runner, "_guided" if kernels == "triton" else "guided"
     setattr(runner, name, GuidedRows(Compiled(), 5, core.model.vocab_size))
-    core.held._guides = Compiled()
+    core.antechamber._guides = Compiled()
     core.intake._limits = msgspec.structs.replace(core.intake._limits, guide_refusal="")
     return finish(core, requests)
 

@@ -1,4 +1,4 @@
-"""Requests whose LoRA adapter is being read wait beside the engine, in their order, and end like all others.
+"""Requests whose LoRA adapter is being read wait beside the queue, in their order, and end like all others.
 
 The fake worker's adapters take 10 bytes; its tokens depend on the namespace of the KV, and so on the adapter.
 """
@@ -6,6 +6,7 @@ The fake worker's adapters take 10 bytes; its tokens depend on the namespace of 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -14,13 +15,14 @@ import pytest
 from backend.api import EngineConfig, ErrorCode, InvalidRequest, Request, SessionConfig
 from backend.api.config import KvCacheConfig, LoraSection, SchedulerConfig
 from backend.api.errors import EngineUnavailable
+from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.response import Response
 from backend.core.adapter import PreparedAdapter
 from backend.core.messages import Cancel, Submit
-from backend.engine.adapter_desk import AdapterDesk
 from backend.engine.core import EngineCore
-from backend.engine.loop import EngineLoop
+from backend.engine.loop import MAX_IDLE_S, EngineLoop
+from tests.engine.test_antechamber_guides import FakeGuides
 from tests.fakes.hash_worker import HashWorkerGroup
 
 
@@ -76,9 +78,15 @@ def tokens(response: Response) -> list[int]:
     return response.result.output_token_ids[0]
 
 
-def wait_for(desk: AdapterDesk, ready: threading.Event) -> None:
-    assert ready.wait(10)
-    desk.admit()
+def admit_all(core: EngineCore) -> None:
+    """Until nobody waits."""
+    woken = threading.Event()
+    core.antechamber.on_ready(woken.set)
+    core.admit()
+    while core.antechamber:
+        assert woken.wait(10)
+        woken.clear()
+        core.admit()
 
 
 @pytest.mark.feature("000-19", "001-48")
@@ -102,34 +110,118 @@ def test_adapters_are_read_by_as_many_threads_as_configured() -> None:
     for count in (1, 3):
         workers = Reader(is_open=False)
         core = make_core(workers, put_workers=count)
-        ready = threading.Event()
-        desk = AdapterDesk(core, ready.set)
         for task_id in range(5):
-            desk.submit(task_id, request(task_id, f"adapter {task_id}"))
-        deadline = threading.Event()
-        while len(workers.threads) < count and not deadline.wait(0.01):
-            pass
+            core.enqueue(task_id, request(task_id, f"adapter {task_id}"))
+        while len(workers.threads) < count:
+            threading.Event().wait(0.01)
         assert not core.has_work
         workers.gate.set()
-        while desk.num_waiting:
-            ready.wait(0.01)
-            desk.admit()
+        admit_all(core)
         assert len(workers.threads) == count
-        assert core.num_live == 5
-        desk.fail_all(EngineUnavailable("over"))
+        assert core.num_live == len(core.scheduler.waiting) == 5
+        core.fail_all(EngineUnavailable("over"))
 
 
 def test_requests_of_one_id_keep_their_order_while_others_pass() -> None:
     workers = Reader(is_open=False)
-    core, ready = make_core(workers), threading.Event()
-    desk = AdapterDesk(core, ready.set)
-    desk.submit(1, request(7, "a"))
-    desk.submit(2, request(7))
-    desk.submit(3, Request([1], 4))
-    assert core.live_ids() == [3]
+    core = make_core(workers)
+    core.enqueue(1, request(7, "a"))
+    core.enqueue(2, request(7))
+    core.enqueue(3, Request([1], 4))
+    assert core.live_ids() == [3, 1, 2] and [seq.request_id for seq in core.scheduler.waiting] == [3]
     workers.gate.set()
-    wait_for(desk, ready)
-    assert core.live_ids() == [3, 1, 2]
+    admit_all(core)
+    assert [seq.request_id for seq in core.scheduler.waiting] == [3, 1, 2]
+    core.fail_all(EngineUnavailable("over"))
+
+
+def test_no_more_adapters_are_read_ahead_than_there_are_readers() -> None:
+    """The host has room for one adapter of 10 bytes, and request 1 runs with it: of the three that come then one is read, and
+    waits for room; the others are read one after the other.
+    """
+    workers = Reader()
+    core = make_core(workers, host_bytes=15)
+    core.enqueue(1, request(1, "a"))
+    admit_all(core)
+    read, prepare = [], workers.prepare_adapter
+    core.antechamber._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    for number, path in enumerate("bcd", 2):
+        core.enqueue(number, request(number, path))
+    woken = threading.Event()
+    core.antechamber.on_ready(woken.set)
+    assert woken.wait(10) or read == ["b"]
+    core.admit()
+    assert list(core.antechamber) == [2, 3, 4] and read == ["b"]
+    ended = []
+    while core.num_live:
+        ended += [each.request_id for each in core.step()]
+    assert ended == [1, 2, 3, 4] and read == ["b", "c", "d"]
+
+
+def test_who_leaves_a_line_leaves_its_adapter_to_those_who_mean_it() -> None:
+    """Requests 2 and 3 bring "b" and "c" under the id of request 1, which is being read; 4 names the id alone. 2 and 3 are
+    cancelled: nobody means "b" any more, but 4 means "c".
+    """
+    workers = Reader(is_open=False)
+    core = make_core(workers)
+    read, prepare = [], workers.prepare_adapter
+    core.antechamber._prepare = lambda lora: (read.append(lora.path), prepare(lora))[1]
+    core.enqueue(1, request(7, "a"))
+    core.enqueue(2, request(7, "b"))
+    core.enqueue(3, request(7, "c"))
+    core.enqueue(4, request(7))
+    for request_id in (2, 3):
+        core.cancel(request_id)
+    assert [each.result.finish_reasons[0].name for each in core.take_responses()] == ["CANCELLED"] * 2
+    workers.gate.set()
+    admit_all(core)
+    assert read == ["a", "c"]
+    (alone,) = serve(make_core(Reader()), request(7, "c")).values()
+    got = {}
+    while core.num_live:
+        got.update({each.request_id: each for each in core.step()})
+    assert set(got) == {1, 4} and tokens(got[4]) == tokens(alone)
+    core.check_integrity()
+
+
+def test_cancelled_requests_leave_nothing_to_read() -> None:
+    """One reader, which is busy: of 50 adapters whose requests are cancelled none is read, and their lines are gone."""
+    workers = Reader(is_open=False)
+    core = make_core(workers)
+    for number in range(51):
+        core.enqueue(number, request(number, f"adapter {number}"))
+    for number in range(1, 51):
+        core.cancel(number)
+    core.admit()
+    assert len(core.antechamber._lines) == 1 and not core.antechamber._unread
+    workers.gate.set()
+    admit_all(core)
+    core.fail_all(EngineUnavailable("over"))
+
+
+def test_a_request_may_wait_for_its_guide_and_its_adapter() -> None:
+    """It is queued when both are there, whichever comes first, and its adapter cannot leave the cache in between: a guide
+    that fails leaves the adapter to those behind.
+    """
+    for error in ("", "the guide is bad"):
+        workers = Reader()
+        workers.guides = FakeGuides()
+        workers.info = msgspec.structs.replace(workers.info, eos_ids=(7,), guide_refusal="")
+        core = make_core(workers)
+        guided = msgspec.structs.replace(request(1, "a"), guide=Guide(GuideType.REGEX, "a"))
+        core.enqueue(1, guided)
+        core.enqueue(2, request(1))
+        woken = threading.Event()
+        core.antechamber.on_ready(woken.set)
+        while not any(each.adapter for each in core.antechamber._waiting.values()):
+            woken.wait(0.05)
+            core.admit()
+        assert list(core.antechamber) == [1, 2] and len(core.adapters.host) == 0
+        workers.guides.tell(1, error)
+        admit_all(core)
+        assert [seq.request_id for seq in core.scheduler.waiting] == ([2] if error else [1, 2])
+        core.fail_all(EngineUnavailable("over"))
+        assert workers.guides.ended == [1]
 
 
 @pytest.mark.parametrize(
@@ -141,16 +233,28 @@ def test_an_adapter_that_cannot_be_read_fails_its_own_request_only(path: str, me
     assert tokens(got[2])
 
 
-def test_a_request_that_is_cancelled_while_it_waits_has_one_final_response() -> None:
-    workers = Reader(is_open=False)
-    core, responses = make_core(workers), []
-    loop = EngineLoop(core)
+def test_a_request_that_is_cancelled_while_it_waits_ends_at_once() -> None:
+    """Before its adapter has been read."""
+    workers, responses = Reader(is_open=False), []
+    loop = EngineLoop(make_core(workers))
     loop.post(Submit(1, request(1, "a")))
     loop.post(Cancel(1))
     loop.stop(drain=True)
-    threading.Timer(0.05, workers.gate.set).start()
     loop.run(responses.extend)
+    workers.gate.set()
     assert [(each.request_id, each.result.finish_reasons[0].name) for each in responses] == [(1, "CANCELLED")]
+
+
+def test_a_loop_without_work_wakes_up_for_a_deadline() -> None:
+    workers, responses = Reader(is_open=False), []
+    loop = EngineLoop(make_core(workers))
+    loop.post(Submit(1, msgspec.structs.replace(request(1, "a"), timeout_s=0.05)))
+    loop.stop(drain=True)
+    began = time.monotonic()
+    loop.run(responses.extend)
+    assert time.monotonic() - began < MAX_IDLE_S
+    workers.gate.set()
+    assert [(each.request_id, each.result.finish_reasons[0].name) for each in responses] == [(1, "TIMED_OUT")]
 
 
 def test_who_waits_is_told_of_a_shutdown() -> None:

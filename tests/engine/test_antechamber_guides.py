@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend.api import Request
+from backend.api import ErrorCode, Request, SessionConfig
+from backend.api.config import LimitsConfig
 from backend.api.errors import EngineUnavailable
 from backend.api.guide import Guide, GuideType
-from backend.api.request import RequestId
+from backend.api.request import RequestId, SessionId
 from backend.api.response import FinishReason
 from backend.engine.core import EngineCore
 from tests.engine.driver import Driver
@@ -24,7 +25,7 @@ class FakeGuides:
         self.is_ready = False
 
     def on_compiled(self, tell: Callable[[RequestId, str], None]) -> None:
-        pass
+        self.tell = tell
 
     def begin(self, request_id: RequestId, guide: Guide) -> bool:
         self.begun.append(request_id)
@@ -34,14 +35,19 @@ class FakeGuides:
         self.ended.append(request_id)
 
 
-def make() -> tuple[Driver, FakeGuides, EngineCore]:
+def make(limits: LimitsConfig | None = None) -> tuple[Driver, FakeGuides, EngineCore]:
     guides = FakeGuides()
-    driver = Driver(eos_ids=(7,), guides=guides)
+    driver = Driver(eos_ids=(7,), guides=guides, limits=limits)
     return driver, guides, driver.core
 
 
 def enqueue(core: EngineCore, request_id: int, guide: Guide | None = GUIDE, **fields: object) -> None:
     core.enqueue(RequestId(request_id), Request([1, 2, 3], 4, guide=guide, **fields))  # type: ignore[arg-type]
+
+
+def compiled(driver: Driver, request_id: int, error: str = "") -> None:
+    driver.workers.guides.tell(RequestId(request_id), error)
+    driver.core.admit()
 
 
 def finish(core: EngineCore) -> dict[int, list[object]]:
@@ -55,46 +61,46 @@ def finish(core: EngineCore) -> dict[int, list[object]]:
 
 
 def test_nobody_waits_for_a_guide() -> None:
-    _, guides, core = make()
+    driver, guides, core = make()
     enqueue(core, 1)
     enqueue(core, 2, None)
     assert core.num_live == 2 and core.live_ids() == [2, 1] and guides.begun == [1]
     assert set(finish(core)) == {2}
-    core.guide_compiled(RequestId(1), "")
+    compiled(driver, 1)
     assert set(finish(core)) == {1} and guides.ended == [1] and core.num_live == 0
 
 
 def test_a_guide_that_is_compiled_already_holds_nothing_up() -> None:
-    _, guides, core = make()
+    driver, guides, core = make()
     guides.is_ready = True
     enqueue(core, 1)
-    assert len(core.held) == 0 and set(finish(core)) == {1} and guides.ended == [1]
+    assert len(core.antechamber) == 0 and set(finish(core)) == {1} and guides.ended == [1]
 
 
 def test_a_guide_that_cannot_be_used_ends_its_request() -> None:
-    _, guides, core = make()
+    driver, guides, core = make()
     enqueue(core, 1)
-    core.guide_compiled(RequestId(1), "the guide is bad")
+    compiled(driver, 1, "the guide is bad")
     (response,) = core.take_responses()
     assert response.error_or_none == "the guide is bad" and core.num_live == 0 and guides.ended == [1]
-    core.guide_compiled(RequestId(1), "")  # told twice: nothing happens
+    compiled(driver, 1)  # told twice: nothing happens
     assert core.take_responses() == [] and core.num_live == 0
 
 
 def test_a_request_is_cancelled_while_its_guide_is_compiled() -> None:
-    _, guides, core = make()
+    driver, guides, core = make()
     enqueue(core, 1)
     core.cancel(RequestId(1))
     (response,) = core.take_responses()
     assert response.result_or_none is not None
     assert response.result_or_none.finish_reasons == (FinishReason.CANCELLED,)
     assert core.num_live == 0 and guides.ended == [1]
-    core.guide_compiled(RequestId(1), "")
+    compiled(driver, 1)
     assert core.take_responses() == [] and not core.has_work
 
 
 def test_the_end_of_the_engine_ends_who_is_held() -> None:
-    _, guides, core = make()
+    driver, guides, core = make()
     enqueue(core, 1)
     core.fail_all(EngineUnavailable("bye"))
     assert [response.error_or_none for response in core.take_responses()] == ["bye"]
@@ -106,7 +112,7 @@ def test_the_id_of_a_request_that_is_held_is_in_use() -> None:
     enqueue(core, 1)
     enqueue(core, 1)
     (response,) = core.take_responses()
-    assert "is in use" in (response.error_or_none or "") and len(core.held) == 1
+    assert "is in use" in (response.error_or_none or "") and len(core.antechamber) == 1
 
 
 def test_a_guide_needs_an_end_id() -> None:
@@ -125,3 +131,70 @@ def test_without_guided_decoding_a_guide_is_refused() -> None:
     enqueue(driver.core, 1)
     (response,) = driver.core.take_responses()
     assert response.error_or_none == "GuidedDecoder is not setup"
+
+
+def reasons(core: EngineCore) -> dict[int, FinishReason]:
+    return {each.request_id: each.result.finish_reasons[0] for each in core.take_responses()}
+
+
+def test_who_waits_too_long_times_out() -> None:
+    """Of two requests with 5 s and 9 s that wait from the start, the first has timed out at 5 s, and the second at 9 s."""
+    driver, guides, core = make()
+    enqueue(core, 1, timeout_s=5.0)
+    enqueue(core, 2, timeout_s=9.0)
+    for seconds, expected in ((4.5, []), (0.5, [1]), (3.5, []), (0.5, [2])):
+        driver.clock.advance(seconds)
+        core.expire()
+        assert list(reasons(core)) == expected
+    assert guides.ended == [1, 2] and core.num_live == 0
+    assert core.counters.requests_accepted_total == 2
+
+
+def test_the_time_that_a_request_waits_for_its_guide_counts() -> None:
+    driver, _, core = make()
+    enqueue(core, 1, timeout_s=5.0)
+    driver.clock.advance(4.0)
+    compiled(driver, 1)
+    driver.clock.advance(1.5)
+    assert finish(core)[1][0].result.finish_reasons == (FinishReason.TIMED_OUT,)
+
+
+def test_a_turn_that_waits_can_be_stopped_and_has_not_begun() -> None:
+    driver, guides, core = make()
+    enqueue(core, 1, None, session=SessionConfig(9, start=True))
+    finish(core)
+    before = driver.log(9)
+    enqueue(core, 2, session=SessionConfig(9))
+    core.stop_session(RequestId(3), SessionId(9), end=False)
+    assert reasons(core) == {2: FinishReason.CANCELLED, 3: FinishReason.CANCELLED}
+    assert guides.ended == [2] and driver.log(9) == before
+
+
+def test_a_first_turn_that_waits_can_be_stopped() -> None:
+    """No session is known yet, and still there is something to stop."""
+    _, _, core = make()
+    enqueue(core, 1, session=SessionConfig(9, start=True))
+    core.stop_session(RequestId(2), SessionId(9), end=True)
+    assert reasons(core) == {1: FinishReason.CANCELLED, 2: FinishReason.CANCELLED}
+    core.stop_session(RequestId(3), SessionId(9), end=True)
+    assert "there is nothing to stop" in core.take_responses()[0].error_msg
+
+
+def test_a_session_has_one_turn_that_waits() -> None:
+    _, _, core = make()
+    enqueue(core, 1, session=SessionConfig(9, start=True))
+    enqueue(core, 2, None, session=SessionConfig(9))
+    (response,) = core.take_responses()
+    assert response.request_id == 2 and "has a turn that waits to begin" in response.error_msg
+
+
+def test_only_so_many_wait() -> None:
+    driver, _, core = make(LimitsConfig(max_queue_size=2))
+    for request_id in (1, 2, 3):
+        enqueue(core, request_id)
+    (response,) = core.take_responses()
+    assert response.request_id == 3 and response.error_code is ErrorCode.UNAVAILABLE
+    assert "2 requests wait for their guides or adapters, the limit is 2" in response.error_msg
+    core.cancel(RequestId(1))
+    enqueue(core, 4)
+    assert list(core.antechamber) == [2, 4]

@@ -1,0 +1,261 @@
+"""Antechamber: where requests wait for what they need before they can be queued, a compiled guide or an adapter that is read.
+
+Both are the work of other threads and take up to seconds, for which nobody else waits. Requests of one LoRA task id leave in the
+order in which they came: a later one that gives the id alone means the adapter that an earlier one brings. An adapter for which
+those in use leave no room keeps its requests here too.
+
+    enter -> (compiled or read by other threads, which wake the loop) -> take_ready -> Intake.accept
+
+A request is live here, but no session, queue or cache knows it yet: to end one is to answer it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from backend.api.errors import EverbatchError, InvalidRequest, Overloaded, SessionError, SessionStatus
+from backend.api.request import Request, RequestId
+from backend.core.adapter import PreparedAdapter
+from backend.core.sequence import SessionKey
+from backend.core.step import WorkerGroup
+from backend.scheduler.adapters import AdapterCache, Name
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    request_id: RequestId
+    request: Request
+    arrived_ns: int
+    deadline_ns: int
+    lacks_guide: bool = False
+    is_being_read: bool = False  # its adapter, or that is done
+    adapter: PreparedAdapter | EverbatchError | None = None  # what it brings, when that has been read
+    error: EverbatchError | None = None  # why it cannot be queued
+    has_left: bool = False  # and stands in its line only for those behind it, who mean its adapter
+
+    @property
+    def line(self) -> Name | RequestId:
+        """Whom it must not overtake: those of the same LoRA task id, in the namespace of its client."""
+        lora = self.request.lora
+        return self.request_id if lora is None else (self.request.cache_salt, lora.task_id)
+
+    @property
+    def brings_weights(self) -> bool:
+        return self.request.lora is not None and self.request.lora.brings_weights
+
+
+class Antechamber:
+    """All but `_read` and what Guides tell runs on the engine's thread."""
+
+    def __init__(self, workers: WorkerGroup, adapters: AdapterCache, num_readers: int, max_size: int) -> None:
+        """workers: have guides compiled, and read adapters on threads of this class
+        num_readers: such threads. As many adapters are read ahead of their turn and no more, for each takes memory.
+        max_size: requests that may wait here
+        """
+        self._guides = workers.guides
+        self._prepare = workers.prepare_adapter
+        self._adapters = adapters
+        self._num_readers = num_readers
+        self._max_size = max_size
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._lines: dict[Name | RequestId, list[Waiting]] = {}
+        self._due: dict[Name | RequestId, None] = {}  # lines whose first may have what it needs
+        self._unread: deque[Waiting] = deque()
+        self._num_ahead = 0  # adapters that are being read, or are read and not in the cache
+        self._earliest_ns: int | None = None  # no deadline is before it
+        self._news: queue.SimpleQueue[tuple[RequestId, str] | tuple[Waiting, PreparedAdapter | EverbatchError]] = (
+            queue.SimpleQueue()
+        )
+        self._threads: ThreadPoolExecutor | None = None
+        self._wake: Callable[[], None] = lambda: None
+        if self._guides is not None:
+            self._guides.on_compiled(lambda request_id, error: self._tell((request_id, error)))
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(list(self._waiting))
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waiting
+
+    @property
+    def earliest_deadline_ns(self) -> int | None:
+        """No request that waits has an earlier one. None when nobody waits."""
+        return self._earliest_ns if self._waiting else None
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from other threads, when `take_ready` may have something."""
+        self._wake = wake
+
+    def enter(self, request_id: RequestId, request: Request, now_ns: int, deadline_ns: int) -> bool:
+        """Whether the request has to wait here; if so, what it needs is begun. Raises Overloaded, and SessionError for a turn
+        while another one of its session waits.
+        """
+        if self._waiting and request.session is not None:
+            self._check_alone(SessionKey(request.cache_salt, request.session.id))
+        waiting = Waiting(request_id, request, now_ns, deadline_ns)
+        comes_behind = waiting.line in self._lines
+        if request.guide is None and not waiting.brings_weights and not comes_behind:
+            return False
+        if len(self._waiting) >= self._max_size:
+            raise Overloaded(
+                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides or adapters, the limit is "
+                f"{self._max_size} (limits.max_queue_size); try again later"
+            )
+        if request.guide is not None and self._guides is not None:
+            waiting.lacks_guide = not self._guides.begin(request_id, request.guide)
+        if not (waiting.lacks_guide or waiting.brings_weights or comes_behind):
+            return False
+        self._waiting[request_id] = waiting
+        self._lines.setdefault(waiting.line, []).append(waiting)
+        self._earliest_ns = deadline_ns if self._earliest_ns is None else min(self._earliest_ns, deadline_ns)
+        if waiting.brings_weights:
+            self._unread.append(waiting)
+            self._read_ahead()
+        return True
+
+    def take_ready(self) -> Iterator[Waiting]:
+        """The requests that wait no longer, one by one: each is to be queued, or refused for its `error`, before the next is
+        asked for. A queued one keeps its adapter in the cache.
+        """
+        while not self._news.empty():
+            self._note(*self._news.get())
+        for line in list(self._due):
+            del self._due[line]
+            yield from self._advance(line)
+
+    def leave(self, request_id: RequestId) -> Waiting | None:
+        """The request waits no longer, for it has ended. None for ids that do not wait here."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.has_left = True
+            self.end(request_id, waiting.request)
+            self._close_ranks(waiting.line)
+        return waiting
+
+    def late(self, now_ns: int) -> list[RequestId]:
+        """Who waits past its deadline."""
+        if self._earliest_ns is None or now_ns < self._earliest_ns:
+            return []
+        deadlines = {request_id: each.deadline_ns for request_id, each in self._waiting.items()}
+        self._earliest_ns = min((each for each in deadlines.values() if each > now_ns), default=None)
+        return [request_id for request_id, deadline_ns in deadlines.items() if deadline_ns <= now_ns]
+
+    def turn_of(self, key: SessionKey) -> RequestId | None:
+        """The turn of a session that waits here."""
+        for request_id, each in self._waiting.items():
+            session = each.request.session
+            if session is not None and SessionKey(each.request.cache_salt, session.id) == key:
+                return request_id
+        return None
+
+    def end(self, request_id: RequestId, request: Request) -> None:
+        """The request is over, whether it has waited or not: its guide need not be kept for it."""
+        if self._guides is not None and request.guide is not None:
+            self._guides.end(request_id)
+
+    def close(self) -> list[Waiting]:
+        """End the threads. Returns who waited, all of whom have left."""
+        waiting = list(self._waiting.values())
+        for each in waiting:
+            self.leave(each.request_id)
+        self._lines.clear()
+        self._due.clear()
+        self._unread.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads, self._num_ahead = None, 0
+        return waiting
+
+    def _check_alone(self, key: SessionKey) -> None:
+        if self.turn_of(key) is not None:
+            raise SessionError(
+                SessionStatus.BUSY, f"session {key.id} has a turn that waits to begin; wait for its end or stop it"
+            )
+
+    def _note(self, who: RequestId | Waiting, what: str | PreparedAdapter | EverbatchError) -> None:
+        waiting = who if isinstance(who, Waiting) else self._waiting.get(who)
+        if waiting is None or waiting.line not in self._lines:
+            return
+        if isinstance(what, str):
+            waiting.lacks_guide = False
+            waiting.error = InvalidRequest(what) if what else None
+        else:
+            waiting.adapter = what
+        self._due[waiting.line] = None
+
+    def _advance(self, line: Name | RequestId) -> Iterator[Waiting]:
+        """Let the first of a line go, and all behind that lack nothing."""
+        ranks = self._lines.get(line, [])
+        while ranks:
+            first = ranks[0]
+            if (first.lacks_guide and not first.has_left) or (first.brings_weights and first.adapter is None):
+                return
+            if first.brings_weights and not self._put(first):
+                self._due[line] = None
+                return
+            del ranks[0]
+            if not first.has_left:
+                del self._waiting[first.request_id]
+                if first.error is not None:
+                    self.end(first.request_id, first.request)
+                yield first
+        self._lines.pop(line, None)
+
+    def _put(self, waiting: Waiting) -> bool:
+        """Take an adapter that has been read into the cache. False while those in use leave no room."""
+        error = waiting.adapter if isinstance(waiting.adapter, EverbatchError) else None
+        if isinstance(waiting.adapter, PreparedAdapter):
+            assert waiting.request.lora is not None  # the adapter is its own
+            try:
+                if not self._adapters.put((waiting.request.cache_salt, waiting.request.lora.task_id), waiting.adapter):
+                    return False
+            except InvalidRequest as refusal:
+                error = refusal
+        waiting.error = waiting.error or error
+        self._num_ahead -= 1
+        self._read_ahead()
+        return True
+
+    def _close_ranks(self, line: Name | RequestId) -> None:
+        """Strike from a line who has left, but for adapters that somebody behind means, or that are being read."""
+        kept: list[Waiting] = []
+        for each in reversed(self._lines[line]):
+            is_meant = each.brings_weights and bool(kept) and not kept[-1].brings_weights
+            if not each.has_left or each.is_being_read or is_meant:
+                kept.append(each)
+            elif each.brings_weights:
+                self._unread.remove(each)
+        self._lines[line] = kept[::-1]
+        self._due[line] = None
+
+    def _read_ahead(self) -> None:
+        while self._unread and self._num_ahead < self._num_readers:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._num_readers, thread_name_prefix="everbatch-adapters")
+            waiting = self._unread.popleft()
+            waiting.is_being_read = True
+            self._num_ahead += 1
+            self._threads.submit(self._read, waiting)
+
+    def _read(self, waiting: Waiting) -> None:
+        lora = waiting.request.lora
+        assert lora is not None  # it is here because of it
+        outcome: PreparedAdapter | EverbatchError
+        try:
+            outcome = self._prepare(lora)
+        except EverbatchError as error:
+            outcome = error
+        except Exception as error:  # whatever a file or a tensor does: the client must be answered
+            outcome = InvalidRequest(f"LoRA adapter {lora.task_id} cannot be read ({type(error).__name__}: {error})")
+        self._tell((waiting, outcome))
+
+    def _tell(self, news: tuple[RequestId, str] | tuple[Waiting, PreparedAdapter | EverbatchError]) -> None:
+        self._news.put(news)
+        self._wake()
