@@ -106,11 +106,13 @@ class Call:
 class CallReader:
     """Takes the text of one answer piece by piece, and tells its content and its calls in their order.
 
-    What may be the beginning of OPENING is held back until it is known, and a call until it is complete.
+    What may be the beginning of OPENING is held back until it is known, and a call until it is complete: up to a CLOSING
+    behind which its JSON ends, for a string in it may hold one, too.
     """
 
     def __init__(self) -> None:
         self._held = ""
+        self._searched = 0  # characters of it that hold no end of the call
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | Call]:
@@ -125,26 +127,50 @@ class CallReader:
             if start:
                 found.append(self._held[:start])
                 self._held = self._held[start:]
-            end = self._held.find(CLOSING)
-            if end < 0:
+            inside, rest = self._first_call()
+            if inside is None:
                 return found
-            found.append(self._call(self._held[len(OPENING) : end]))
-            self._held = self._held[end + len(CLOSING) :]
+            call = _call(inside)
+            found.append(OPENING + inside + CLOSING if call is None else call)
+            self.num_calls += call is not None
+            self._held, self._searched = rest, 0
         return found
+
+    def _first_call(self) -> tuple[str | None, str]:
+        """What stands in the call with which the held text begins, and the text behind it. None while it is not complete."""
+        while (end := self._held.find(CLOSING, self._searched)) >= 0:
+            self._searched = end + len(CLOSING)
+            text = self._held[len(OPENING) : end]
+            if not _ends_in_string(text):
+                return text, self._held[self._searched :]
+        self._searched = max(self._searched, len(self._held) - len(CLOSING) + 1)
+        return None, ""
 
     def flush(self) -> str:
         """The answer is over: what was held back is content, a call that was cut off too."""
         held, self._held = self._held, ""
         return held
 
-    def _call(self, text: str) -> str | Call:
-        try:
-            tree = json.loads(text)
-            name, arguments = tree["name"], tree["arguments"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return OPENING + text + CLOSING  # no call of ours: a model that was not guided may write anything
-        self.num_calls += 1
-        return Call(f"call_{secrets.token_hex(12)}", str(name), json.dumps(arguments, ensure_ascii=False))
+
+def _ends_in_string(text: str) -> bool:
+    """Whether a string of the JSON goes on behind the text."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def _call(text: str) -> Call | None:
+    """None for what is no call of ours: a model that was not guided may write anything."""
+    try:
+        tree = json.loads(text)
+        name, arguments = tree["name"], tree["arguments"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Call(f"call_{secrets.token_hex(12)}", str(name), json.dumps(arguments, ensure_ascii=False))
 
 
 def _overlap(text: str) -> int:

@@ -120,9 +120,11 @@ def test_calls_and_results_reach_the_template(client: openai.OpenAI, triton: Fak
     assert sent[2] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
 
 
+HOLDS_AN_END = CALL.replace("}}", ', "note": "</tool_call> \\" </tool_call>"}}')  # within a string of its arguments
 TEXTS = [
     "no call at all",
     CALL,
+    f"{CALL}<tool_call></tool_call>{CALL}z",
     f"x{CALL}{CALL}y",
     '<tool_call>{"name": "add", "argum',  # cut off
     "<tool_call>no json</tool_call>",
@@ -144,3 +146,14 @@ def test_pieces_tell_what_the_whole_tells(text: str, size: int) -> None:
         (call.name, call.arguments) for call in calls
     ]
     assert len(calls) == text.count(CALL) and content == text.replace(CALL, "")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_may_hold_what_ends_one(size: int) -> None:
+    reader, found = CallReader(), list[str | Call]()
+    text = HOLDS_AN_END + "then"
+    for i in range(0, len(text), size):
+        found += reader.push(text[i : i + size])
+    call, *content = found
+    assert isinstance(call, Call) and json.loads(call.arguments)["note"] == '</tool_call> " </tool_call>'
+    assert "".join(map(str, content)) + reader.flush() == "then" and reader.num_calls == 1
