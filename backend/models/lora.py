@@ -105,7 +105,7 @@ def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_
 
 def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """TensorRT-LLM's tensors (backend/api/lora.py)."""
-    assert lora.weights is not None  # the desk hands over adapters that bring their weights
+    assert lora.weights is not None  # only adapters that bring their weights are read
     weights = torch.frombuffer(bytearray(lora.weights.data), dtype=getattr(torch, lora.weights.dtype))
     rows = weights.view(lora.weights.shape)
     found: dict[tuple[int, str], Part] = {}
