@@ -1,15 +1,47 @@
-"""What says which form an answer has, as the Triton model's `guide`: response_format, and the format of /v1/responses."""
+"""What says which form an answer has, as the Triton model's `guide`: response_format, the format of /v1/responses, and vLLM's
+structured_outputs.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
-from gateway.messages import JsonObjectFormat, JsonSchema, JsonSchemaFormat, TextFormat
+from gateway.errors import GatewayError
+from gateway.messages import Completing, JsonObjectFormat, JsonSchema, JsonSchemaFormat, StructuredOutputs, TextFormat
 from gateway.response_messages import SchemaFormat
 
 Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | SchemaFormat
+
+
+def asked_guide(message: Completing) -> dict[str, Any]:
+    """What a request asks for by either name. Raises GatewayError for both."""
+    by_format = guide(message.response_format)
+    if message.structured_outputs is None:
+        return by_format
+    if by_format:
+        text = "response_format and structured_outputs both say what the answer looks like; leave one out"
+        raise GatewayError(400, text, "structured_outputs", "invalid_value")
+    return {"guide": _structured(message.structured_outputs)}
+
+
+def _structured(asked: StructuredOutputs) -> dict[str, str]:
+    given = asked.model_dump(by_alias=True, exclude_none=True)
+    if len(given) != 1:
+        text = (
+            f"structured_outputs has {' and '.join(given) or 'no key'}; give one of json, json_object, regex, choice, "
+        )
+        raise GatewayError(400, text + "grammar, structural_tag", "structured_outputs", "invalid_value")
+    ((key, value),) = given.items()
+    match key:
+        case "json_object":
+            return {"type": "json"}
+        case "choice":
+            return {"type": "regex", "text": "|".join(map(re.escape, value))}
+    kind = {"json": "json_schema", "grammar": "ebnf_grammar"}.get(key, key)
+    return {"type": kind, "text": value if isinstance(value, str) else msgspec.json.encode(value).decode()}
 
 
 def guide(format: Format | None) -> dict[str, Any]:

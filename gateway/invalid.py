@@ -40,7 +40,10 @@ _TEXT = {"text": "belongs to /v1/responses; use response_format"}
 _REFUSED_OF = {
     "messages": _TEXT,
     "suffix": {**_TEXT, **_TOOLS},
-    "previous_response_id": {"response_format": "belongs to the other endpoints; use text.format", **_TOOLS},
+    "previous_response_id": {
+        **dict.fromkeys(("response_format", "structured_outputs"), "belongs to the other endpoints; use text.format"),
+        **_TOOLS,
+    },
 }
 _REFUSED_IN_MESSAGES = ("function_call", "audio")
 # Names of one thing in this API's endpoints and in others; where several are known, the first one is meant.
@@ -48,6 +51,7 @@ _SAME = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
     ("messages", "input", "prompt"),
     ("stop", "stop_sequences", "stop_words"),
+    ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _FORM = re.compile(r"str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+")
 _Message = TypeVar("_Message", bound=Wire)

@@ -56,6 +56,17 @@ class JsonSchemaFormat(Wire):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+class StructuredOutputs(Wire):
+    """vLLM's: the form of the output. One of the keys is expected."""
+
+    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None  # a schema, or its text
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: Text | None = None
+    structural_tag: dict[str, Any] | Text | None = None
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted, nothing is added
@@ -96,6 +107,8 @@ class Completing(Sampling):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
 
 
 class TextPart(Wire):
@@ -164,7 +177,6 @@ class ChatRequest(Completing):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     # Known and refused, but for their neutral values.
@@ -202,4 +214,3 @@ class CompletionRequest(Completing):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
-    response_format: ResponseFormat | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.messages import ChatMessage, ChatRequest, FunctionChoice, Tool, ToolChoice
+from gateway.messages import ChatMessage, ChatRequest, FunctionChoice, TextFormat, Tool, ToolChoice
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -42,14 +42,20 @@ def tool_fields(message: ChatRequest) -> dict[str, Any]:
         raise GatewayError(400, "two tools have the same name; rename one", "tools", "invalid_value")
     if choice == "none":
         return {}
-    if message.response_format is not None and message.response_format.type != "text":
-        text = "response_format and tools both say what the answer looks like; leave one out, or send tool_choice none"
-        raise GatewayError(400, text, "response_format", "invalid_value")
+    other = next((name for name in ("response_format", "structured_outputs") if _asks(message, name)), None)
+    if other is not None:
+        text = f"{other} and tools both say what the answer looks like; leave one out, or send tool_choice none"
+        raise GatewayError(400, text, other, "invalid_value")
     tools = _chosen(message.tools, choice.function if isinstance(choice, ToolChoice) else None)
     tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools]}
     tag |= {"triggers": [OPENING]} if choice in (None, "auto") else {"free_text": False}
     shown = [tool.model_dump(exclude_none=True) for tool in message.tools]
     return {"tools": shown, "guide": {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}}
+
+
+def _asks(message: ChatRequest, name: str) -> bool:
+    value = getattr(message, name)
+    return value is not None and not isinstance(value, TextFormat)
 
 
 def _chosen(tools: list[Tool], named: FunctionChoice | None) -> list[Tool]:

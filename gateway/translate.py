@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import GatewayError
-from gateway.formats import guide
+from gateway.formats import asked_guide, guide
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
 from gateway.response_messages import InputMessage, ResponseRequest
 from gateway.tools import template_fields, tool_fields
@@ -31,7 +31,7 @@ def chat(message: ChatRequest) -> dict[str, Any]:
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
         **_choices(message),
-        **guide(message.response_format),
+        **asked_guide(message),
         **tool_fields(message),
     }
     if limits:
@@ -61,7 +61,7 @@ def completions(message: CompletionRequest) -> list[dict[str, Any]]:
         text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
         raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), **_choices(message), **guide(message.response_format)}
+    common = {**sampling(message), **_choices(message), **asked_guide(message)}
     common["max_tokens"] = message.max_tokens or DEFAULT_COMPLETION_TOKENS
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of

@@ -47,6 +47,28 @@ def test_a_response_format_is_the_guide_of_the_request(
     assert reply.text is not None and reply.text.format is not None and reply.text.format.type == format["type"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "guide"),
+    [
+        ({"json": SCHEMA}, {"type": "json_schema", "text": json.dumps(SCHEMA, separators=(",", ":"))}),
+        ({"json": json.dumps(SCHEMA)}, {"type": "json_schema", "text": json.dumps(SCHEMA)}),
+        ({"json_object": True}, {"type": "json"}),
+        ({"regex": "a+"}, {"type": "regex", "text": "a+"}),
+        ({"choice": ["yes", "no (b)"]}, {"type": "regex", "text": r"yes|no\ \(b\)"}),
+        ({"grammar": 'start: "a"'}, {"type": "ebnf_grammar", "text": 'start: "a"'}),
+        ({"structural_tag": {"structures": []}}, {"type": "structural_tag", "text": '{"structures":[]}'}),
+    ],
+)
+def test_structured_outputs_of_vllm_are_the_guide_of_the_request(
+    asked: Any, guide: Any, client: openai.OpenAI, triton: FakeTriton
+) -> None:
+    more = {"structured_outputs": asked}
+    client.chat.completions.create(model="everbatch", messages=says("x"), extra_body=more)
+    assert triton.last().body["guide"] == guide
+    client.completions.create(model="everbatch", prompt="x", extra_body=more)
+    assert triton.last().body["guide"] == guide
+
+
 def guide_of(triton: FakeTriton) -> Any:
     guide = triton.last().body["guide"]
     assert guide["type"] == "structural_tag"

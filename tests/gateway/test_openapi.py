@@ -22,6 +22,7 @@ EXAMPLES = int(os.environ.get("EVERBATCH_SCHEMATHESIS_EXAMPLES", "8"))
 BETWEEN_PARAMETERS = (
     *("needs logprobs", "needs stream", "send one of them", "has no content", "prompts times n"),
     *("leave one out", "names no response", "belongs to chat completions"),
+    "give one of json, json_object",
     *("has no tool_call_id", "there are no tools", "have the same name", "which is none of the tools"),
 )
 

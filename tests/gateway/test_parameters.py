@@ -61,6 +61,7 @@ VALUES: dict[str, Any] = {
     "service_tier": "auto",
     "prompt_cache_retention": "24h",
     "response_format": {"type": "json_object"},
+    "structured_outputs": {"json_object": True},
     "text": {"format": {"type": "json_object"}},
     "tools": TOOLS,
     "tool_choice": "required",
