@@ -61,7 +61,7 @@ class EngineLoop:
             while True:
                 self._begin_turn()
                 self._poll()
-                if self._stopping and not (self._drain and (self._core.has_work or self._core.antechamber)):
+                if self._is_over:
                     farewell = "the engine is shutting down; send the request again later"
                     break
                 responses = self._core.step() if self._core.has_work else self._core.take_responses()
@@ -76,14 +76,18 @@ class EngineLoop:
             deliver(self._core.take_responses())
             self.present_turn = None
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether to end: at once, or when the requests that are live have ended."""
+        return self._stopping and not (self._drain and (self._core.has_work or self._core.antechamber))
+
     def _begin_turn(self) -> None:
         self._num_turns += 1
         self.present_turn = self._num_turns
 
     def _poll(self) -> None:
         self._core.begin_poll()
-        goes_on = not self._stopping or (self._drain and self._core.antechamber)
-        if goes_on and not self._core.has_work:
+        if not (self._core.has_work or self._is_over):
             try:
                 self._apply(self._sleep())
             except queue.Empty:

@@ -59,7 +59,7 @@ REVIEWED: dict[str, tuple[Plant, list[str]]] = {
             EngineLoop,
             "_poll",
             ("    self._core.begin_poll()\n", ""),
-            ("self._stopping):\n", "self._stopping):\n        self._core.begin_poll()\n"),
+            ("self._is_over):\n", "self._is_over):\n        self._core.begin_poll()\n"),
         ),
         LOOP,
     ),
@@ -123,7 +123,9 @@ OWN: dict[str, tuple[Plant, list[str]]] = {
         SERVER,
     ),
     "stop_does_not_wait_for_a_drain": (
-        change(EngineLoop, "run", (" and not (self._drain and self._core.has_work)", "")),
+        change(
+            EngineLoop, "_is_over", (" and not (self._drain and (self._core.has_work or self._core.antechamber))", "")
+        ),
         LOOP,
     ),
     "live_requests_unanswered_at_the_end": (

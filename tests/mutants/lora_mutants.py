@@ -56,6 +56,10 @@ MUTANTS = {
         change(Antechamber, "_close_ranks", ("self._unread.remove(each)", "pass")),
         WAITING,
     ),
+    "a_drain_leaves_the_antechamber_behind": (
+        change(EngineLoop, "_is_over", (" or self._core.antechamber", "")),
+        WAITING,
+    ),
     "the_loop_sleeps_past_a_deadline": (
         change(EngineLoop, "_sleep", ("if earliest_ns is not None:", "if False:")),
         WAITING,
