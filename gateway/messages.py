@@ -187,8 +187,8 @@ class ChatRequest(Completing):
     prediction: None = None
     web_search_options: None = None
     reasoning_effort: Literal["none"] | None = None
-    # Accepted; they change nothing here.
     parallel_tool_calls: bool | None = None
+    # Accepted; they change nothing here.
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -1,6 +1,7 @@
 """Tools: what makes the model call functions, and calls read out of its text.
 
-    auto        free text, in which OPENING begins a call of one of the tools, which then has its form
+    auto        free text, in which OPENING begins a call of one of the tools, which then has its form; the output ends
+                with the first call where parallel_tool_calls is false
     required    the output is one call, of any tool; a named function: of that tool
     none        the model is not told of the tools
 
@@ -49,6 +50,8 @@ def tool_fields(message: ChatRequest) -> dict[str, Any]:
     tools = _chosen(message.tools, choice.function if isinstance(choice, ToolChoice) else None)
     tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools]}
     tag |= {"triggers": [OPENING]} if choice in (None, "auto") else {"free_text": False}
+    if message.parallel_tool_calls is False and "triggers" in tag:
+        tag["at_most_one"] = True
     shown = [tool.model_dump(exclude_none=True) for tool in message.tools]
     return {"tools": shown, "guide": {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}}
 

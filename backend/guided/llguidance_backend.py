@@ -169,10 +169,13 @@ def _lark(text: str) -> str:
 
 
 def _of_tags(tag: StructuralTag) -> str:
-    """Any text in which each trigger begins one of the structures that begin with it; without triggers one structure."""
+    """Any text in which each trigger begins one of the structures that begin with it, or such a text up to the end of the first
+    one; without triggers one structure.
+    """
     if not tag.triggers:
         return "%llguidance {}\nstart: " + " | ".join(_body(each, each.begin) for each in tag.structures)
-    rules = ["%llguidance {}", "start: (" + " | ".join(f"tag_{i}" for i in range(len(tag.triggers))) + ")* tag_end"]
+    tags = " | ".join(f"tag_{i}" for i in range(len(tag.triggers)))
+    rules = ["%llguidance {}", f"start: {tags} | tag_end" if tag.at_most_one else f"start: ({tags})* tag_end"]
     rules += ["tag_end: TAG_TEXT", r"TAG_TEXT: /(.|\n)*/"]
     for i, trigger in enumerate(tag.triggers):
         bodies = [_body(each, each.begin[len(trigger) :]) for each in tag.of_trigger(trigger)]

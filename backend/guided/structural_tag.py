@@ -3,7 +3,8 @@
 {"type": "structural_tag", "triggers": ["<function="],
  "structures": [{"begin": "<function=add>", "schema": {...}, "end": "</function>"}]}
 
-With `"free_text": false`, this project's own, the output is one of the structures and nothing else; triggers are then left out.
+Two keys are this project's own: with `"free_text": false` the output is one of the structures and nothing else (triggers are then
+left out), with `"at_most_one": true` it ends with the first structure.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Structure(NamedTuple):
 class StructuralTag(NamedTuple):
     structures: list[Structure]
     triggers: list[str]  # none: the output is one of the structures
+    at_most_one: bool = False
 
     def of_trigger(self, trigger: str) -> list[Structure]:
         return [structure for structure in self.structures if structure.begin.startswith(trigger)]
@@ -36,7 +38,7 @@ def parse_structural_tag(text: str) -> StructuralTag:
     tree = parse_json(text)
     if not isinstance(tree, dict) or tree.get("type", "structural_tag") != "structural_tag":
         raise GuideError(f"the structural tag has not the form {_FORM}")
-    unknown = set(tree) - {"type", "structures", "triggers", "free_text"}
+    unknown = set(tree) - {"type", "structures", "triggers", "free_text", "at_most_one"}
     if unknown:
         raise GuideError(f"the structural tag has the key {min(unknown)[:80]!r}; its form is {_FORM}")
     structures, triggers, is_bound = tree.get("structures"), tree.get("triggers", []), tree.get("free_text") is False
@@ -46,7 +48,10 @@ def parse_structural_tag(text: str) -> StructuralTag:
         raise GuideError(f"the structural tag has more than {MAX_STRUCTURES} structures or triggers; give fewer")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise GuideError("a trigger of the structural tag is no text, or empty; give texts")
-    tag = StructuralTag([_structure(each) for each in structures], list(dict.fromkeys(triggers)))
+    at_most_one = tree.get("at_most_one", False)
+    if not isinstance(at_most_one, bool):
+        raise GuideError("at_most_one of the structural tag is no bool; send true or false")
+    tag = StructuralTag([_structure(each) for each in structures], list(dict.fromkeys(triggers)), at_most_one)
     for trigger in tag.triggers:
         if not tag.of_trigger(trigger):
             raise GuideError(f"no structure begins with the trigger {trigger[:80]!r}; remove it")

@@ -52,10 +52,9 @@ class XGrammarBackend:
                 return self._compiler.compile_grammar(guide.text)
             case GuideType.STRUCTURAL_TAG:
                 tag = parse_structural_tag(guide.text)
-                if not tag.triggers:
-                    raise GuideError(
-                        "xgrammar takes no structural tag without free text; use guided.backend=llguidance"
-                    )
+                if not tag.triggers or tag.at_most_one:
+                    key = "at_most_one" if tag.triggers else "free_text"
+                    raise GuideError(f"xgrammar takes no structural tag with {key}; use guided.backend=llguidance")
                 items = [
                     xgrammar.StructuralTagItem(begin=each.begin, schema=json.dumps(each.schema), end=each.end)
                     for each in tag.structures

@@ -92,6 +92,13 @@ def test_auto_leaves_text_free_and_binds_calls(client: openai.OpenAI, triton: Fa
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
 
 
+def test_without_parallel_calls_the_answer_ends_with_the_first_one(client: openai.OpenAI, triton: FakeTriton) -> None:
+    tools: Any = [ADD]
+    for parallel, expected in ((False, True), (True, None)):
+        client.chat.completions.create(model="everbatch", messages=says("x"), tools=tools, parallel_tool_calls=parallel)
+        assert guide_of(triton).get("at_most_one") is expected
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_required_and_a_named_function_make_one_call(choice: Any, client: openai.OpenAI, triton: FakeTriton) -> None:
     tools: Any = [NOW, ADD]

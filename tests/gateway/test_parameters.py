@@ -33,6 +33,7 @@ SEEN_LATER = {  # nothing that the model is asked for; other tests show what the
 }
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 WITH: dict[str, dict[str, Any]] = {
+    "parallel_tool_calls": {"tools": TOOLS},
     "stream_options": {"stream": True},
     "tool_choice": {"tools": TOOLS},
     "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
@@ -118,7 +119,7 @@ def jobs(endpoint: str, added: dict[str, Any]) -> list[dict[str, Any]]:
 def beside(endpoint: str, name: str) -> dict[str, Any]:
     """What a parameter needs besides."""
     wanted = WITH.get(name.partition(".")[0], {})
-    if name == "tool_choice" and endpoint != "chat":
+    if name in ("tool_choice", "parallel_tool_calls") and endpoint != "chat":
         return {}
     return {key: value for key, value in wanted.items() if key in KINDS[endpoint].model_fields}
 

@@ -82,9 +82,18 @@ def test_a_structural_tag_leaves_text_free_and_binds_what_follows_a_trigger() ->
         assert not accepts(guide, text), text
 
 
+def test_at_most_one_structure_ends_the_output() -> None:
+    guide = compiled("structural_tag", json.dumps({**TAG, "at_most_one": True}))
+    for text in ("plain text", 'so: <f=add>{"n": 1}</f>', "<f=no>null</f>"):
+        assert accepts(guide, text), text
+    for text in ('<f=no>null</f><f=add>{"n":2}</f>', "<f=no>null</f> done", "so: <f=mul>{}</f>"):
+        assert not accepts(guide, text), text
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"at_most_one": 1}, "at_most_one of the structural tag is no bool"),
         ({"triggers": []}, "needs structures and triggers"),
         ({"triggers": ["<g"]}, "no structure begins with"),
         ({"triggers": ["<f=", "<f=a"]}, "is the beginning of another"),
