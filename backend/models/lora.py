@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
-from backend.api.lora import LoraConfig
+from backend.api.lora import ADAPTER_CONFIG, LoraConfig
 from backend.api.model_files import find_file, read_object, shown
 from backend.models.config import ModelConfig
 from backend.models.loader import open_tensors
 from kernels.common.adapter import LINEARS, Part
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 MAX_WEIGHTS_BYTES = 8 << 30
 Layers = list[dict[str, list[Part]]]
 
