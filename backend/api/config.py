@@ -129,9 +129,8 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at max_rank
     device_module_layers: int = 0  # likewise instead of device_fraction, and on a CPU too
     put_workers: int = 1  # threads that read and check adapters, beside the one that runs steps
-    adapters: tuple[
-        str, ...
-    ] = ()  # NAME=DIRECTORY: PEFT adapters that requests may name, in text models and as `model`
+    prefetch_dir: str = ""  # directory of folders, named by task ids, whose adapters are read at the start
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY of PEFT adapters that requests may name
 
     @property
     def directories(self) -> dict[str, str]:
