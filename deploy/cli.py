@@ -65,6 +65,9 @@ def serve_command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIRECTORY", help="PEFT adapter that clients may name; several.")
+    ] = None,
     profile: Annotated[
         str,
         typer.Option(help=f"Which clients are served: {', '.join(profiles())}; several with commas, or all."),
@@ -102,6 +105,7 @@ def serve_command(
             ports=Ports(http_port, grpc_port, metrics_port),
             engine_config=engine_config,
             overrides=tuple(set_ or ()),
+            adapters=tuple(lora or ()),
             profiles=chosen_profiles(profile),
             model_repositories=tuple(model_repository or ()),
             exit_timeout_s=exit_timeout,

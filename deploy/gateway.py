@@ -33,12 +33,15 @@ log = logging.getLogger("everbatch.gateway")
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """`names`: those that clients may give as `model`, the first one first. `api_keys`: None asks nobody for a key."""
+    """`names`: those that clients may give as `model`, the first one first; `adapters`: those of LoRA adapters, likewise.
+    `api_keys`: None asks nobody for a key.
+    """
 
     port: int
     host: str = "127.0.0.1"
     api_keys: Path | None = None
     names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     def check(self, taken: tuple[int, ...]) -> None:
         """Raise UserError when it could not listen, or lacks what it needs. `taken`: ports that the server is to have."""
@@ -46,6 +49,9 @@ class GatewayOptions:
             raise UserError(f"--openai-port is {self.port}, allowed is 1 to 65535, or 0 for no OpenAI endpoint")
         if self.port in taken:
             raise UserError(f"port {self.port} is given twice; choose another one with --openai-port PORT")
+        for name in self.adapters:
+            if name in self.names:
+                raise UserError(f"--lora {name}=...: clients know the model by this name; choose another one")
         check_port(self.host, self.port, "--openai-port")
         if self.api_keys is not None and not self.api_keys.is_file():
             raise UserError(f"--api-keys {self.api_keys} is no file; it holds lines of NAME KEY")
@@ -126,6 +132,7 @@ class ServerWithGateway:
         if self.options.api_keys is not None:
             options["--api-keys"] = str(self.options.api_keys.resolve())
         named = [word for name in self.options.names for word in ("--model-name", name)]
+        named += [word for name in self.options.adapters for word in ("--lora", name)]
         return [*spawn, *self._program, *(word for pair in options.items() for word in pair), *named]
 
     def _spawn(self) -> None:

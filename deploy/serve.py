@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from backend.api.config import EngineConfig, load_config
+from backend.api.config import EngineConfig, check_config, load_config
 from backend.api.errors import ConfigError
 from backend.api.gguf import SUFFIX
+from backend.api.lora import ADAPTER_CONFIG
 from deploy import passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
@@ -34,6 +35,7 @@ class ServeOptions:
     ports: Ports = field(default_factory=Ports)
     engine_config: Path | None = None
     overrides: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY
     profiles: tuple[str, ...] = ()
     model_repositories: tuple[Path, ...] = ()
     exit_timeout_s: int = 30
@@ -63,6 +65,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     """File, then `--set`, then `--model`, with the model as an absolute directory. Raises UserError in one sentence."""
     try:
         config = load_config(options.engine_config, options.overrides)
+        config = with_adapters(config, options.adapters)
     except ConfigError as error:
         raise UserError(str(error)) from None
     name = options.model or config.model.path
@@ -72,6 +75,26 @@ def effective_config(options: ServeOptions) -> EngineConfig:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
+def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
+    """The configuration with these LoRA adapters (NAME=DIRECTORY) besides its own. All directories become absolute.
+
+    Raises ConfigError, and UserError for a directory without an adapter.
+    """
+    adapters = (*config.lora.adapters, *given)
+    if not adapters:
+        return config
+    lora = msgspec.structs.replace(config.lora, enabled=config.lora.enabled or bool(given), adapters=adapters)
+    config = msgspec.structs.replace(config, lora=lora)
+    check_config(config)
+    for name, directory in lora.directories.items():
+        if not Path(directory, ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"--lora {name}={directory}: there is no {ADAPTER_CONFIG}; give the directory of a PEFT adapter"
+            )
+    absolute = tuple(f"{name}={Path(directory).resolve()}" for name, directory in lora.directories.items())
+    return msgspec.structs.replace(config, lora=msgspec.structs.replace(lora, adapters=absolute))
+
+
 def serve(options: ServeOptions, console: Console) -> int:
     """Serve until a signal. Returns the exit status; raises UserError or ServerFailed if it does not come up."""
     options.ports.check_free(options.host)
@@ -79,6 +102,7 @@ def serve(options: ServeOptions, console: Console) -> int:
     server = _server(options, config)
     gateway = options.gateway
     if gateway is not None:
+        gateway = replace(gateway, adapters=tuple(config.lora.directories))
         gateway.check((options.ports.http, options.ports.grpc, options.ports.metrics))
     served = server if gateway is None else ServerWithGateway(server, gateway)
     openai_url = served.url if isinstance(served, ServerWithGateway) else None

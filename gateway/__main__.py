@@ -30,6 +30,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a name clients may use as `model`; may be given several times",
     )
+    add(
+        "--lora",
+        dest="adapters",
+        action="append",
+        metavar="NAME",
+        help="a LoRA adapter of the server that clients may name as `model`; may be given several times",
+    )
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="0: any free port, which is printed")
     add("--api-keys", type=Path, metavar="FILE", help="lines of NAME KEY; mode 0600")
@@ -51,8 +58,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(arguments: list[str]) -> Settings:
-    values = vars(parser().parse_args(arguments))
+    flags = parser()
+    values = vars(flags.parse_args(arguments))
     values["model_names"] = tuple(values["model_names"] or _DEFAULTS.model_names)
+    values["adapters"] = tuple(values["adapters"] or ())
+    if same := set(values["model_names"]) & set(values["adapters"]):
+        flags.error(f"{min(same)} is the name of a model and of a LoRA adapter; give one of them another name")
     return Settings(**values)
 
 

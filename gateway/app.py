@@ -58,7 +58,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         message, visit = gateway.read(ChatRequest, request), visit_of(request.scope)
-        jobs = gateway.jobs([translate.chat(message)], visit)
+        jobs = gateway.jobs([translate.chat(message)], visit, message.model)
         name, count = f"chatcmpl-{visit.request_id}", message.n or 1
 
         async def work(out: Outlet) -> None:
@@ -79,7 +79,7 @@ def add_generating_routes(api: FastAPI, gateway: Gateway) -> None:
     async def completions(request: Request) -> Response:
         message, visit = gateway.read(CompletionRequest, request), visit_of(request.scope)
         count = message.n or 1
-        jobs = gateway.jobs(translate.completions(message), visit)
+        jobs = gateway.jobs(translate.completions(message), visit, message.model)
         head = Head(f"cmpl-{visit.request_id}", "text_completion", message.model)
 
         async def work(out: Outlet) -> None:
@@ -98,7 +98,7 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
         message, visit = gateway.read(ResponseRequest, request), visit_of(request.scope)
         earlier = gateway.earlier(message, visit.namespace)
         turns = [] if earlier is None else earlier.conversation()
-        (job,) = gateway.jobs([translate.response(message, turns)], visit)
+        (job,) = gateway.jobs([translate.response(message, turns)], visit, message.model)
         writer = ResponseWriter(message)
 
         async def work(out: Outlet) -> None:
@@ -123,7 +123,8 @@ def add_response_routes(api: FastAPI, gateway: Gateway) -> None:
 def add_other_routes(api: FastAPI, gateway: Gateway) -> None:
     @api.get("/v1/models", responses=answer_of(ModelList))
     async def models() -> Response:
-        return as_json({"object": "list", "data": [gateway.card(name) for name in gateway.settings.model_names]})
+        names = (*gateway.settings.model_names, *gateway.settings.adapters)
+        return as_json({"object": "list", "data": [gateway.card(name) for name in names]})
 
     @api.get("/v1/models/{name:path}", responses=answer_of(ModelCard))
     async def model(name: str) -> Response:

@@ -62,19 +62,20 @@ class Gateway:
         return message
 
     def check_model(self, name: str) -> None:
-        if name not in self.settings.model_names:
+        if name not in (*self.settings.model_names, *self.settings.adapters):
             text = f"there is no model {name[:80]!r}; /v1/models lists those that are served"
             raise GatewayError(404, text, "model", "model_not_found")
 
-    def jobs(self, requests: list[dict[str, Any]], visit: Visit) -> list[Job]:
-        """The replies to generate, by prompts. Raises GatewayError when there are too many."""
+    def jobs(self, requests: list[dict[str, Any]], visit: Visit, model: str) -> list[Job]:
+        """The replies to generate, by prompts, with the adapter that `model` names. Raises GatewayError for too many."""
         limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
         generated = replies_generated(requests)
         if generated > limit:
             text = f"prompts times n, or best_of, is {generated}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
+        adapter = {"lora_name": model} if model in self.settings.adapters else {}
         return [
-            Job(request, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1))
+            Job(request | adapter, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1))
             for i, request in enumerate(requests)
         ]
 
@@ -83,7 +84,9 @@ class Gateway:
         return Answer(work, self.running, places, self.settings.request_timeout_s + MARGIN_S, on_error)
 
     def card(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        """What /v1/models says. An adapter has the model that it belongs to as `parent`, as with vLLM."""
+        card = {"id": name, "object": "model", "created": self.created, "owned_by": "everbatch"}
+        return card if name in self.settings.model_names else card | {"parent": self.settings.model_names[0]}
 
     async def send_chunks(self, out: Outlet, jobs: list[Job], visit: Visit, chunks: Chunks) -> None:
         """The cheap path of a token: one event, one write. Clients that take each HTTP chunk for an event, as

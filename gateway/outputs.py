@@ -26,6 +26,7 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = None  # of a LoRA adapter: the model that it belongs to
 
 
 class ModelList(BaseModel):

@@ -15,6 +15,9 @@ class Settings:
     triton: str = "127.0.0.1:8001"  # HOST:PORT of Triton's gRPC
     triton_model: str = "everbatch"
     model_names: tuple[str, ...] = ("everbatch",)  # what clients may name as `model`; the first is the one listed first
+    adapters: tuple[
+        str, ...
+    ] = ()  # names of LoRA adapters: clients may name one as `model`, to have it on the first model
     host: str = "127.0.0.1"
     port: int = 9000  # 0: any free one
     api_keys: Path | None = None  # None: nobody needs a key

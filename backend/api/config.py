@@ -116,6 +116,9 @@ class SessionsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_ttl_s: float = 3600.0  # an idle session older than this is erased
 
 
+MAX_ADAPTER_NAME = 256  # characters
+
+
 class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     """LoRA adapters that requests bring, and the two caches that hold them (docs/lora.md)."""
 
@@ -126,6 +129,13 @@ class LoraSection(Struct, frozen=True, forbid_unknown_fields=True):
     host_module_layers: int = 0  # instead of host_bytes: so many projections of one layer, the largest at max_rank
     device_module_layers: int = 0  # likewise instead of device_fraction, and on a CPU too
     put_workers: int = 1  # threads that read and check adapters, beside the one that runs steps
+    prefetch_dir: str = ""  # directory of folders, named by task ids, whose adapters are read at the start
+    adapters: tuple[str, ...] = ()  # NAME=DIRECTORY of PEFT adapters that requests may name
+
+    @property
+    def directories(self) -> dict[str, str]:
+        """Those of `adapters`, by their names."""
+        return {name: directory for name, _, directory in (each.partition("=") for each in self.adapters)}
 
 
 # Inputs of a step that can be kept as debug tensors; worker/debug_tensors.py says what they hold.
@@ -327,8 +337,22 @@ def check_config(config: EngineConfig) -> None:
             "scheduler.enable_max_num_tokens_tuning is true and scheduler.enable_chunked_context is false: a prompt that is "
             "not cut may need all of max_num_tokens in one step; change one of them"
         )
+    _check_adapters(config.lora)
     if config.scheduler.max_num_tokens < config.scheduler.max_batch_size:
         raise ConfigError(
             f"scheduler.max_num_tokens is {config.scheduler.max_num_tokens}, less than scheduler.max_batch_size "
             f"{config.scheduler.max_batch_size}: every running sequence needs one token a step; raise the former"
         )
+
+
+def _check_adapters(lora: LoraSection) -> None:
+    for each in lora.adapters:
+        name, _, directory = each.partition("=")
+        if not directory or not 1 <= len(name) <= MAX_ADAPTER_NAME:
+            raise ConfigError(
+                f"lora.adapters holds {each[:300]!r}; write it as NAME=DIRECTORY, a name of 1 to {MAX_ADAPTER_NAME} characters"
+            )
+    if len(lora.directories) < len(lora.adapters):
+        raise ConfigError(f"lora.adapters gives a name twice: {', '.join(lora.adapters)}; leave one of them out")
+    if lora.adapters and not lora.enabled:
+        raise ConfigError("lora.adapters names adapters and lora.enabled is false; set lora.enabled=true")

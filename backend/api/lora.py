@@ -8,6 +8,7 @@ from backend.api.errors import InvalidRequest, Unsupported
 from backend.api.tensor import TensorData
 
 UINT64 = 1 << 64
+ADAPTER_CONFIG = "adapter_config.json"  # in the directory of a PEFT adapter
 DTYPES = ("float16", "bfloat16", "float32")  # of weights in a request
 
 

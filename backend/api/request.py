@@ -125,6 +125,11 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return "" if self.lora is None else self.lora.content
 
     @property
+    def lora_id(self) -> int | None:
+        """What its client calls the adapter; None without."""
+        return None if self.lora is None else self.lora.task_id
+
+    @property
     def namespace(self) -> str:
         """Requests with different namespaces never share KV."""
         if (

@@ -110,11 +110,13 @@ class IterationRequests(Struct, frozen=True):
 class StoredBlock(Struct, frozen=True):
     """A block that requests can find; one that never became full has fewer tokens.
 
-    `block_hash` is of its tokens, all tokens before them, and the namespace.
+    `block_hash` is of its tokens, all tokens before them, and the namespace. `lora_id`: the task id of the adapter that its
+    KV was computed with, as the client that it came from calls it; None without.
     """
 
     block_hash: int
     token_ids: list[int]
+    lora_id: int | None = None
 
 
 class BlocksCreated(Struct, frozen=True, tag="created"):

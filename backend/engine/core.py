@@ -32,12 +32,12 @@ from backend.engine.deadlines import Deadlines
 from backend.engine.flight import Flight, WorkerFailure, check_samples
 from backend.engine.intake import Intake, never_fits
 from backend.engine.outbox import Outbox
+from backend.engine.prefetch import make_adapters
 from backend.engine.recorder import Recorder
 from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
-from backend.scheduler.adapters import AdapterCache
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.scheduler import Scheduler
 
@@ -62,7 +62,7 @@ class EngineCore:
             config.records.max_kv_events,
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
-        self.adapters = AdapterCache(config.lora, self.model, free_bytes)
+        self.adapters = make_adapters(config, self.model, workers, free_bytes)
         drafter = Drafter(config.speculation, config.kv_cache.sharing) if self.model.takes_drafts else None
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)

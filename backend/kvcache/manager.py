@@ -156,7 +156,7 @@ class KVCacheManager:
         if self.state.enable_block_reuse and known > table.depth:
             self._blocks.mark_shareable(table.handles[table.depth : known])
             table.node, table.depth = self._trie.insert(
-                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known
+                seq.namespace, table.node, table.depth, seq.token_ids, table.handles, known, seq.request.lora_id
             )
         if self.geometry.window is not None:
             self._drop_outside_window(seq, table)
@@ -186,7 +186,8 @@ class KVCacheManager:
                 if not keep and (tail := self.state.tail(seq, table)) is not None:
                     self._blocks.mark_shareable([tail])
                     self._trie.insert_tail(
-                        seq.namespace, table.node, table.depth, seq.token_ids, table.handles, seq.num_computed_tokens
+                        *(seq.namespace, table.node, table.depth, seq.token_ids, table.handles),
+                        *(seq.num_computed_tokens, seq.request.lora_id),
                     )
                 self._retain(seq)
                 self._unlock(table, keep or has_heirs)

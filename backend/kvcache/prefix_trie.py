@@ -2,7 +2,7 @@
 
 A node stands for one block: its key in the parent's `children` is the tuple of the block's token ids, so a lookup
 compares the tokens themselves and the whole path to the root; a hash only speeds the comparison up. A block that was not full
-when its sequence ended is a leaf with a shorter key. Each namespace (cache salt, later adapter) has a root of its own. A node is
+when its sequence ended is a leaf with a shorter key. Each namespace (cache salt and adapter) has a root of its own. A node is
 valid as long as its block keeps its content: the BlockManager's `on_evict` calls `forget`, which cuts the node and everything
 below it off.
 
@@ -104,11 +104,12 @@ class PrefixTrie:
         token_ids: Seq[int],
         handles: Seq[BlockHandle],
         num_blocks: int,
+        lora_id: int | None = None,
     ) -> tuple[TrieNode | None, int]:
         """Enter blocks `depth` .. `num_blocks` of a sequence below `node` (its block depth-1; None = start at the root).
 
         A block whose tokens are known already is not entered twice: the first one stays. Returns the node and depth to go on
-        from; (None, depth) when a block that has left the window is missing in between.
+        from; (None, depth) when a block that has left the window is missing in between. Events tell `lora_id`.
         """
         if node is None or not self.is_attached(node):
             node, depth = self.root(namespace), 0
@@ -120,14 +121,14 @@ class PrefixTrie:
             if child is None:
                 if handles[index] is DROPPED or handles[index].block_id in self._nodes:
                     self._drop_empty_root(node)
-                    self._tell_stored(entered)
+                    self._tell_stored(entered, lora_id)
                     return None, index
                 child = TrieNode(node, key, handles[index])
                 node.add(child)
                 self._nodes[handles[index].block_id] = child
                 entered.append(child)
             node = child
-        self._tell_stored(entered)
+        self._tell_stored(entered, lora_id)
         return node, max(depth, num_blocks)
 
     def insert_tail(
@@ -138,20 +139,21 @@ class PrefixTrie:
         token_ids: Seq[int],
         handles: Seq[BlockHandle],
         num_tokens: int,
+        lora_id: int | None = None,
     ) -> None:
         """`insert` the blocks that `num_tokens` tokens fill, and the one behind them, which they fill in part, as a leaf.
 
         The leaf is not entered when another block begins with its tokens: that one is as good.
         """
         num_full = num_tokens // self._block_size
-        node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full)
+        node, _ = self.insert(namespace, node, depth, token_ids, handles, num_full, lora_id)
         tail = tuple(token_ids[num_full * self._block_size : num_tokens])
         if node is None or _longest_head(node, tail)[1] == len(tail):
             return
         leaf = TrieNode(node, tail, handles[num_full])
         node.add(leaf)
         self._nodes[leaf.handle.block_id] = leaf
-        self._tell_stored([leaf])
+        self._tell_stored([leaf], lora_id)
 
     def forget(self, block_id: BlockId) -> None:
         """Cut off the block's node and all below it, for their path no longer exists. Unknown blocks are ignored."""
@@ -195,7 +197,7 @@ class PrefixTrie:
             )
             assert root.children, f"trie: the root of namespace {namespace!r} is empty"
 
-    def _tell_stored(self, entered: list[TrieNode]) -> None:
+    def _tell_stored(self, entered: list[TrieNode], lora_id: int | None) -> None:
         """Each node of `entered` is the child of the one before it: a known block in between would be a child of a new one."""
         if self._events is None or not entered:
             return
@@ -205,7 +207,7 @@ class PrefixTrie:
         before = parent.hash
         for node in entered:
             before = node.hash = block_hash(before, node.key)
-        self._events.stored(parent_hash, [StoredBlock(node.hash, list(node.key)) for node in entered])
+        self._events.stored(parent_hash, [StoredBlock(node.hash, list(node.key), lora_id) for node in entered])
 
     def _drop_empty_root(self, node: TrieNode) -> None:
         """Namespaces are chosen by clients: one that holds nothing must not be remembered."""

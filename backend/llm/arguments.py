@@ -205,6 +205,7 @@ PEFT_FIELDS = {
     "num_host_module_layer": "host_module_layers",
     "num_device_module_layer": "device_module_layers",
     "num_put_workers": "put_workers",
+    "lora_prefetch_dir": "prefetch_dir",
 }
 
 

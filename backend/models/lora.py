@@ -1,4 +1,4 @@
-"""Reads LoRA adapters: PEFT's directories, and the tensors of TensorRT-LLM's requests. Both become the layers of
+"""Reads LoRA adapters: PEFT's directories, and TensorRT-LLM's tensors, in a request or as files. All become the layers of
 kernels/common/adapter.py.
 
 What is no LoRA of a decoder layer's linear layers cannot be held, and is refused by name: DoRA, biases, embeddings, the output
@@ -14,17 +14,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
-from backend.api.lora import LoraConfig
+from backend.api.lora import ADAPTER_CONFIG, LoraConfig, check_lora
 from backend.api.model_files import find_file, read_object, shown
+from backend.api.tensor import TensorData
 from backend.models.config import ModelConfig
 from backend.models.loader import open_tensors
 from kernels.common.adapter import LINEARS, Part
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
+CONFIG_ROWS, WEIGHT_ROWS = (
+    "model.lora_config.npy",
+    "model.lora_weights.npy",
+)  # as TensorRT-LLM's hf_lora_convert.py writes
 MAX_WEIGHTS_BYTES = 8 << 30
 Layers = list[dict[str, list[Part]]]
 
@@ -92,7 +98,7 @@ def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_
     """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
     if lora.path:
         try:
-            layers = read_peft(Path(lora.path), config, dtype, max_rank)
+            layers = _read_directory(lora, config, dtype, max_rank)
         except ConfigError as error:
             raise InvalidRequest(f"LoRA adapter {lora.task_id}: {error}") from None
     else:
@@ -101,6 +107,38 @@ def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_
         if not (part.a.isfinite().all() and part.b.isfinite().all()):
             raise InvalidRequest(f"LoRA adapter {lora.task_id} holds numbers that are not finite in {dtype}")
     return layers
+
+
+def files_of(directory: Path) -> tuple[Path, Path]:
+    """What an adapter in a directory is: its configuration, and its weights."""
+    is_rows = (directory / CONFIG_ROWS).is_file()
+    names = (CONFIG_ROWS, WEIGHT_ROWS) if is_rows else (CONFIG, WEIGHTS)
+    return directory / names[0], directory / names[1]
+
+
+def _read_directory(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
+    directory = Path(lora.path)
+    if files_of(directory)[0].name == CONFIG:
+        return read_peft(directory, config, dtype, max_rank)
+    rows, weights = _read_array(directory, CONFIG_ROWS), _read_array(directory, WEIGHT_ROWS)
+    if rows.ndim != 2 or rows.dtype.kind not in "iu":
+        raise ConfigError(f"{CONFIG_ROWS}: {rows.dtype} of shape {list(rows.shape)}, integers [rows, 3] are needed")
+    data = TensorData(str(weights.dtype), weights.shape, weights.tobytes())
+    tensors = LoraConfig(lora.task_id, data, tuple(map(tuple, rows.tolist())))
+    check_lora(tensors, is_enabled=True)
+    return read_rows(tensors, config, dtype, max_rank)
+
+
+def _read_array(directory: Path, name: str) -> np.ndarray[Any, Any]:
+    """An array of a .npy file, without the batch dimension that TensorRT-LLM's have. Raises ConfigError."""
+    path = find_file(directory, name, MAX_WEIGHTS_BYTES)
+    if path is None:
+        raise ConfigError(f"{shown(directory.name)}: {name}: File does not exist")
+    try:
+        array: np.ndarray[Any, Any] = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(f"{name} is no array of numbers: {error}") from None
+    return array[0] if array.ndim == 3 and len(array) == 1 else array
 
 
 def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:

@@ -90,12 +90,13 @@ class AdapterCache:
         self.host, self.device = Level(host), Level(device)
         self._adapters: dict[str, PreparedAdapter] = {}  # those of the host level
         self._names: dict[Name, str] = {}
+        self._names_for_all: dict[int, str] = {}  # by task id, where a client has given the id to no other
         self._coming: list[str] = []  # for the device, with the next step
         self._going: list[str] = []
 
     def resolve(self, name: Name) -> str:
         """The content that a task id names. Raises InvalidRequest when it is not held."""
-        content = self._names.get(name)
+        content = self._names.get(name) or self._names_for_all.get(name[1])
         if content is None:
             raise InvalidRequest(
                 f"LoRA task {name[1]} not found in cache. Please send LoRA weights with request: the host cache holds "
@@ -126,6 +127,20 @@ class AdapterCache:
         self._adapters[content] = adapter
         self._names[name] = content
         return True
+
+    def put_for_all(self, task_id: int, adapter: PreparedAdapter) -> None:
+        """Hold an adapter whose id all clients may name. Raises InvalidRequest when it does not fit beside all others."""
+        self.check_fits(adapter)
+        adapters = {**self._adapters, adapter.content: adapter}
+        num_bytes = sum(each.num_bytes for each in adapters.values())
+        if num_bytes > self.host.capacity:
+            raise InvalidRequest(
+                f"the LoRA adapters up to this one take {num_bytes} bytes, the host cache has {self.host.capacity}; raise "
+                f"lora.host_bytes, or leave some out"
+            )
+        self.host.put(adapter.content, adapter.num_bytes)
+        self._adapters = adapters
+        self._names_for_all[task_id] = adapter.content
 
     def hold(self, content: str) -> None:
         """An accepted sequence has it; until `let_go`. Nothing for a sequence without one."""
@@ -171,3 +186,4 @@ class AdapterCache:
             self.device.drop(content)
             self._going.append(content)
         self._names = {name: each for name, each in self._names.items() if each != content}
+        self._names_for_all = {task_id: each for task_id, each in self._names_for_all.items() if each != content}

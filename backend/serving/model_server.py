@@ -232,9 +232,8 @@ class ModelServer:
         if hello is None or (self._check_text is not None and not self._executor.is_ready()):
             raise EngineUnavailable(NOT_READY)
         config = self._configure(hello.config) if self._configure else self._config
-        return ServingContext(
-            config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters, self._adapters
-        )
+        adapters = {**config.lora.directories, **self._adapters}
+        return ServingContext(config, hello.model, self._decoupled, hello.max_kv_tokens, self._parameters, adapters)
 
     def _text_job(self, stream: Stream, batch: Batch, context: ServingContext, parameters: Parameters) -> Job:
         batch.keep()

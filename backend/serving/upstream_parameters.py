@@ -148,7 +148,7 @@ _ENGINE = (
     _honoured("lora_cache_gpu_memory_fraction", "lora.device_fraction", _number),
     _honoured("lora_cache_host_memory_bytes", "lora.host_bytes", _whole),
     *_no_effect("adapters are held whole, not in pages", "lora_cache_optimal_adapter_size"),
-    *_refused("adapters that are loaded before a request names them", "lora_prefetch_dir"),
+    _honoured("lora_prefetch_dir", "lora.prefetch_dir", str, "where `lora.enabled` is set"),
     *_no_effect("kernels are chosen by `model.kernels`", "multi_block_mode"),
     *_no_effect("attention always accumulates in float32", "enable_context_fmha_fp32_acc"),
     _honoured("cuda_graph_mode", "model.cuda_graphs", is_true),

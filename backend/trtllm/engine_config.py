@@ -23,7 +23,6 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.cross_kv_cache_fraction": ((None,), "only decoder models are served; leave it out"),
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
     "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
-    "peft_cache_config.lora_prefetch_dir": ((None,), "adapters come with the requests that name them; leave it out"),
     "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
     "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
     "use_gpu_direct_storage": ((False,), "leave it out"),
@@ -124,6 +123,7 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "lora.host_module_layers": _peft("num_host_module_layer"),
     "lora.device_module_layers": _peft("num_device_module_layer"),
     "lora.put_workers": _peft("num_put_workers"),
+    "lora.prefetch_dir": _peft("lora_prefetch_dir"),
     # Nothing is kept of them unless a request asks.
     "model.gather_context_logits": lambda config: True,
     "model.gather_generation_logits": lambda config: True,

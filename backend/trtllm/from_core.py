@@ -223,7 +223,9 @@ def _event_data(
     if isinstance(data, core_stats.BlockUpdated):
         return kv_cache.KVCacheUpdatedData(data.block_hash, priority=kv_cache.KVCacheEventDiff(None, data.priority))
     blocks = [
-        kv_cache.KVCacheStoredBlockData(block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids])
+        kv_cache.KVCacheStoredBlockData(
+            block.block_hash, [kv_cache.UniqueToken(token) for token in block.token_ids], block.lora_id
+        )
         for block in data.blocks
     ]
     return kv_cache.KVCacheStoredData(data.parent_hash, blocks)

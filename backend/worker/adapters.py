@@ -14,7 +14,7 @@ from backend.api.lora import LoraConfig
 from backend.core.adapter import PreparedAdapter
 from backend.core.step import Row, StepInput
 from backend.models.config import ModelConfig
-from backend.models.lora import CONFIG, WEIGHTS, Layers, content_of, parts_of, read_adapter
+from backend.models.lora import Layers, content_of, files_of, parts_of, read_adapter
 from backend.worker.input_batch import InputBatch
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def num_bytes_of(layers: Layers) -> int:
 def _files(path: str) -> Files | None:
     """What changes when an adapter is written anew. None when it cannot be looked up: reading it will say why."""
     try:
-        found = [(Path(path) / name).stat() for name in (CONFIG, WEIGHTS)]
+        found = [each.stat() for each in files_of(Path(path))]
     except (OSError, ValueError):
         return None
     return path, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)

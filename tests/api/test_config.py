@@ -164,3 +164,31 @@ def test_a_window_is_one_number_or_one_for_each_layer() -> None:
 def test_windows_that_cannot_be_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [override])
+
+
+def test_adapters_are_names_with_directories() -> None:
+    """The first equals sign ends the name: a directory may hold more of them."""
+    text = 'lora.adapters=["doll=/loras/doll", "sheep=loras/a=b"]'
+    config = load_config(None, ["lora.enabled=true", text])
+    assert config.lora.directories == {"doll": "/loras/doll", "sheep": "loras/a=b"}
+
+
+@pytest.mark.parametrize(
+    "adapters, message",
+    [
+        ('["doll"]', r"lora.adapters holds 'doll'; write it as NAME=DIRECTORY"),
+        ('["=doll"]', r"lora.adapters holds '=doll'; write it as NAME=DIRECTORY, a name of 1 to 256 characters"),
+        (f'["{"n" * 257}=d"]', "a name of 1 to 256 characters"),
+        ('["a=b", "a=c"]', "lora.adapters gives a name twice: a=b, a=c; leave one of them out"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(adapters: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["lora.enabled=true", f"lora.adapters={adapters}"])
+
+
+def test_adapters_are_not_named_where_none_are_served() -> None:
+    with pytest.raises(
+        ConfigError, match="lora.adapters names adapters and lora.enabled is false; set lora.enabled=true"
+    ):
+        load_config(None, ['lora.adapters=["a=b"]'])

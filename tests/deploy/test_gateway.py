@@ -69,7 +69,7 @@ def make(server: TritonServer, tmp_path: Path) -> Iterator[Make]:
     def build(program: str) -> ServerWithGateway:
         (tmp_path / "endpoint.py").write_text(program)
         keys = tmp_path / "keys"
-        options = GatewayOptions(Ports.free().http, api_keys=keys, names=("everbatch", "own"))
+        options = GatewayOptions(Ports.free().http, api_keys=keys, names=("everbatch", "own"), adapters=("doll",))
         made.append(ServerWithGateway(server, options, (sys.executable, str(tmp_path / "endpoint.py"))))
         return made[-1]
 
@@ -97,7 +97,9 @@ def test_the_endpoint_is_told_where_the_server_is_and_whom_it_may_serve(make: Ma
     said = both.log_path.read_text()
     assert f"--triton {server.grpc_url} --host 127.0.0.1 --port {both.options.port}" in said
     assert f"--metrics-url {server.metrics_url}" in said and "--shutdown-grace-s 7" in said
-    assert f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own" in said
+    assert (
+        f"--api-keys {both.options.api_keys}" in said and "--model-name everbatch --model-name own --lora doll" in said
+    )
     assert f"run {server.run_id} log json" in said  # so that whatever ends the server's processes ends it too
     assert both.failure() is None
 
@@ -183,6 +185,8 @@ def test_a_port_out_of_range_or_given_twice_is_refused(free: int) -> None:
 def test_a_key_file_that_is_not_there_is_refused(free: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--api-keys .*none is no file"):
         GatewayOptions(free, api_keys=tmp_path / "none").check(())
+    with pytest.raises(UserError, match="--lora own=...: clients know the model by this name"):
+        GatewayOptions(free, names=("everbatch", "own"), adapters=("own",)).check(())
 
 
 def test_without_the_package_the_remedy_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from deploy import serve
 from deploy.cli import app
+from deploy.gateway import GatewayOptions
 from deploy.ports import Ports
 from deploy.repository import profiles
 from deploy.triton_server import TritonServer
@@ -82,6 +83,27 @@ def test_what_is_shown_of_the_endpoint_asks_for_a_key_where_it_does(
     result = CliRunner().invoke(app, ["serve", *on_free_ports()[:-1], str(Ports.free().http), *options])
     assert result.exit_code == 0 and "/v1/chat/completions" in result.output
     assert ('"Authorization: Bearer $KEY"' in result.output) is given and "secret-of-alice" not in result.output
+
+
+def test_adapters_reach_the_engine_and_the_endpoint_by_name(
+    served: list[TritonServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --lora and with --set; in the configuration, and as names that the OpenAI endpoint takes for models."""
+    for name in ("doll", "sheep"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    settings = ("--set", "lora.enabled=true", "--set", 'lora.adapters=["doll=doll"]')
+    lora = asked(served, *settings, "--lora", f"sheep={tmp_path}/sheep").config.lora
+    assert lora.enabled and lora.directories == {name: str(tmp_path / name) for name in ("doll", "sheep")}
+    assert not asked(served).config.lora.enabled
+    made: list[GatewayOptions] = []
+    monkeypatch.setattr(serve, "ServerWithGateway", lambda server, options: made.append(options) or server)
+    ports = [*on_free_ports()[:-1], str(Ports.free().http)]
+    CliRunner().invoke(app, ["serve", *ports, "--lora", "doll=doll", "--lora", "sheep=sheep"])
+    assert made[0].adapters == ("doll", "sheep")
+    assert "--lora cow=cow: there is no adapter_config.json" in refused("serve", *on_free_ports(), "--lora", "cow=cow")
+    assert "write it as NAME=DIRECTORY" in refused("serve", *on_free_ports(), "--lora", "doll")
 
 
 def test_the_help_names_every_profile() -> None:

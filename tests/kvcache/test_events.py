@@ -6,7 +6,10 @@ import random
 
 import pytest
 
+from backend.api.lora import LoraConfig
+from backend.api.request import Request
 from backend.api.stats import BlocksCreated, BlocksRemoved, BlocksStored, KvEvent
+from backend.core.sequence import Sequence
 from backend.core.step import BlockId
 from backend.kvcache.block import BlockHandle
 from backend.kvcache.events import KvEventLog, block_hash, root_hash
@@ -79,6 +82,19 @@ def test_equal_prefixes_have_equal_hashes_and_other_namespaces_have_others() -> 
     first = block_hash(root_hash("a"), [1, 2, 3, 4])
     assert hashes("a") == hashes("a") == [first, block_hash(first, [5, 6, 7, 8])]
     assert not set(hashes("a")) & set(hashes("b"))
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(7, content="hash of the weights")])
+def test_blocks_tell_with_which_adapter_they_were_computed(lora: LoraConfig | None) -> None:
+    """Nine tokens are two whole blocks, told while the sequence runs, and a tail, told when it has gone."""
+    request = Request([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, lora=lora)
+    cache = Cache(max_events=10, sharing="all")
+    seq = cache.start(Sequence(1, 1, request, 1, 0))
+    cache.run(seq)
+    cache.kv.release(seq, keep=False)
+    told = [block for event in cache.kv.take_events()[1:] for block in event.data.blocks]
+    assert [len(block.token_ids) for block in told] == [4, 4, 1]
+    assert [block.lora_id for block in told] == [None if lora is None else 7] * 3
 
 
 def test_a_log_that_nobody_reads_keeps_the_newest_and_without_a_limit_there_is_none() -> None:

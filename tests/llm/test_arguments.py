@@ -110,8 +110,12 @@ def test_what_asks_for_nothing_is_taken() -> None:
 def test_adapters_are_served_where_they_are_asked_for() -> None:
     assert config(enable_lora=True).lora == LoraSection(enabled=True)
     assert config(lora_config={"max_lora_rank": 8}).lora == LoraSection(enabled=True, max_rank=8)
-    cache = SimpleNamespace(host_cache_size=7, device_cache_percent=0.5, max_adapter_size=32, num_put_workers=2)
-    expected = LoraSection(enabled=True, host_bytes=7, device_fraction=0.5, max_rank=32, put_workers=2)
+    cache = SimpleNamespace(
+        host_cache_size=7, device_cache_percent=0.5, max_adapter_size=32, num_put_workers=2, lora_prefetch_dir="x"
+    )
+    expected = LoraSection(
+        enabled=True, host_bytes=7, device_fraction=0.5, max_rank=32, put_workers=2, prefetch_dir="x"
+    )
     assert config(enable_lora=True, peft_cache_config=cache).lora == expected
 
 

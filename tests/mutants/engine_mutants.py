@@ -75,7 +75,10 @@ MUTANTS = {
         change(PrefixTrie, "insert_tail", ("_longest_head(node, tail)[1] == len(tail)", "tail in node.children")),
         TAILS,
     ),
-    "events_tell_no_last_block": (change(PrefixTrie, "insert_tail", ("self._tell_stored([leaf])", "pass")), TAILS),
+    "events_tell_no_last_block": (
+        change(PrefixTrie, "insert_tail", ("self._tell_stored([leaf], lora_id)", "pass")),
+        TAILS,
+    ),
     "more_run_than_tuned": (change(Scheduler, "_admit", ("len(beams) > most", "len(beams) > most + 1")), TUNING),
     "the_average_is_of_all": (change(BatchTuner, "note_end", ("self._num_prompt -= prompt", "pass")), TUNING),
     "averages_are_rounded_down": (

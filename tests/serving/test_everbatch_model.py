@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, PerfMetrics, Result, Unsupported
+from backend.api.config import LoraSection
 from backend.api.response import TopLogProb
 from backend.core.step import ModelInfo
 from backend.serving.fronts.everbatch import EVERBATCH
@@ -19,18 +20,20 @@ from backend.serving.requests import Parameters, ServingContext, Work
 from tests.serving.fake_triton import Tensor
 from tests.serving.test_text_requests import MODEL_DIRECTORY
 
+DEFAULTS = EngineConfig()
+
 
 @pytest.fixture(scope="module")
 def tools() -> TextTools:
     return TextTools.from_directory(str(MODEL_DIRECTORY))
 
 
-def work(tools: TextTools, max_kv_tokens: int = 0, **fields: Any) -> Work:
+def work(tools: TextTools, max_kv_tokens: int = 0, config: EngineConfig = DEFAULTS, **fields: Any) -> Work:
     text = fields.pop("raw", None) or json.dumps(fields)
     tensor = Tensor("request", np.array([text.encode()], dtype=object))
     batch = Batch.read(EVERBATCH.tensors, [tensor], 64)
     info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
-    context = ServingContext(EngineConfig(), info, max_kv_tokens=max_kv_tokens)
+    context = ServingContext(config, info, max_kv_tokens=max_kv_tokens, adapters=config.lora.directories)
     EVERBATCH.check(batch, context)
     (only,) = EVERBATCH.parse(batch, context, Parameters(namespace="mine"), tools)
     return only
@@ -100,6 +103,17 @@ def test_an_unknown_field_is_refused_by_name(tools: TextTools) -> None:
         match="^request: 'guided_json' is no known parameter, did you mean guide; 'x' is no known parameter; leave",
     ):
         work(tools, prompt="a", x=2, guided_json="{}")
+
+
+def test_an_adapter_is_named_as_the_configuration_has_it(tools: TextTools) -> None:
+    config = EngineConfig(lora=LoraSection(enabled=True, adapters=("doll=/loras/doll",)))
+    lora = work(tools, config=config, prompt="a", lora_name="doll").request.lora
+    assert lora is not None and lora.path == "/loras/doll"
+    assert work(tools, config=config, prompt="a").request.lora is None
+    with pytest.raises(Unsupported, match=r"^LoRA cow is not supported, we currently support \['doll'\]$"):
+        work(tools, config=config, prompt="a", lora_name="cow")
+    with pytest.raises(Unsupported, match=r"^LoRA feature is not enabled\.$"):
+        work(tools, prompt="a", lora_name="doll")
 
 
 def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:

@@ -85,6 +85,7 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("lora_cache_max_adapter_size", "32", "lora.max_rank", 32),
         ("lora_cache_gpu_memory_fraction", "0.1", "lora.device_fraction", 0.1),
         ("lora_cache_host_memory_bytes", "1000", "lora.host_bytes", 1000),
+        ("lora_prefetch_dir", "/loras", "lora.prefetch_dir", "/loras"),
         ("cuda_graph_mode", "false", "model.cuda_graphs", False),
         ("guided_decoding_backend", "xgrammar", "guided.backend", "xgrammar"),
         ("xgrammar_tokenizer_info_path", "info.json", "guided.tokenizer_info", "info.json"),

@@ -78,6 +78,7 @@ def tuned(*options: Any) -> trtllm.SchedulerConfig:
         ({"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]}, "model.additional_outputs", ("x",)),
         ({"request_stats_max_iterations": 5}, "records.max_request_iterations", 5),
         ({"kv_cache_config": trtllm.KvCacheConfig(event_buffer_max_size=6)}, "records.max_kv_events", 6),
+        ({"peft_cache_config": trtllm.PeftCacheConfig(lora_prefetch_dir="x")}, "lora.prefetch_dir", "x"),
         ({"debug_config": trtllm.DebugConfig(True, False, [], 7)}, "records.max_debug_iterations", 7),
         ({"debug_config": trtllm.DebugConfig(True, False, [], 7)}, "records.debug_tensors", DEBUG_INPUTS),
         ({"debug_config": trtllm.DebugConfig(False, True, [], 7)}, "records.debug_tensors", ("logits",)),
@@ -126,10 +127,6 @@ def kv(**options: Any) -> dict[str, Any]:
                 "logits_post_processor_config": trtllm.LogitsPostProcessorConfig({"mine": print}),
             },
             "logits_post_processor_config is given",
-        ),
-        (
-            {"peft_cache_config": trtllm.PeftCacheConfig(lora_prefetch_dir="x")},
-            "peft_cache_config.lora_prefetch_dir is x",
         ),
         ({"cache_transceiver_config": trtllm.CacheTransceiverConfig()}, "cache_transceiver_config is"),
         ({"spec_dec_config": trtllm.SpeculativeDecodingConfig(True)}, "spec_dec_config.fast_logits is True"),

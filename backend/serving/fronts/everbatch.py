@@ -24,6 +24,7 @@ from backend.serving.fronts.choices import choices_output, chosen
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, check_stops, fitting_tokens, prompt_too_long
 from backend.serving.fronts.named_sampling import NamedSampling, check_choices, read_json
+from backend.serving.named_adapters import named_adapter
 from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
@@ -58,6 +59,7 @@ class Generate(NamedSampling, frozen=True, kw_only=True, forbid_unknown_fields=T
     timeout_s: float | None = None
     tools: list[dict[str, Any]] | None = None  # that the chat template shows to the model
     guide: Guide | None = None  # {"type": "json_schema", "text": "..."}
+    lora_name: str | None = None  # one of lora.adapters
 
 
 class Choice(Struct, frozen=True):
@@ -126,6 +128,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s if asked.timeout_s is None else asked.timeout_s,
         cache_salt=parameters.namespace,
         guide=asked.guide,
+        lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
     )
 
     def new_reporter() -> TextReporter:
