@@ -1,4 +1,9 @@
-"""LoRA adapters over quantised weights and quantised KV. PEFT is the oracle, over the numbers that the weights stand for."""
+"""LoRA adapters over quantised weights and quantised KV. PEFT is the oracle, over the numbers that the weights stand for.
+
+Sums of another order differ by a millionth. A number that lies half-way between two steps of int8 may then round the other way,
+which changes its token's logits, and those of later tokens, by a hundredth: a few in a hundred tokens. So most rows must agree to
+the millionth, and all together to a few hundredths. A part that was computed from rounded inputs would be off in every row.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +32,19 @@ from tests.model.tiers import NATIVE, TierCase
 from tests.quant.models import WIDE
 from tools.make_random_model import make_random_model
 
-PROMPT = [(7 * i + 3) % 120 for i in range(45)]
+PROMPTS = [[(7 * i + 13 * start) % 120 for i in range(6)] for start in range(8)]
 
 
 class Scheme(NamedTuple):
     round: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     group: int  # columns that share a scale
     activations: int | None  # the same of a layer's inputs; None: they stay floats
-    limit: float  # relative, on the norm of all logits
 
 
-# The values half-way between two steps of int8 activations may round either way after a different order of addition.
 SCHEMES = {
-    "int8": Scheme(quantize_weight, 64, None, 1e-5),
-    "w8a8": Scheme(quantize_weight, 32, 32, 0.01),
-    "w4a8": Scheme(round_weight, 32, 32, 0.01),
+    "int8": Scheme(quantize_weight, 64, None),
+    "w8a8": Scheme(quantize_weight, 32, 32),
+    "w4a8": Scheme(round_weight, 32, 32),
 }
 
 
@@ -56,25 +59,34 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return [make_adapter(base, root / "all", 1), make_adapter(base, root / "odd", 2, rank=7)]
 
 
+def assert_agree(ours: Tensor, theirs: Tensor, share: float) -> None:
+    """Logits [prompts, tokens, vocab]: that share of the rows to 1e-5 of their norm, and all together to 0.03."""
+    errors = (ours - theirs).norm(dim=2) / theirs.norm(dim=2)
+    assert (errors < 1e-5).float().mean() >= share
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
 def logits_of(
     base: Path, tier: TierCase, loras: list[LoraConfig | None], quantization: str = "none", kv: str = "auto"
 ) -> list[Tensor]:
-    """The logits [tokens, vocab] of PROMPT with each adapter, all in one batch, in chunks of at most 16 tokens of a row."""
+    """The logits [prompts, tokens, vocab] of PROMPTS with each adapter, all in one batch, in chunks of at most two tokens."""
     config = EngineConfig(
         ModelConfigSection(
             **dict(dtype="float32", kernels=tier.kernels, device="cpu", num_threads=1, quantization=quantization),
             gather_context_logits=True,
         ),
         KvCacheConfig(block_size=tier.block, max_tokens=2048, dtype=kv),
-        SchedulerConfig(max_batch_size=4, max_num_tokens=64, max_chunk_tokens=16),
+        SchedulerConfig(max_batch_size=32, max_num_tokens=64, max_chunk_tokens=2),
         lora=LoraSection(enabled=True),
     )
-    requests = [Request(PROMPT, 1, output_config=OutputConfig(return_context_logits=True), lora=lora) for lora in loras]
+    output = OutputConfig(return_context_logits=True)
+    requests = [Request(prompt, 1, output_config=output, lora=lora) for lora in loras for prompt in PROMPTS]
     with Executor.from_directory(base, config) as executor:
         ids = executor.enqueue_requests(requests)
         got = drain(executor, ids)
     assert not any(got[request_id][-1].has_error() for request_id in ids), got
-    return [tensor_of(got[request_id][-1].result.context_logits) for request_id in ids]
+    rows = torch.stack([tensor_of(got[request_id][-1].result.context_logits) for request_id in ids])
+    return list(rows.chunk(len(loras)))
 
 
 def quantise(model: nn.Module, scheme: Scheme) -> None:
@@ -101,7 +113,7 @@ def expected_logits(base: Path, scheme: Scheme, adapter: Path | None) -> Tensor:
     quantise(model, scheme)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()
-    return model(torch.tensor([PROMPT])).logits[0]
+    return model(torch.tensor(PROMPTS)).logits
 
 
 @pytest.mark.feature("000-19")
@@ -117,7 +129,7 @@ def test_the_result_is_the_quantised_base_and_the_adapters_part(
     measured = logits_of(base, tier, loras, quantization=name)
     expected = [expected_logits(base, scheme, path) for path in paths]
     for ours, theirs in zip(measured, expected, strict=True):
-        assert (ours - theirs).norm() < scheme.limit * theirs.norm()
+        assert_agree(ours, theirs, share=1.0 if scheme.activations is None else 0.6)
     assert (expected[0] - expected[2]).norm() > 0.1 * expected[2].norm(), "the adapter hardly matters"
 
 
@@ -133,10 +145,10 @@ def merged(base: Path, adapter: Path, directory: Path) -> Path:
 def test_quantised_kv_holds_the_adapters_keys_and_values(
     kv: str, base: Path, adapters: list[Path], tmp_path: Path, tier: TierCase
 ) -> None:
-    """As it does those of merged weights, in all chunks: but for the order of sums, by which a value may round another way."""
+    """As it does those of merged weights."""
     measured = logits_of(base, tier, [LoraConfig(i, path=str(path)) for i, path in enumerate(adapters)], kv=kv)
     floats = logits_of(base, tier, [LoraConfig(0, path=str(adapters[0]))])[0]
     for index, ours in enumerate(measured):
         (expected,) = logits_of(merged(base, adapters[index], tmp_path / str(index)), tier, [None], kv=kv)
-        assert (ours - expected).norm() < 0.002 * expected.norm()
+        assert_agree(ours, expected, share=0.6)
     assert (measured[0] - floats).norm() > 0.002 * floats.norm(), "KV was not quantised"
