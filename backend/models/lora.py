@@ -51,6 +51,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "megatron_config": (None,),
     "target_parameters": (None, []),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    # The others change the base model's weights: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA. PEFT can convert such an adapter.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 
 

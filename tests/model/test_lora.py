@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from backend.api import EngineConfig, ErrorCode, OutputConfig, Request
 from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig
@@ -166,7 +168,44 @@ REFUSED = {
     "bias": (dict(bias="lora_only"), "bias is lora_only"),
     "head": (dict(target_modules=["lm_head"]), "base_model.model.lm_head."),
     "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save is"),
+    "embedding": (dict(target_modules=["embed_tokens"]), "tensor base_model.model.model.embed_tokens."),
+    "tokens": (dict(trainable_token_indices=[1, 2]), "trainable_token_indices is"),
+    "pissa": (dict(init_lora_weights="pissa"), "init_lora_weights is pissa, which is not served; train a plain"),
+    "alpha as an expression": (
+        dict(alpha_pattern={"layers.[01].mlp.up_proj": 3}),
+        "is an expression; write module names",
+    ),
 }
+
+
+@pytest.mark.feature("000-19")
+def test_ranks_and_alphas_of_single_modules_are_pefts(
+    checkpoint: Callable[[str], Path], tmp_path: Path, tier: TierCase
+) -> None:
+    """The first name that fits counts: `self_attn.q_proj` of layer 1 has alpha 90, that of layer 0 has 3."""
+    base = checkpoint("llama2")
+    patterns = dict(
+        rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 16},
+        alpha_pattern={"model.layers.1.self_attn.q_proj": 90, "self_attn.q_proj": 3, "down_proj": 32},
+    )
+    stable = dict(patterns, use_rslora=True)
+    paths = [make_adapter(base, tmp_path / str(i), 1, rank=8, **each) for i, each in enumerate((patterns, stable, {}))]
+    expected = [PeftOracle(base, path).greedy(PROMPTS[1], NUM_TOKENS) for path in paths]
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    with Executor.from_directory(base, config(tier)) as executor:
+        loras = [LoraConfig(index, path=str(path)) for index, path in enumerate(paths)]
+        assert run(executor, *(request(PROMPTS[1], lora) for lora in loras)) == expected
+
+
+def test_a_convolution_is_refused_by_its_tensor(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = make_adapter(checkpoint("llama2"), tmp_path / "conv", 1)
+    path = adapter / "adapter_model.safetensors"
+    name = "base_model.model.vision.layers.0.conv.lora_A.weight"
+    save_file(load_file(path) | {name: torch.ones(4, 3, 3, 3)}, path)
+    with Executor.from_directory(checkpoint("llama2"), config(TORCH)) as executor:
+        code, message = error_of(executor, request(PROMPTS[0], LoraConfig(1, path=str(adapter))))
+    assert code is ErrorCode.UNSUPPORTED
+    assert f"tensor {name} is no LoRA of a decoder layer's projection; leave it out" in message
 
 
 @pytest.mark.parametrize("case", REFUSED)

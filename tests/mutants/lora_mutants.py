@@ -6,14 +6,18 @@ from backend.api.request import Request
 from backend.engine.antechamber import Antechamber
 from backend.engine.intake import Intake
 from backend.engine.loop import EngineLoop
+from backend.kvcache.prefix_trie import PrefixTrie
 from backend.models import lora
 from backend.scheduler.adapters import AdapterCache, Level
 from backend.scheduler.scheduler import Scheduler
+from gateway.core import Gateway
 from tests.mutants.changes import change
 
 CACHE = ["tests/scheduler/test_adapters.py"]
 WAITING = ["tests/engine/test_antechamber_adapters.py"]
 MODEL = ["tests/model/test_lora.py"]
+EVENTS = ["tests/kvcache/test_events.py"]
+GATEWAY = ["tests/gateway/test_adapters.py"]
 
 MUTANTS = {
     "the_newest_goes": (
@@ -68,5 +72,23 @@ MUTANTS = {
         change(Request, "adapter", ('"" if self.lora is None else self.lora.content', '""')),
         MODEL,
     ),
+    "ids_of_all_are_nobody_s": (change(AdapterCache, "resolve", (" or self._names_for_all.get(name[1])", "")), CACHE),
+    "ids_of_all_outlive_their_adapter": (
+        change(
+            AdapterCache, "_forget", ("self._names_for_all.items() if each != content", "self._names_for_all.items()")
+        ),
+        CACHE,
+    ),
+    "more_adapters_are_prefetched_than_fit": (
+        change(AdapterCache, "put_for_all", ("if num_bytes >", "if False and num_bytes >")),
+        CACHE,
+    ),
+    "blocks_tell_no_adapter": (
+        change(PrefixTrie, "_tell_stored", ("list(node.key), lora_id", "list(node.key)")),
+        EVENTS,
+    ),
+    "alpha_is_one_for_all": (change(lora, "_scale", ("alpha = value", "pass")), MODEL),
+    "the_endpoint_forgets_the_adapter": (change(Gateway, "jobs", ("request | adapter", "request")), GATEWAY),
+    "an_adapter_has_no_parent": (change(Gateway, "card", ("card if name in", "card if True or name in")), GATEWAY),
     "the_rank_is_not_divided_by": (change(lora, "_scale", ("else rank)", "else 1)")), MODEL),
 }

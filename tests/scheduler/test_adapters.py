@@ -110,3 +110,29 @@ def test_what_leaves_the_host_leaves_the_device_and_comes_back_whole() -> None:
     held.put(("", 0), adapter("a"))
     held.start("a")
     assert [each.content for each in held.take_changes()[0]] == ["a"]
+
+
+@pytest.mark.feature("001-48")
+def test_an_id_for_all_is_known_to_every_client_without_one_of_its_own() -> None:
+    """It leaves like others, and then nobody knows it. A client's own id counts for that client first."""
+    held = cache()
+    held.put_for_all(1, adapter("a"))
+    held.put(("tenant", 1), adapter("b"))
+    assert [held.resolve((namespace, 1)) for namespace in ("", "other", "tenant")] == ["a", "a", "b"]
+    held.put(("", 2), adapter("c"))
+    held.put(("", 3), adapter("d"))  # a was used longest ago
+    assert held.resolve(("tenant", 1)) == "b"
+    with pytest.raises(InvalidRequest, match="LoRA task 1 not found in cache"):
+        held.resolve(("", 1))
+
+
+def test_adapters_for_all_have_to_fit_together() -> None:
+    """30 bytes: two contents of 15 fit, one of them under a second id too, and one more byte does not."""
+    held = cache()
+    held.put_for_all(1, adapter("a", 15))
+    held.put_for_all(2, adapter("b", 15))
+    held.put_for_all(3, adapter("a", 15))
+    message = "up to this one take 31 bytes, the host cache has 30; raise lora.host_bytes, or leave some out"
+    with pytest.raises(InvalidRequest, match=message):
+        held.put_for_all(4, adapter("c", 1))
+    assert [held.resolve(("", each)) for each in (1, 2, 3)] == ["a", "b", "a"]
