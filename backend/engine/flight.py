@@ -35,7 +35,7 @@ def check_samples(step: StepInput, output: StepOutput) -> None:
     if [sample.slot for sample in output.sampled] != expected:
         raise RuntimeError(f"the workers answered for slots {[s.slot for s in output.sampled]}, expected {expected}")
     if output.further:
-        num_drafts = {row.slot: len(row.drafts) for row in step.rows}
+        num_drafts = {row.slot: len(row.drafts) + row.num_guesses for row in step.rows}
         for slot, further in output.further.items():
             if len(further) > num_drafts.get(slot, 0):
                 raise RuntimeError(f"the workers sampled {len(further)} tokens too many for slot {slot}")
