@@ -164,9 +164,7 @@ class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Guesses at the next tokens, several of which a step verifies. They change no token, only how soon it comes."""
 
-    mode: Speculation = (
-        "none"  # `lookup`: what followed the same tokens before; `draft_model`: a second model's guesses
-    )
+    mode: Speculation = "none"  # `lookup`: what followed the same tokens before; `draft_model`: a model's guesses
     draft_model: str = ""  # its checkpoint, with the model's vocabulary; like model.path
     max_draft_tokens: int = 16  # guesses for one sequence in one step
     max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
