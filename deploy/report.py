@@ -37,8 +37,9 @@ def differences(config: EngineConfig) -> list[str]:
 def effective(config: EngineConfig) -> list[str]:
     """Every setting that has a value, a line per section."""
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    width = max(map(len, sections))
     return [
-        f"{section:<10} "
+        f"{section:<{width}} "
         + "  ".join(f"{key}={_plain(value)}" for key, value in values.items() if value not in (None, ""))
         for section, values in sections.items()
     ]

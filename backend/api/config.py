@@ -22,6 +22,7 @@ Policy = Literal["guaranteed_no_evict", "max_utilization", "static_batch"]
 Batching = Literal["fused", "separate", "static"]
 Sharing = Literal["namespace", "all", "none"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar", "none"]
+Speculation = Literal["none", "lookup", "draft_model"]
 Windows = int | tuple[int, ...]  # of several, layer i has entry i modulo their number
 ChunkingPolicy = Literal["first_come_first_served", "equal_progress"]
 
@@ -173,7 +174,8 @@ class GuidedConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Guesses at the next tokens, several of which a step verifies. They change no token, only how soon it comes."""
 
-    mode: Literal["none", "lookup"] = "none"  # `lookup`: what followed the same tokens before
+    mode: Speculation = "none"  # `lookup`: what followed the same tokens before; `draft_model`: a model's guesses
+    draft_model: str = ""  # its checkpoint, with the model's vocabulary; like model.path
     max_draft_tokens: int = 16  # guesses for one sequence in one step
     max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
 
@@ -325,6 +327,12 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"kv_cache.num_slots is {num_slots}, less than scheduler.max_batch_size {rows}: every running sequence needs "
             f"the KV of a slot; raise the former or lower the latter"
+        )
+    speculation = config.speculation
+    if (speculation.mode == "draft_model") != bool(speculation.draft_model):
+        raise ConfigError(
+            f"speculation.mode is {speculation.mode} and speculation.draft_model is {speculation.draft_model!r}: the mode "
+            f"draft_model needs the path of a checkpoint, and others have no use for one; change one of them"
         )
     scheduler = config.scheduler
     if scheduler.max_beam_width is not None and scheduler.max_beam_width > scheduler.max_batch_size:

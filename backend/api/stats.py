@@ -41,11 +41,17 @@ class IterationStats(Struct, frozen=True):
     num_gen_requests: int = 0
     num_ctx_tokens: int = 0
     num_empty_gen_slots: int = 0  # rows of a static batch that have ended before it
+    num_gen_tokens: int = 0  # that rows in the generation phase got, drafts that were right included
     micro_batch_id: int = 0
     num_sessions: int = 0
     cpu_memory_bytes: int = 0  # resident memory of the engine process, after the latest step
     gpu_memory_bytes: int = 0  # of torch's allocator on the device; 0 without one
     kv_cache: KvCacheStats = KvCacheStats()
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Of rows in the generation phase; 0 without any."""
+        return self.num_gen_tokens / self.num_gen_requests if self.num_gen_requests else 0.0
 
 
 class EngineCounters(Struct):
@@ -98,6 +104,12 @@ class RequestStats(Struct, frozen=True, omit_defaults=True):
     is_paused: bool = False
     num_new_blocks: int = 0
     num_reused_blocks: int = 0
+    num_decoding_steps: int = 0  # that brought output tokens
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Output tokens for each step that brought some: more than 1 where drafts were right, 0 before the first."""
+        return self.num_output_tokens / self.num_decoding_steps if self.num_decoding_steps else 0.0
 
 
 class IterationRequests(Struct, frozen=True):

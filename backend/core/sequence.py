@@ -19,7 +19,7 @@ Who writes what:
     num_inflight_tokens, num_inflight_samples      Scheduler.commit adds those of a step, engine.update takes them off again
     num_inflight_drafts            likewise; while there are some, nobody knows how many tokens the step will append
     slot                           KVCacheManager.commit
-    num_guessed_tokens, num_right_guesses          engine.update
+    num_guessed_tokens, num_right_guesses, num_extra_tokens    engine.update
     num_writable_cells, kv_due_at  KVCacheManager, for the scheduler and the engine to see that a step needs nothing of it
     token_ids, request             `end_turn` packs them while a session is idle, `begin_turn` unpacks them
     status                         `apply` below, called by Scheduler.commit and the engine; illegal events raise
@@ -138,6 +138,7 @@ class Sequence:
     num_reused_blocks: int
     num_guessed_tokens: int  # drafts of the engine's own for its output
     num_right_guesses: int
+    num_extra_tokens: int  # output tokens that came with another one in the same step
     gathered: Gathered | None  # tensors for the client
     _random_state_before: tuple[int, int]  # for undo_turn
 
@@ -200,6 +201,7 @@ class Sequence:
         self.num_reused_blocks = 0
         self.num_guessed_tokens = 0
         self.num_right_guesses = 0
+        self.num_extra_tokens = 0
         self.gathered = Gathered.of(request, self.num_history_tokens, self.num_prompt_tokens)
 
     def __repr__(self) -> str:

@@ -10,7 +10,8 @@ samples to the slot's token ids itself, so the engine never sends a token back.
 
 A row may end with drafts: guesses at the tokens that follow the known ones. A token is sampled behind the last known one and
 behind each draft, as if all drafts were right. Those behind right ones are what the slot would have sampled one by one; they
-are appended, and the rest is forgotten: its KV is overwritten by whoever comes to these positions.
+are appended, and the rest is forgotten: its KV is overwritten by whoever comes to these positions. The engine sends the drafts,
+or how many of them the worker's own draft model is to make.
 
     known tokens ... 17 | drafts 4 9 10      sampled  4 9 8 3      appended  4 9 8
 
@@ -82,11 +83,12 @@ class Row(Struct, frozen=True, array_like=True, gc=False):
     samples: bool  # the last of them yields a token
     new_block_ids: list[BlockId] = []  # appended to the slot's block table before the step
     drafts: list[int] = []  # the last tokens of the row are these guesses, which the slot does not know
+    num_guesses: int = 0  # instead of drafts: so many of them, which the worker's draft model is to make
 
     @property
     def num_samples(self) -> int:
         """How many of its last tokens yield a token."""
-        return 1 + len(self.drafts) if self.samples else 0
+        return 1 + len(self.drafts) + self.num_guesses if self.samples else 0
 
 
 class StepInput(Struct, frozen=True):

@@ -21,6 +21,7 @@ class Flight:
     step: StepInput
     started_ns: int
     dropped: set[SequenceId] = field(default_factory=set)  # left the batch since: their rows count for nothing
+    num_decoded_tokens: int | None = None  # of rows that generate, once it has landed; None: one for each of them
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -35,7 +36,7 @@ def check_samples(step: StepInput, output: StepOutput) -> None:
     if [sample.slot for sample in output.sampled] != expected:
         raise RuntimeError(f"the workers answered for slots {[s.slot for s in output.sampled]}, expected {expected}")
     if output.further:
-        num_drafts = {row.slot: len(row.drafts) for row in step.rows}
+        num_drafts = {row.slot: len(row.drafts) + row.num_guesses for row in step.rows}
         for slot, further in output.further.items():
             if len(further) > num_drafts.get(slot, 0):
                 raise RuntimeError(f"the workers sampled {len(further)} tokens too many for slot {slot}")
@@ -56,6 +57,7 @@ class StepRecord(NamedTuple):
     num_context: int
     num_context_tokens: int
     num_empty_slots: int
+    num_decoded_tokens: int
 
     def statistics(self, clock: Clock) -> IterationStats:
         return IterationStats(
@@ -68,4 +70,5 @@ class StepRecord(NamedTuple):
             num_gen_requests=self.num_generation,
             num_ctx_tokens=self.num_context_tokens,
             num_empty_gen_slots=self.num_empty_slots,
+            num_gen_tokens=self.num_decoded_tokens,
         )

@@ -90,4 +90,5 @@ def _request_stats(seq: Sequence, stage: RequestStage, is_scheduled: bool = Fals
         seq.status is Status.PAUSED,
         seq.num_new_blocks,
         seq.num_reused_blocks,
+        seq.num_output_tokens - seq.num_extra_tokens,
     )

@@ -17,7 +17,7 @@ def book(
     """Book what a step did. Returns the sequences with news, in row order, and whether they end."""
     plan, dropped = flight.plan, flight.dropped
     news: list[tuple[Sequence, FinishReason]] = []
-    samples = iter(output.sampled)
+    samples, num_generated_before = iter(output.sampled), counters.generated_tokens_total
     for seq, sample in zip(plan.generation, samples):
         if dropped and seq.seq_id in dropped:
             continue
@@ -33,6 +33,7 @@ def book(
         update.append_token(seq, sample, now_ns)
         news.append((seq, update.finish_reason(seq)))
     counters.generated_tokens_total += len(news)
+    flight.num_decoded_tokens = counters.generated_tokens_total - num_generated_before
     rows = flight.step.rows[len(plan.generation) :]
     for (seq, num_tokens), row in zip(plan.context, rows, strict=True):
         first = next(samples) if row.samples else None  # token of its output

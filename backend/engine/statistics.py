@@ -73,6 +73,7 @@ class Statistics:
             len(plan.context),
             sum(num_tokens for _, num_tokens in plan.context),
             plan.num_empty_slots,
+            len(plan.generation) if flight.num_decoded_tokens is None else flight.num_decoded_tokens,
         )
         self._num_completed = 0
         self.iteration = flight.step.step_id + 1

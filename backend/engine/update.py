@@ -63,9 +63,9 @@ def append_run(
         if reason is not FinishReason.NOT_FINISHED:
             break
     seq.num_inflight_tokens = seq.num_inflight_samples = seq.num_inflight_drafts = 0  # the rest was guessed wrong
-    counters.generated_tokens_total += (
-        seq.num_output_tokens - num_output - 1
-    )  # one is counted by the caller, as of any row
+    num_extra = seq.num_output_tokens - num_output - 1
+    seq.num_extra_tokens += num_extra
+    counters.generated_tokens_total += num_extra  # one more is counted by the caller, as of any row
     return reason
 
 

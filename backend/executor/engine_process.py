@@ -64,6 +64,7 @@ def serve(config: EngineConfig, socket_path: str) -> None:
         debug=DebugFetch.of(config),
         guided=config.guided,
         lora=config.lora,
+        speculation=config.speculation,
     )
     core = EngineCore(config, workers)
     loop = EngineLoop(core, stats_period_s=config.triton.stats_period_ms / 1000)

@@ -108,6 +108,7 @@ class Executor:
             debug=DebugFetch.of(config),
             guided=config.guided,
             lora=config.lora,
+            speculation=config.speculation,
         )
         return cls.in_process(config, workers, str(workers.model_path))
 
@@ -120,10 +121,7 @@ class Executor:
         logits_post_processors: Mapping[str, Callable[..., Any]] | None = None,
         batched_logits_post_processor: Callable[..., Any] | None = None,
     ) -> Executor:
-        """Run an engine in this process with tensors in memory, by their names in a checkpoint, and the text of config.json.
-
-        `logits_post_processors`: like those of `from_directory`.
-        """
+        """Like `from_directory`, with tensors in memory, by their names in a checkpoint, and the text of config.json."""
         from backend.worker.debug_tensors import DebugFetch
         from backend.worker.group import InProcessWorkerGroup
         from backend.worker.post_processors import PostProcessors
@@ -140,6 +138,7 @@ class Executor:
             DebugFetch.of(config),
             config.guided,
             config.lora,
+            config.speculation,
         )
         return cls.in_process(config, workers)
 

@@ -42,7 +42,13 @@ def load_engine(
     config = msgspec.structs.replace(config, model=model)
     processors = PostProcessors(logits_post_processors)
     workers = InProcessWorkerGroup(
-        model, config.scheduler, config.kv_cache, processors=processors, guided=config.guided, lora=config.lora
+        model,
+        config.scheduler,
+        config.kv_cache,
+        processors=processors,
+        guided=config.guided,
+        lora=config.lora,
+        speculation=config.speculation,
     )
     return EngineCore(config, workers)
 

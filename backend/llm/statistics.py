@@ -97,6 +97,7 @@ def as_json(stats: IterationStats) -> dict[str, Any]:
             "numPausedRequests": stats.num_paused_requests,
             "numCtxTokens": stats.num_ctx_tokens,
             "microBatchId": stats.micro_batch_id,
+            "avgNumDecodedTokensPerIter": stats.tokens_per_row,
         },
     }
 
@@ -109,6 +110,7 @@ def requests_as_json(iteration: IterationRequests) -> list[dict[str, Any]]:
             "stage": request.stage.name,
             "contextPrefillPosition": request.num_computed_tokens,
             "numGeneratedTokens": request.num_output_tokens,
+            "avgNumDecodedTokensPerIter": request.tokens_per_step,
             "scheduled": request.is_scheduled,
             "paused": request.is_paused,
             "allocNewBlocksPerRequest": request.num_new_blocks,

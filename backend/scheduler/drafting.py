@@ -4,6 +4,7 @@ Drafts are guesses at the next tokens of a row, which the step verifies (core/st
 
     the request          `draft_tokens`: for as long as the output is what they say. All of them are tried
     lookup.py            the sequence's own tokens and outputs of its namespace, if `speculation.mode` is lookup
+    the workers          their draft model, if it is draft_model: here is only decided how many it makes (acceptance.py)
 
 A row gets as many as bring the most tokens a second, by what steps have taken so far (step_cost.py). With r rows, and e tokens
 expected of all drafts, the sum over drafts of the probability that each and all before it are right, that is the greatest
@@ -24,6 +25,7 @@ from backend.api.config import Sharing, SpeculationConfig
 from backend.api.draft_limits import what_forbids_drafts
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
+from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
@@ -33,10 +35,18 @@ MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the v
 
 
 class Draft(NamedTuple):
-    """Guesses at the next tokens of a sequence."""
+    """Guesses at the next tokens of a sequence: those that are known, or the number of those that a draft model is to make."""
 
     token_ids: list[int]
     is_given: bool = False  # by the request
+    num_guesses: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_guesses
+
+
+NO_DRAFT = Draft([])
 
 
 class Drafter:
@@ -44,24 +54,24 @@ class Drafter:
         """`sharing`: who may guess from whose outputs, as with KV."""
         self._config = config
         self._sharing = sharing
-        self._looks_up = config.mode == "lookup"
-        self.others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
-        self._lookups: dict[SequenceId, Lookup | None] = {}  # None: it must not have drafts
+        looks_up = config.mode == "lookup"
+        self.others = OtherOutputs(config.max_shared_tokens) if looks_up and sharing != "none" else None
+        self._known: dict[SequenceId, Lookup | Acceptance | None] = {}  # None: it must not have drafts
         self.cost = StepCost()
 
     def waits(self, seq: Sequence) -> bool:
         """Whether to plan no further for a sequence before its tokens in flight are known, because drafts are likely."""
         if _follows_script(seq):
             return True
-        lookup = self._lookup(seq)
-        return lookup is not None and lookup.confidence(0) > 0.5
+        known = self._known_of(seq)
+        return known is not None and known.confidence(0) > 0.5
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
         drafts: dict[SequenceId, Draft] = {}
         room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
         for seq in generation:
-            if not (self._looks_up or seq.request.draft_tokens):
+            if self._config.mode == "none" and not seq.request.draft_tokens:
                 continue
             most = min(room, seq.max_output_tokens - seq.num_output_tokens - 1)
             if most <= 0 or seq.num_inflight_samples:
@@ -69,49 +79,55 @@ class Drafter:
             if _follows_script(seq):
                 draft = Draft(seq.request.draft_tokens[seq.num_output_tokens :][:most], is_given=True)
             else:
-                lookup = self._lookup(seq)
-                if lookup is None:
+                known = self._known_of(seq)
+                if known is None:
                     continue
-                count, gain = self._worth(lookup, most, num_tokens, expected)
+                count, gain = self._worth(known, most, num_tokens, expected)
                 if not count:
                     continue
-                draft = Draft(lookup.propose(count))
+                draft = Draft(known.propose(count)) if isinstance(known, Lookup) else Draft([], num_guesses=count)
                 expected += gain
-            if draft.token_ids:
+            if draft.num_tokens:
                 drafts[seq.seq_id] = draft
-                room -= len(draft.token_ids)
-                num_tokens += len(draft.token_ids)
+                room -= draft.num_tokens
+                num_tokens += draft.num_tokens
         return drafts
 
     def end(self, seq: Sequence) -> None:
         """A request, or a session's turn, is over."""
-        lookup = self._lookups.pop(seq.seq_id, None)
-        if lookup is not None and self.others is not None and self._shares(seq):
+        known = self._known.pop(seq.seq_id, None)
+        if known is not None and self.others is not None and self._shares(seq):
             self.others.add(seq.namespace, seq.token_ids[seq.num_prompt_tokens :])
 
     def _shares(self, seq: Sequence) -> bool:
         """Clients without a namespace must not learn from each other token by token."""
         return self._sharing == "all" or not seq.is_anonymous
 
-    def _lookup(self, seq: Sequence) -> Lookup | None:
+    def _known_of(self, seq: Sequence) -> Lookup | Acceptance | None:
         """What is known of a sequence; None if it must not have drafts."""
-        if not self._looks_up:
+        if self._config.mode == "none":
             return None
-        if seq.seq_id not in self._lookups:
+        if seq.seq_id not in self._known:
             may_guess = seq.request.speculation and not what_forbids_drafts(seq.request)
-            others = self.others if self._shares(seq) else None
-            self._lookups[seq.seq_id] = Lookup(seq.namespace, others) if may_guess else None
-        lookup = self._lookups[seq.seq_id]
-        if lookup is not None:
-            lookup.see(seq.token_ids)
-        return lookup
+            self._known[seq.seq_id] = self._nothing_known(seq) if may_guess else None
+        known = self._known[seq.seq_id]
+        if isinstance(known, Lookup):
+            known.see(seq.token_ids)
+        elif known is not None:
+            known.see(seq)
+        return known
 
-    def _worth(self, lookup: Lookup, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
+    def _nothing_known(self, seq: Sequence) -> Lookup | Acceptance:
+        if self._config.mode == "draft_model":
+            return Acceptance(seq)
+        return Lookup(seq.namespace, self.others if self._shares(seq) else None)
+
+    def _worth(self, known: Lookup | Acceptance, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
         """How many drafts of a row pay, and how many of them are expected to be right.
 
         num_tokens, expected: of the step so far, what runs and what comes of it.
         """
-        right, gain = lookup.confidence(0), 0.0
+        right, gain = known.confidence(0), 0.0
         best, best_gain, best_rate = 0, 0.0, 0.0
         for count in range(1, min(most, self._config.max_draft_tokens) + 1):
             if right < _LEAST:
@@ -122,7 +138,7 @@ class Drafter:
             rate = (expected + gain) / self.cost.seconds(num_tokens + count)
             if rate > best_rate:
                 best, best_gain, best_rate = count, gain, rate
-            right *= lookup.confidence(count)
+            right *= known.confidence(count)
         return best, best_gain
 
 

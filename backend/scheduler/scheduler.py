@@ -32,7 +32,7 @@ from backend.scheduler.capacity import (
     admit_beams,
     extend_or_pause,
 )
-from backend.scheduler.drafting import Draft, Drafter
+from backend.scheduler.drafting import NO_DRAFT, Draft, Drafter
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.tuning import BatchTuner
@@ -227,14 +227,14 @@ class Scheduler:
         for seq in plan.generation if plan.drafts else ():
             draft = plan.drafts.get(seq.seq_id)
             if draft is not None:
-                num_cells = seq.num_computed_tokens + seq.num_inflight_tokens + 1 + len(draft.token_ids)
+                num_cells = seq.num_computed_tokens + seq.num_inflight_tokens + 1 + draft.num_tokens
                 if num_cells > seq.num_writable_cells and not plan.kv.widen(seq, num_cells):
                     del plan.drafts[seq.seq_id]
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long."""
         if self._drafter is not None and plan.generation and not plan.context:
-            num_drafts = sum(len(draft.token_ids) for draft in plan.drafts.values())
+            num_drafts = sum(draft.num_tokens for draft in plan.drafts.values())
             self._drafter.cost.note(len(plan.generation) + num_drafts, seconds)
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
@@ -323,12 +323,12 @@ def _take_rows(plan: StepPlan, changes: dict[SequenceId, TableChange]) -> list[R
     for seq in plan.generation:
         new_blocks = _take_new_blocks(seq, changes) if changes else []
         assert seq.slot is not None  # it runs
-        guesses = plan.drafts[seq.seq_id].token_ids if seq.seq_id in plan.drafts else []
-        start, num_tokens = seq.num_computed_tokens + seq.num_inflight_tokens, 1 + len(guesses)
-        rows.append(Row(seq.slot, start, num_tokens, True, new_blocks, guesses))
+        draft = plan.drafts.get(seq.seq_id, NO_DRAFT)
+        start, num_tokens = seq.num_computed_tokens + seq.num_inflight_tokens, 1 + draft.num_tokens
+        rows.append(Row(seq.slot, start, num_tokens, True, new_blocks, draft.token_ids, draft.num_guesses))
         seq.num_inflight_tokens += num_tokens
         seq.num_inflight_samples += 1
-        seq.num_inflight_drafts = len(guesses)
+        seq.num_inflight_drafts = draft.num_tokens
     for seq, num_tokens in plan.context:
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         seq.num_inflight_tokens += num_tokens

@@ -155,19 +155,17 @@ def iteration_stats(
 
 
 def _inflight(given: core_stats.IterationStats) -> InflightBatchingStats:
-    decoded = 1.0 if given.num_gen_requests else 0.0
     return InflightBatchingStats(
-        **{name: getattr(given, name) for name in _INFLIGHT}, avg_num_decoded_tokens_per_iter=decoded
+        **{name: getattr(given, name) for name in _INFLIGHT}, avg_num_decoded_tokens_per_iter=given.tokens_per_row
     )
 
 
 def _static(given: core_stats.IterationStats) -> StaticBatchingStats:
-    """Each row that generates gets one token."""
     return StaticBatchingStats(
         given.num_scheduled_requests,
         given.num_context_requests,
         given.num_ctx_tokens,
-        given.num_gen_requests,
+        given.num_gen_tokens,
         given.num_empty_gen_slots,
     )
 
@@ -198,7 +196,7 @@ def _one_request(given: core_stats.RequestStats) -> RequestStats:
         stage=_STAGES[given.stage],
         context_prefill_position=given.num_computed_tokens,
         num_generated_tokens=given.num_output_tokens,
-        avg_num_decoded_tokens_per_iter=1.0 if given.num_output_tokens else 0.0,
+        avg_num_decoded_tokens_per_iter=given.tokens_per_step,
         scheduled=given.is_scheduled,
         paused=given.is_paused,
         alloc_total_blocks_per_request=new + reused,

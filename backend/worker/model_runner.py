@@ -1,7 +1,7 @@
 """ModelRunner: runs one step on one rank.
 
-Effects in order: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, run the model, sample,
-append the sampled tokens.
+Effects in order: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, let the draft model
+guess, run the model, sample, append the sampled tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from backend.api.sampling import SamplingConfig
 from backend.core.step import BlockId, NewRow, Row, SampledToken, SlotId, StepInput, StepOutput
 from backend.sampling.sampler import Sampler
+from backend.worker.draft_model import DraftModel
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import InputBatch
@@ -46,6 +47,7 @@ class ModelRunner:
         sampler: Sampler,
         extras: Extras | None = None,
         guided: GuidedRows | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.tier = tier
         self.storage = storage
@@ -53,6 +55,7 @@ class ModelRunner:
         self.sampler = sampler
         self.extras = extras or Extras()
         self.guided = guided or GuidedRows(None, 0, 0)
+        self.draft_model = draft_model
 
     def launch(self, step: StepInput) -> Done:
         """Run a step; there is nothing to wait for afterwards."""
@@ -60,6 +63,8 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput:
         self.prepare(step)
+        if self.draft_model is not None:
+            step = self.draft_model.guess(step)
         if not step.rows:
             return StepOutput(step.step_id, [])
         slots = [row.slot for row in step.rows for _ in range(row.num_samples)]

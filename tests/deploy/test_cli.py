@@ -155,7 +155,9 @@ def test_only_changed_settings_are_listed_as_changed() -> None:
     config = serve.load_config(None, ["triton.decoupled=false", "kv_cache.max_tokens=64"])
     assert differences(config) == ["kv_cache.max_tokens=64", "triton.decoupled=false"]
     assert differences(serve.load_config()) == []
-    assert len(effective(config)) == len(EngineConfig.__struct_fields__)
+    lines = effective(config)
+    assert len(lines) == len(EngineConfig.__struct_fields__)
+    assert len({line.index("=") - len(line.split()[1].split("=")[0]) for line in lines}) == 1, "all begin in one column"
 
 
 def test_further_test_arguments_replace_the_suite_only_when_they_name_paths() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api import FinishReason, OutputConfig, Result, SamplingConfig, SessionConfig
-from backend.api.config import SpeculationConfig
+from backend.api.config import RecordsConfig, SpeculationConfig
 from tests.engine.driver import VOCAB, Driver
 from tests.fakes.hash_worker import oracle
 
@@ -143,6 +143,46 @@ def test_lookup_guesses_what_is_repeated(looks_ahead: bool) -> None:
     metrics = answer.perf_metrics
     assert metrics.num_draft_tokens == metrics.num_accepted_draft_tokens > 40
     assert len(driver.workers.trace) < 20
+
+
+@pytest.mark.feature("000-60")
+def test_how_many_tokens_a_step_brings_is_told_of_requests_and_steps() -> None:
+    """Nine tokens: one of the prompt's step, then four drafts of which three are right and one more token, so four in one step,
+    then the last four one by one. That is 9 tokens in 6 steps, and steps of 4, 1, 1, 1 and 1 tokens for the row that generates.
+    """
+    truth = oracle(PROMPT, 9, VOCAB)
+    driver = Driver(records=RecordsConfig(max_iterations=100, max_request_iterations=100))
+    driver.ask(PROMPT, 9, draft_tokens=[*truth[:4], (truth[4] + 1) % VOCAB])
+    driver.run()
+    records = driver.core.take_records()
+    assert [step.num_gen_tokens for step in records.iterations] == [0, 4, 1, 1, 1, 1]
+    assert [step.tokens_per_row for step in records.iterations] == [0.0, 4.0, 1.0, 1.0, 1.0, 1.0]
+    told = [each.requests[0].tokens_per_step for each in records.requests]
+    assert told == pytest.approx([1.0, 5 / 2, 6 / 3, 7 / 4, 8 / 5, 9 / 6])
+
+
+def test_tokens_that_a_stop_word_cuts_off_were_not_decoded() -> None:
+    """All drafts are right, and the third token completes the stop word: one token in the first step, two in the second."""
+    truth = oracle(PROMPT, 8, VOCAB)
+    driver = Driver(records=RecordsConfig(max_iterations=100, max_request_iterations=100))
+    driver.ask(PROMPT, 8, draft_tokens=truth, stop_words=[truth[1:3]])
+    driver.run()
+    records = driver.core.take_records()
+    assert [step.num_gen_tokens for step in records.iterations] == [0, 2]
+    assert records.requests[-1].requests[0].tokens_per_step == 3 / 2
+
+
+def test_a_draft_model_guesses_as_many_as_pay() -> None:
+    """The fake's draft model is wrong at multiples of four. The output is as ever, in fewer steps than tokens."""
+    driver = Driver(pool_tokens=256, speculation=SpeculationConfig(mode="draft_model", draft_model="small"))
+    request = driver.ask(PROMPT, 60)
+    driver.run()
+    assert driver.tokens(request) == oracle(PROMPT, 60, VOCAB)
+    rows = [row for step in driver.workers.trace for row in step.rows]
+    assert any(row.num_guesses > 1 for row in rows) and not any(row.drafts for row in rows)
+    assert len(rows) < 40
+    counters = driver.core.counters
+    assert counters.generated_tokens_total == 60 == len(rows) + counters.accepted_draft_tokens_total
 
 
 def test_a_request_can_do_without() -> None:

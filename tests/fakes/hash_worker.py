@@ -206,14 +206,20 @@ class HashWorkerGroup:
             self.num_backed = num_blocks
 
     def _run_with_drafts(self, row: Row, further: dict[SlotId, list[SampledToken]]) -> SampledToken | None:
-        """Drafts are run one by one, as if they were known, also those behind a wrong one: they leave their mark in the KV."""
-        num_known = row.num_tokens - len(row.drafts)
+        """Drafts are run one by one, as if they were known, also those behind a wrong one: they leave their mark in the KV.
+
+        Its draft model guesses a multiple of four wrong, and all else right.
+        """
+        num_drafts = len(row.drafts) + row.num_guesses
+        num_known = row.num_tokens - num_drafts
         first = self._run(Row(row.slot, row.num_computed, num_known, row.samples, row.new_block_ids))
-        if not row.drafts:
+        if not num_drafts:
             return first
         assert first is not None, "drafts for a row that samples nothing"
         token_ids, newest, is_right, right = self._slots[row.slot].token_ids, first, True, []
-        for index, draft in enumerate(row.drafts):
+        for index in range(num_drafts):
+            guess = newest.token_id + (newest.token_id % 4 == 0)
+            draft = row.drafts[index] if row.drafts else guess
             is_right &= newest.token_id == draft
             token_ids[-1] = draft
             following = self._run(Row(row.slot, row.num_computed + num_known + index, 1, True))
@@ -221,7 +227,7 @@ class HashWorkerGroup:
             newest = following
             if is_right:
                 right.append(newest)
-        del token_ids[-1 - len(row.drafts) :]
+        del token_ids[-1 - num_drafts :]
         token_ids += [sample.token_id for sample in (first, *right)]
         if right:
             further[row.slot] = right

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.model.tiers import native_kernels, tier  # noqa: F401 (fixtures)
+from tests.model.tiers import kernels, native_kernels, tier  # noqa: F401 (fixtures)
 from tools.make_random_model import make_random_model
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -109,13 +109,6 @@ def one_of_each() -> dict[int, Request]:
     }
 
 
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("native_kernels")
-    return request.param
-
-
 @pytest.mark.feature("000-20")
 @pytest.mark.parametrize("evict_every", [None, 5])
 @pytest.mark.parametrize("family", ["llama2", "mistral"])

@@ -16,6 +16,7 @@ from backend.core.step import ModelInfo
 from backend.models.config import read_model_config
 from backend.worker import tier
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.loaded_model import linear_options
 from kernels.cpu.build import CACHE_VARIABLE
 from kernels.cpu.isa import ISA_VARIABLE, best_isa, supported_isas
 from kernels.cpu.library import load_kernels
@@ -198,10 +199,7 @@ def test_a_forced_instruction_set_that_is_not_there_is_refused_even_if_any_would
 
 
 def test_a_gpu_has_no_rounding_to_four_bits() -> None:
-    section, scheduler, kv_cache = ModelConfigSection(quantization="w4a8"), SchedulerConfig(), KvCacheConfig()
-    group = InProcessWorkerGroup(section, scheduler, kv_cache)
-    group._choice = tier.Choice("triton")
     with pytest.raises(
         ConfigError, match="w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that"
     ):
-        group._linears(torch.bfloat16)
+        linear_options(tier.Choice("triton"), "w4a8", torch.bfloat16)

@@ -33,3 +33,11 @@ def tier(request: pytest.FixtureRequest) -> TierCase:
     if request.param is NATIVE:
         request.getfixturevalue("native_kernels")
     return request.param
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """What model.kernels names a tier, with blocks of the usual size."""
+    if request.param == "native":
+        request.getfixturevalue("native_kernels")
+    return request.param

@@ -16,7 +16,7 @@ from backend.api import model_files
 from backend.models import linears, loader, weight_files
 from backend.models.tensors import TensorSource
 from backend.text import chat, tokenizer
-from backend.worker import group, native_tier
+from backend.worker import loaded_model, native_tier
 from deploy import model_source
 from kernels.common import four_bits
 from kernels.cpu import build, trust
@@ -42,7 +42,7 @@ def the_second_scale_of_qoq_is_left_out(set_attribute: SetAttribute) -> None:
 
 
 def int4_kv_has_eight_bits(set_attribute: SetAttribute) -> None:
-    change(group.InProcessWorkerGroup, "_native_tier", ('"int4": 4', '"int4": 8'))(set_attribute)
+    change(loaded_model.LoadedModel, "_native_tier", ('"int4": 4', '"int4": 8'))(set_attribute)
 
 
 def the_output_head_has_four_bits(set_attribute: SetAttribute) -> None:

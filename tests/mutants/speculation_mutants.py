@@ -7,16 +7,21 @@ from backend.core.sequence import Sequence
 from backend.engine import update
 from backend.kvcache.plan import KVPlan
 from backend.scheduler import drafting, scheduler
+from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
-from backend.worker import model_runner
+from backend.worker import group, model_runner
+from backend.worker.draft_model import DraftModel
+from backend.worker.group import InProcessWorkerGroup
 from backend.worker.model_runner import ModelRunner
 from tests.mutants.changes import change
 
 ENGINE = ["tests/engine/test_drafts.py"]
 DRAFTING = ["tests/scheduler/test_drafting.py"]
 MODEL = ["tests/model/test_speculation.py"]
+ISOLATION = ["tests/model/test_speculation_isolation.py"]
+DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
 MUTANTS = {
     "a_wrong_draft_is_kept": (change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")), MODEL),
@@ -52,7 +57,7 @@ MUTANTS = {
         change(drafting, "_follows_script", (" and seq.token_ids", " or seq.token_ids")),
         ENGINE,
     ),
-    "a_request_cannot_do_without": (change(Drafter, "_lookup", ("seq.request.speculation and ", "")), ENGINE),
+    "a_request_cannot_do_without": (change(Drafter, "_known_of", ("seq.request.speculation and ", "")), ENGINE),
     "all_anonymous_learn_from_each_other": (
         change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
         DRAFTING,
@@ -78,12 +83,54 @@ MUTANTS = {
         change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
         DRAFTING,
     ),
+    "strangers_learn_step_by_step": (
+        change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
+        ISOLATION,
+    ),
+    "namespaces_learn_of_each_other": (
+        change(OtherOutputs, "find", ("self._places.get(namespace, {})", "next(iter(self._places.values()), {})")),
+        ISOLATION,
+    ),
+    "all_steps_bring_one_token": (change(update, "append_run", ("seq.num_extra_tokens += num_extra", "pass")), ENGINE),
     "nothing_is_forgotten": (
         change(OtherOutputs, "add", ("while self._num_tokens", "while False and self._num_tokens")),
         DRAFTING,
     ),
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
     "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("[1]", "[1] ** 0")), DRAFTING),
+    "guesses_behind_a_wrong_one_count": (
+        change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),
+        DRAFTING,
+    ),
+    "what_is_known_of_guesses_stays": (change(Acceptance, "see", ("if not num_guessed:", "if False:")), DRAFTING),
+    "cells_written_anew_count_as_filled": (
+        change(DraftModel, "_follow", ("self._filled[blocks[1:]] = 0", "pass"), ("offset)", "self._block_size)")),
+        DRAFT_MODEL,
+    ),
+    "kv_of_both_is_copied_for_one": (
+        change(DraftModel, "_follow", ("self._storage.copy_blocks(step.copies)", "pass")),
+        DRAFT_MODEL,
+    ),
+    "the_draft_model_begins_where_the_step_does": (
+        change(DraftModel, "_passes", ("self._first_missing(row.slot, end)", "row.num_computed")),
+        DRAFT_MODEL,
+    ),
+    "a_pass_is_cut_and_nobody_goes_on": (
+        change(DraftModel, "_passes", ("while start < end", "if start < end")),
+        DRAFT_MODEL,
+    ),
+    "guesses_are_not_put_behind_each_other": (
+        change(DraftModel, "guess", ("_known(row) + count - 1", "_known(row) - 1")),
+        DRAFT_MODEL,
+    ),
+    "any_vocabulary_will_do": (
+        change(group, "load_draft_model", ("config.vocab_size != model.config.vocab_size", "False")),
+        DRAFT_MODEL,
+    ),
+    "the_pool_forgets_the_draft_model": (
+        change(InProcessWorkerGroup, "load", ("kv_bytes += self._draft", "0 and self._draft")),
+        DRAFT_MODEL,
+    ),
     "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
     "a_decaying_top_p_is_drafted": (
         change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),

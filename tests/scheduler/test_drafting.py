@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from backend.api.config import SpeculationConfig
+from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.drafting import MARGIN, Drafter
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
@@ -134,6 +135,47 @@ def test_step_cost_knows_of_tiles() -> None:
         cost.note(tokens, 0.010 if tokens <= 32 else 0.014)
     for tokens, expected in ((32, 0.010), (33, 0.014), (40, 0.014)):
         assert cost.seconds(tokens) == pytest.approx(expected, rel=0.06)
+
+
+class Told:
+    """Of a sequence, what Acceptance looks at."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self.num_guessed_tokens, self.num_right_guesses = 10, 0, 0
+
+    def step(self, num_guessed: int, num_right: int) -> Told:
+        self.num_tokens += num_right + 1
+        self.num_guessed_tokens += num_guessed
+        self.num_right_guesses += num_right
+        return self
+
+
+def test_acceptance_is_the_share_of_guesses_that_count() -> None:
+    """Of four guesses two are right, one is wrong, one counts for nothing: two of three. Each counts a tenth when it comes, so
+    in the long run it goes round between steps: behind the wrong one x, behind two right ones 1 - 0.81 (1 - x), and x is 0.9
+    of that: x = 0.171 / 0.271.
+    """
+    seq = Told()
+    acceptance = Acceptance(seq)
+    for _ in range(100):
+        acceptance.see(seq.step(4, 2))
+        before = acceptance.confidence(0)
+        acceptance.see(seq)  # asking again changes nothing
+        assert acceptance.confidence(3) == before
+    assert before == pytest.approx(0.171 / 0.271, rel=1e-6)
+
+
+def test_what_is_known_of_guesses_fades_while_there_are_none() -> None:
+    """Always wrong: 0.7 * 0.9^50. Then 100 tokens without guesses go the share 1 - 0.995^100 of the way back to 0.7."""
+    seq = Told()
+    acceptance = Acceptance(seq)
+    for _ in range(50):
+        acceptance.see(seq.step(3, 0))
+    bad = 0.7 * 0.9**50
+    assert acceptance.confidence(0) == pytest.approx(bad)
+    for _ in range(100):
+        acceptance.see(seq.step(0, 0))
+    assert acceptance.confidence(0) == pytest.approx(0.7 - (0.7 - bad) * 0.995**100)
 
 
 def test_before_any_step_a_token_is_a_twentieth_of_a_step() -> None:

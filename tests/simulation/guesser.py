@@ -31,8 +31,11 @@ class Guesser(Drafter):
             count = min(rng.randint(0, 6), room, seq.max_output_tokens - num_output - 1)
             if count <= 0 or seq.num_inflight_samples:
                 continue
+            room -= count
+            if rng.random() < 0.3:  # the workers are to guess
+                drafts[seq.seq_id] = Draft([], num_guesses=count)
+                continue
             truth = self._model.live[seq.request_id].family[seq.sequence_index].tokens
             right = truth[num_output : num_output + rng.randint(0, count)]
             drafts[seq.seq_id] = Draft([*right, *(rng.randrange(4) for _ in range(count - len(right)))])
-            room -= count
         return drafts

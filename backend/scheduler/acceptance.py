@@ -1,0 +1,37 @@
+"""Acceptance: how often a draft model's guesses at one sequence are right, learnt from those that steps have verified.
+
+A guess counts when all before it in its step were right, for what lies behind a wrong one says nothing. What is known fades while
+nothing is guessed, towards what is assumed of any sequence: so guesses that did not pay are tried again now and then.
+"""
+
+from __future__ import annotations
+
+from backend.core.sequence import Sequence
+
+_ASSUMED = 0.7  # share of right guesses, of a sequence that nothing is known of
+_LEARNING = 0.1  # what the newest guess counts
+_FADING = 0.005  # what a token without guesses counts
+
+
+class Acceptance:
+    def __init__(self, seq: Sequence) -> None:
+        self._right = _ASSUMED
+        self._seen = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
+
+    def see(self, seq: Sequence) -> None:
+        """Take note of all that steps have verified so far."""
+        if seq.num_tokens == self._seen[0]:
+            return
+        now = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
+        num_tokens, num_guessed, num_right = (new - old for new, old in zip(now, self._seen))
+        self._seen = now
+        for _ in range(num_right):
+            self._right += _LEARNING * (1 - self._right)
+        if num_guessed > num_right:
+            self._right -= _LEARNING * self._right
+        if not num_guessed:
+            self._right += (1 - (1 - _FADING) ** num_tokens) * (_ASSUMED - self._right)
+
+    def confidence(self, num_drafts: int) -> float:
+        """The probability that the next guess is right, if `num_drafts` before it are: they make no difference."""
+        return self._right

@@ -1,0 +1,161 @@
+"""LoadedModel: a checkpoint in memory, in the form of the tier that runs it, and what the tier makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from backend.api.config import KvCacheConfig, ModelConfigSection, Quantization
+from backend.api.errors import ConfigError
+from backend.layers.device_linear import make_triton_linear
+from backend.models import loader
+from backend.models.linears import WHOLE_ROW, LinearOptions
+from backend.models.lora import Layers
+from backend.worker.adapters import num_bytes_of
+from backend.worker.device_runner import make_stacks
+from backend.worker.kv_storage import KVStorage
+from backend.worker.native_tier import NativeTier, PackLinears
+from backend.worker.tier import Choice, KVBlock, Tier, choose_tier, kv_dtype, kv_layout
+from backend.worker.torch_tier import TorchTier
+from kernels.common.kv_format import PoolLayout
+from kernels.cpu.linear import RoundToFourBits
+from kernels.cpu.lora import PackedAdapter
+
+log = logging.getLogger("everbatch.worker")
+
+
+class LoadedModel:
+    def __init__(
+        self,
+        checkpoint: loader.Checkpoint,
+        section: ModelConfigSection,
+        kv_cache: KvCacheConfig,
+        device: torch.device,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Raises ConfigError when the checkpoint, or the tier that `section` names, cannot be used."""
+        checkpoint.limit_attention(kv_cache.max_attention_window, kv_cache.sink_tokens)
+        self.config, self.dtype = checkpoint.config, checkpoint.compute_dtype(section.dtype)
+        self._device = device
+        self._kv_dtype = kv_dtype(kv_cache, self.config)
+        self.choice = choose_tier(section, kv_cache, device, self.config, self.dtype, progress)
+        linears = linear_options(self.choice, section.quantization, self.dtype)
+        self.model = checkpoint.build(section.max_seq_len, self.dtype, device, linears)
+        self._native: NativeTier | None = None
+
+    @property
+    def tier_name(self) -> str:
+        return self.choice.name
+
+    @property
+    def max_seq_len(self) -> int:
+        """Positions that the model was built for."""
+        return self.model.cos.shape[0]
+
+    def kv_block(self, block_size: int) -> KVBlock:
+        if self.tier_name == "native":
+            return self._native_tier(block_size).kv_block()
+        layout = self.layout(block_size)
+        return KVBlock(layout.block_shape, layout.dtype)
+
+    def kv_bytes_per_token(self, block_size: int) -> int:
+        """Of all layers."""
+        return -(-self.config.num_layers * self.kv_block(block_size).num_bytes // block_size)
+
+    def layout(self, block_size: int) -> PoolLayout:
+        """The KV pool's layout in the torch and triton tiers; the native tier has a layout of its own."""
+        return kv_layout(self.config, block_size, self.dtype, self._kv_dtype)
+
+    def storage(self, block_size: int, num_blocks: int) -> KVStorage:
+        """Raises ConfigError when memory for `num_blocks` cannot be had."""
+        storage = KVStorage(self.config.num_layers, *self.kv_block(block_size), self._device)
+        try:
+            storage.grow(num_blocks)
+        except (MemoryError, torch.OutOfMemoryError):
+            gib = num_blocks * storage.bytes_per_block / (1 << 30)
+            raise ConfigError(
+                f"{gib:.1f} GiB for {num_blocks} KV blocks cannot be had; lower kv_cache.max_tokens"
+            ) from None
+        return storage
+
+    def tier(self, block_size: int) -> Tier:
+        """What runs steps on the native and torch tiers."""
+        if self.tier_name == "native":
+            return self._native_tier(block_size)
+        return TorchTier(self.model, self.layout(block_size))
+
+    def pack(self, layers: Layers, max_rank: int) -> tuple[object, int, int]:
+        """An adapter in the form of the tier, its bytes, and those that it takes on the device."""
+        if self.tier_name == "native":
+            packed = PackedAdapter(layers, self.model.dtype)
+            return packed, packed.num_bytes, packed.num_bytes
+        num_bytes = num_bytes_of(layers)
+        if self.tier_name == "triton":
+            return layers, num_bytes, make_stacks(self.model, max_rank).bytes_per_adapter
+        return layers, num_bytes, num_bytes
+
+    def _native_tier(self, block_size: int) -> NativeTier:
+        if self._native is None or self._native.block_size != block_size:
+            assert self.choice.library is not None  # choose_tier chooses this tier only with it
+            kv_bits = {"int8": 8, "int4": 4}.get(self._kv_dtype, 0)
+            self._native = NativeTier(self.model, self.choice.library, block_size, kv_bits)
+        return self._native
+
+
+def load_draft_model(
+    path: str, model: LoadedModel, section: ModelConfigSection, kv_cache: KvCacheConfig
+) -> LoadedModel:
+    """The checkpoint of speculation.draft_model, held like the model's. Raises ConfigError when the two do not go together."""
+    device = model.model.embedding.device
+    if model.tier_name == "triton" or device.type != "cpu":
+        raise ConfigError(
+            f"speculation.mode is draft_model, and the model runs on {device}: draft models run on CPUs only in this version; "
+            f"use --set speculation.mode=none, or model.device=cpu"
+        )
+    if model.config.sliding_window is not None:
+        raise ConfigError(
+            f"speculation.mode is draft_model, and the model's sliding window of {model.config.sliding_window} tokens lets KV go "
+            f"that the draft model would need; use --set speculation.mode=lookup"
+        )
+    try:
+        checkpoint = loader.open_directory(loader.resolve_model_path(path))
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft_model: {error}") from None
+    config = checkpoint.config
+    if config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"speculation.draft_model {path} has a vocabulary of {config.vocab_size} tokens, the model one of "
+            f"{model.config.vocab_size}: its guesses would be other words; give a draft model of the same family"
+        )
+    if config.max_position < model.max_seq_len:
+        raise ConfigError(
+            f"speculation.draft_model {path} takes {config.max_position} tokens, model.max_seq_len is {model.max_seq_len}; "
+            f"use --set model.max_seq_len={config.max_position}"
+        )
+    section = msgspec.structs.replace(section, path=path, max_seq_len=model.max_seq_len, additional_outputs=())
+    return LoadedModel(checkpoint, section, kv_cache, device)
+
+
+def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:
+    """How the tier holds linear layers. `quantization`: model.quantization. Raises ConfigError for one that it has not."""
+    match choice.name:
+        case "native":
+            assert choice.library is not None  # choose_tier chooses this tier only with it
+            return LinearOptions(
+                quantization,
+                make=PackLinears(choice.library),
+                round_to_four_bits=RoundToFourBits(choice.library),
+                holds_super_blocks=True,
+            )
+        case "triton":
+            if quantization == "w4a8":
+                raise ConfigError(
+                    "model.quantization is w4a8, which rounds weights for a CPU; on a GPU use w8a8, or a checkpoint that "
+                    "./everbatch quantize --scheme w4a8 makes"
+                )
+            group = WHOLE_ROW if quantization == "w8a8" else None  # the only grouping that the w8a8 kernel takes
+            return LinearOptions(quantization, group, make_triton_linear(dtype))
+    return LinearOptions(quantization)
