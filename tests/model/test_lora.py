@@ -118,8 +118,11 @@ def test_eviction_and_recomputation_change_nothing(
     requests = [request(prompt, lora, 40) for lora in loras for prompt in PROMPTS[:2]]
     with Executor.from_directory(checkpoint("llama2"), config(tier)) as executor:
         expected = [run(executor, each)[0] for each in requests]
+    known = [None if lora is None else LoraConfig(lora.task_id) for lora in loras]  # so that nobody waits for a file
+    crowd = [request(prompt, lora, 40) for lora in known for prompt in PROMPTS[:2]]
     with Executor.from_directory(checkpoint("llama2"), config(tier, 256, "max_utilization")) as executor:
-        got = run_and_account(executor, *requests)
+        run(executor, *(request([1], lora, 1) for lora in loras))
+        got = run_and_account(executor, *crowd)
     assert [tokens for tokens, _ in got] == expected
     assert sum(account.num_recomputed_tokens for _, account in got) > 0
 
