@@ -220,6 +220,20 @@ def test_a_bad_guide_ends_its_own_request(
     assert texts(answers(native, [request(CODE)])) != []
 
 
+def test_a_least_of_one_token_leaves_out_the_empty_output(executor: Executor) -> None:
+    """`x?` is the empty output or x; where both are about as likely, only min_tokens can say which."""
+    guide = Guide(GuideType.REGEX, "x?")
+    free, least = (
+        [
+            request(guide, sampling_config=SamplingConfig(temperature=30.0, seed=seed, min_tokens=count))
+            for seed in range(16)
+        ]
+        for count in (None, 1)
+    )
+    assert set(texts(answers(executor, free))) == {"", "x"}
+    assert texts(answers(executor, least)) == ["x"] * 16
+
+
 def test_a_guide_and_bans_that_leave_no_token_end_the_request(executor: Executor) -> None:
     """After `x` only `-` may follow, in whatever token; all of them are bad words. The neighbour goes on."""
     dashes = [[i] for i in range(4096) if (tokenizer().visible_token(i, True) or "").startswith(("-", "x-"))]
