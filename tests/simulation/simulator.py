@@ -19,7 +19,19 @@ from backend.api import FinishReason, PerfMetrics, Request, Response, Result, Se
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
-from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
+from tests.simulation.events import (
+    Advance,
+    Cancel,
+    Compile,
+    Enqueue,
+    Event,
+    FailNext,
+    Generator,
+    Poll,
+    Step,
+    Stop,
+    Tell,
+)
 from tests.simulation.guesser import Guesser
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn, key_of, num_rows
@@ -47,7 +59,7 @@ class Simulation:
         if self.has_drafts:
             self.core.scheduler._drafter = Guesser(self.model, seed)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, more, self.setup, self.model)
+        self._generator = Generator(self.rng, more, Random(f"guides {seed}"), self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
@@ -96,11 +108,19 @@ class Simulation:
                 self.clock.advance(seconds)
             case FailNext():
                 self.workers.fail_next = RuntimeError("planted")
+            case Compile(text, error):
+                for request_id in self.workers.slow_guides.finish(text, error):
+                    self._tell(request_id, error)
+            case Tell(request_id, error):
+                self._tell(request_id, error)
         check_invariants(self)
 
     def drain(self) -> None:
         """Step until nothing is live, ask every session for one more turn, and see that nothing is held any more."""
         self.workers.fail_next = None
+        for text in list(self.workers.slow_guides.waiting):
+            self.apply(Compile(text, "the guide is bad" if text == "bad" else ""))
+        assert not self.model.held, f"requests {list(self.model.held)} wait for guides for ever"
         self._step_to_the_end()
         self.apply(Poll())
         for number, (salt, session_id) in enumerate(list(self.model.sessions)):
@@ -117,6 +137,7 @@ class Simulation:
         assert counters.requests_rejected_total == self._num_rejected
         for key in list(self.model.sessions):
             self.apply(Stop(PROBE_ID, key, True))
+        assert not self.workers.slow_guides.users, f"guides are kept for {self.workers.slow_guides.users}"
         assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
@@ -130,30 +151,71 @@ class Simulation:
         assert not self.workers.num_in_flight, "a step was never collected"
 
     def _enqueue(self, request_id: int, request: Request) -> None:
-        expected = self.model.judge(request_id, request)
-        waiting = len(self.core.scheduler.waiting)
-        count = num_rows(request)
-        if expected not in ("duplicate", "field") and waiting + count > self.setup.config.limits.max_queue_size:
-            expected = "queue"
+        guides, now_ns = self.workers.slow_guides, self.clock.monotonic_ns()
+        expected, is_held = self._judge(request_id, request), False
+        if request.guide is not None and self.model.judge_fields(request_id, request) == "ok":
+            if guides.is_full(request.guide):
+                expected = "compiling"
+            elif not guides.is_compiled(request.guide):
+                expected, is_held = "ok", True
         self.core.enqueue(request_id, request)
-        responses = self._take(self.core.take_responses())
+        if is_held:
+            assert not self.core.take_responses(), "a request is answered before its guide is compiled"
+            self.model.held[request_id] = request, now_ns
+        else:
+            self._book_acceptance(request_id, request, now_ns, expected, self._take(self.core.take_responses()))
+
+    def _judge(self, request_id: int, request: Request) -> str:
+        expected = self.model.judge(request_id, request)
+        is_full = len(self.core.scheduler.waiting) + num_rows(request) > self.setup.config.limits.max_queue_size
+        return "queue" if is_full and expected not in ("duplicate", "field") else expected
+
+    def _book_acceptance(
+        self, request_id: int, request: Request, arrival_ns: int, expected: str, responses: list[Response]
+    ) -> bool:
+        """Book that a request takes its place, or is refused as expected. Returns whether it does."""
         actual = _error_class(responses[0]) if responses else "ok"
         assert len(responses) <= 1 and actual in self._allowed(expected), f"expected {expected}, got {responses}"
         if actual == "ok":
-            self.model.accept(request_id, request, self.clock.monotonic_ns())
+            self.model.accept(request_id, request, arrival_ns)
+            return True
+        self._num_rejected += 1
+        self.rejections[actual] += 1
+        return False
+
+    def _tell(self, request_id: int, error: str) -> None:
+        """The compiler has something to say of a request: it ends, takes its place, or has gone and nothing happens."""
+        guides = self.workers.slow_guides
+        request, arrival_ns = self.model.held.get(request_id, (None, 0))
+        if request is not None and not error and not guides.is_compiled(request.guide):
+            return  # no compiler says this
+        if request is not None:
+            guides.give_up(request_id)
+            del self.model.held[request_id]
+            expected = "guide" if error else self._judge(request_id, request)
+        self.core.guide_compiled(request_id, error)
+        responses = self._take(self.core.take_responses())
+        if request is None:
+            assert not responses, f"a request that waits for no guide is answered: {responses}"
         else:
-            self._num_rejected += 1
-            self.rejections[actual] += 1
+            self._book_acceptance(request_id, request, arrival_ns, expected, responses)
 
     def _allowed(self, expected: str) -> tuple[str, ...]:
         """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
         return ("pool", "ok") if expected == "pool" and self.setup.window else (expected,)
 
     def _cancel(self, request_id: int, keep: int | None, sequence_index: int | None) -> None:
-        turn = self.model.live.get(request_id)
-        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
+        held = self.model.held.pop(request_id, None) if sequence_index is None else None
+        expected = "ok" if held is None else self._judge(request_id, held[0])
         self.core.cancel(request_id, keep, sequence_index)
         responses = self._take(self.core.take_responses())
+        if held is not None:
+            refusals = [response for response in responses if response.has_error()]
+            if not self._book_acceptance(request_id, *held, expected, refusals):
+                return
+            self.rejections["cancelled while its guide is compiled"] += 1
+        turn = self.model.live.get(request_id)
+        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
         assert [response.result.sequence_index for response in responses] == hit, responses
         for response in responses:
             self._finish(response, FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
@@ -296,5 +358,8 @@ def _error_class(response: Response) -> str:
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
         "scheduler.max_num_tokens": "step",
+        "the guide is bad": "guide",
+        "was not compiled within": "guide",
+        "guides wait to be compiled": "compiling",
     }
     return next((name for text, name in classes.items() if text in message), "field")
