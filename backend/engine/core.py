@@ -159,7 +159,7 @@ class EngineCore:
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
-        held = self.held.take(request_id)
+        held = self.held.take(request_id) if sequence_index is None else None  # none of its sequences is there yet
         if held is not None:  # it takes its place in the queue, and leaves it at once
             self._accept(request_id, *held)
         live = self._live.get(request_id)
@@ -302,7 +302,9 @@ class EngineCore:
         for search in beam_step.book(flight, output, self.kv, self.counters):
             reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
             first = search.members[0]
-            if reason is not None and reason is not FinishReason.NOT_FINISHED:
+            if isinstance(reason, EverbatchError):
+                self._fail(first, reason)
+            elif reason is not None and reason is not FinishReason.NOT_FINISHED:
                 self._finish(first, reason)
             elif reason is not None and first.request.streaming:
                 self._outbox.put(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))

@@ -244,6 +244,16 @@ def test_a_guide_and_bans_that_leave_no_token_end_the_request(executor: Executor
     assert re.fullmatch(CODE.text, texts([_result(found[ids[1]])])[0])
 
 
+def test_a_guide_and_bans_that_leave_beams_no_token_end_the_request(executor: Executor) -> None:
+    """Bans of beams are kept by the engine, not by the workers' masks: both together must not leave it without a candidate."""
+    xs = [[i] for i in range(4096) if (tokenizer().visible_token(i, True) or "") == "x"]
+    stuck = request(Guide(GuideType.REGEX, "x"), bad_words=xs, sampling_config=SamplingConfig(beam_width=2))
+    ids = executor.enqueue_requests([stuck, request(CODE, 3)])
+    found = drain(executor, ids)
+    assert "leave no token" in (found[ids[0]][-1].error_or_none or "")
+    assert re.fullmatch(CODE.text, texts([_result(found[ids[1]])])[0])
+
+
 def test_an_engine_without_guided_decoding_says_so() -> None:
     off = EngineConfig(config().model, config().kv_cache, config().scheduler, guided=GuidedConfig(backend="none"))
     with Executor.from_directory(MODEL, off) as made:

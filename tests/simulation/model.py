@@ -64,6 +64,11 @@ class Turn:
         return [turn for turn in self.family if turn.reason_seen is FinishReason.NOT_FINISHED]
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a beam search finds no token to begin with: its guide leaves the end only, which min_tokens forbids."""
+        return self.request.sampling_config.beam_width > 1 and self.max_output > 0 and not self.beams
+
+    @property
     def prompt(self) -> list[int]:
         return self.history + self.new_ids
 

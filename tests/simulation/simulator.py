@@ -265,6 +265,10 @@ class Simulation:
     def _check_step_error(self, response: Response, failed: bool) -> None:
         turn = self.model.live[response.request_id]
         error = _error_class(response)
+        if error == "stuck":
+            assert turn.is_stuck, f"a search that could go on is said to be stuck: {response}"
+            self.rejections[error] += 1
+            return
         assert response.error_msg.startswith("session error 5") == (turn.request.session is not None), response
         assert failed and error == "worker", response
 
@@ -358,6 +362,7 @@ def _error_class(response: Response) -> str:
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
         "scheduler.max_num_tokens": "step",
+        "leave no token": "stuck",
         "the guide is bad": "guide",
         "was not compiled within": "guide",
         "guides wait to be compiled": "compiling",
