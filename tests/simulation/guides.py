@@ -6,6 +6,9 @@ loses one token of the output, or takes one of the prompt for output, allows oth
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +22,7 @@ from tests.simulation.setups import VOCAB
 
 EOS_IDS = (VOCAB - 1, VOCAB - 2)  # of the model, for requests with guides that name none
 MAX_COMPILING = 3
+MayFollow = Callable[[int], bool]  # whether a token may follow
 _TOKENS = np.arange(VOCAB, dtype=np.uint64)
 
 
@@ -49,30 +53,27 @@ def ends_of(request: Request) -> tuple[int, ...]:
     return request.end_ids or (EOS_IDS if request.guide is not None else ())
 
 
-def may_follow(state: int, ends: tuple[int, ...]) -> set[int]:
-    """The tokens that may follow."""
-    found = {token_id for token_id in range(VOCAB) if allows(state, token_id)} - set(ends)
-    return found | set(ends) if is_complete(state) else found
+def may_follow(state: int, ends: tuple[int, ...]) -> MayFollow:
+    return lambda token_id: is_complete(state) if token_id in ends else allows(state, token_id)
 
 
-def choose(cells: list[int], seed: int, counter: int, allowed: set[int]) -> int:
-    """The first token that is allowed from the one on that would be chosen freely."""
-    token_id = next_token(cells, seed, counter, VOCAB)
-    while token_id not in allowed:
-        token_id = (token_id + 1) % VOCAB
-    return token_id
+def choose(cells: list[int], seed: int, counter: int, is_allowed: MayFollow) -> int:
+    """The first token that is allowed from the one on that would be chosen freely; that one where none is."""
+    first = next_token(cells, seed, counter, VOCAB)
+    return next(filter(is_allowed, ((first + i) % VOCAB for i in range(VOCAB))), first)
 
 
-def top_allowed(cells: list[int], counter: int, count: int, allowed: set[int]) -> list[tuple[int, float]]:
+def top_allowed(cells: list[int], counter: int, count: int, is_allowed: MayFollow) -> list[tuple[int, float]]:
     """The most likely of the allowed tokens, the best first, and then forbidden ones, as workers tell them."""
     state = mix(sum(mix(i, cell) for i, cell in enumerate(reversed(cells))), counter)
-    drawn = [mix(state, index) % VOCAB for index in range(4 * count)]
-    order = dict.fromkeys([token_id for token_id in drawn if token_id in allowed] + sorted(allowed))
-    found = [
-        (token_id, -0.1 * (i + 1) - mix(state, token_id) % 1000 / 12_000)
-        for i, token_id in enumerate(list(order)[:count])
-    ]
-    return found + [(token_id, FORBIDDEN) for token_id in range(count - len(found)) if token_id not in allowed]
+    tokens = itertools.chain((mix(state, index) % VOCAB for index in range(4 * count)), range(VOCAB))
+    found: dict[int, float] = {}
+    for token_id in filter(is_allowed, tokens):
+        found.setdefault(token_id, -0.1 * (len(found) + 1) - mix(state, token_id) % 1000 / 12_000)
+        if len(found) == count:
+            return list(found.items())
+    forbidden = itertools.islice(itertools.filterfalse(is_allowed, range(VOCAB)), count - len(found))
+    return [*found.items(), *((token_id, FORBIDDEN) for token_id in forbidden)]
 
 
 class Automaton:

@@ -71,6 +71,11 @@ class Simulation:
         return self._generator.several > 0
 
     @property
+    def has_guides(self) -> bool:
+        """Whether some of its requests have guides."""
+        return self._generator.guided > 0
+
+    @property
     def trace_hash(self) -> str:
         """A hash of every response and every step so far."""
         return hashlib.blake2b(self._digest.digest() + self.workers.digest.digest()).hexdigest()

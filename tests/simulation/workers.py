@@ -91,7 +91,7 @@ class CheckedWorkers(HashWorkerGroup):
         if guided is None:
             token, top = next_token(cells, seed, counter, VOCAB), []
         else:
-            allowed = set(guided.mask(torch.zeros(1, VOCAB)).isfinite().nonzero()[:, 1].tolist())
+            allowed = guided.mask(torch.zeros(1, VOCAB)).isfinite()[0].tolist().__getitem__
             top = top_allowed(cells, counter, state.top_log_probs, allowed) if state.top_log_probs else []
             token = top[0][0] if top else choose(cells, seed, counter, allowed)
         state.token_ids[end] = token
