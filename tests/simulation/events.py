@@ -84,7 +84,7 @@ class Generator:
         self._rng = rng
         self._guides = guides
         self.guided = guides.choice((0.0, 0.0, 0.3, 0.9))  # how often a request has a guide
-        self._texts = guides.choice((("a",), ("a", "b", "c", "d", "e", "f", "bad")))
+        self._texts = guides.choice((("a",), ("a", "b", "c", "d", "e", "empty", "bad")))
         self._more = more
         self._setup = setup
         self._model = model
@@ -133,7 +133,9 @@ class Generator:
             return self._enqueue()
         if kind is Cancel:
             index = self._more.choice((None, None, 0, 1)) if self.several else None
-            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
+            return Cancel(
+                rng.choice([*self._model.live, *self._model.held, 999_999]), rng.choice((None, None, 0, 1, 3)), index
+            )
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
