@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.api import guide
+from backend.engine import beam_step
 from backend.engine.core import EngineCore
 from backend.engine.held import Held
 from backend.engine.intake import Intake
@@ -32,6 +33,10 @@ MUTANTS = {
         OUTPUTS,
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if row.error:", "if False:")), OUTPUTS),
+    "beams_without_a_token_end_the_engine": (
+        change(beam_step, "take_further", (" if search.ended else RowFailure(_STUCK)", "")),
+        OUTPUTS,
+    ),
     "infinite_log_probabilities_are_told": (
         change(GuidedStep, "told", ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
         OUTPUTS,

@@ -9,7 +9,6 @@ import msgspec
 from backend.api.request import Request, RequestId
 from backend.core.sequence import BeamSequence, Sequence
 from backend.core.step import NewRow
-from backend.engine import beam_step
 from backend.engine.core import EngineCore
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler import scheduler
@@ -139,16 +138,6 @@ def a_request_is_refused_though_it_runs(set_attribute: SetAttribute) -> None:
         original(self, request_id, error)
 
     set_attribute(EngineCore, "guide_compiled", compiled)
-
-
-def beams_without_a_token_go_on(set_attribute: SetAttribute) -> None:
-    original = beam_step.take_further
-
-    def take_further(*arguments: object) -> object:
-        ended = original(*arguments)
-        return None if isinstance(ended, Exception) else ended
-
-    set_attribute(beam_step, "take_further", take_further)
 
 
 MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
