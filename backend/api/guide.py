@@ -35,9 +35,10 @@ def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | No
     """Raise InvalidRequest for a guide that nobody should try to compile. `refusal`: why no guide is taken at all, or ''."""
     if refusal:
         raise InvalidRequest(refusal)
-    if min_tokens:
+    if min_tokens is not None and min_tokens > 1:
         raise InvalidRequest(
-            f"min_tokens is {min_tokens}, and where the guide is complete nothing can follow; leave one of them out"
+            f"min_tokens is {min_tokens}, the limit beside a guide is 1, for where the guide is complete nothing can follow; "
+            f"lower min_tokens or leave it out"
         )
     if guide.type is GuideType.JSON:
         if guide.text:

@@ -101,17 +101,16 @@ class Antechamber:
             self._check_alone(SessionKey(request.cache_salt, request.session.id))
         waiting = Waiting(request_id, request, now_ns, deadline_ns)
         comes_behind = waiting.line in self._lines
-        if request.guide is None and not waiting.brings_weights and not comes_behind:
-            return False
-        if len(self._waiting) >= self._max_size:
-            raise Overloaded(
-                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides or adapters, the limit is "
-                f"{self._max_size} (limits.max_queue_size); try again later"
-            )
         if request.guide is not None and self._guides is not None:
             waiting.lacks_guide = not self._guides.begin(request_id, request.guide)
         if not (waiting.lacks_guide or waiting.brings_weights or comes_behind):
             return False
+        if len(self._waiting) >= self._max_size:
+            self.end(request_id, request)
+            raise Overloaded(
+                f"Exceeds maximum queue size: {len(self._waiting)} requests wait for their guides or adapters, Maximum queue "
+                f"size of {self._max_size} is reached (limits.max_queue_size); try again later"
+            )
         self._waiting[request_id] = waiting
         self._lines.setdefault(waiting.line, []).append(waiting)
         self._earliest_ns = deadline_ns if self._earliest_ns is None else min(self._earliest_ns, deadline_ns)

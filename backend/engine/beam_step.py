@@ -9,8 +9,11 @@ from backend.core.step import StepOutput
 from backend.engine import beams, update
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.flight import Flight
+from backend.engine.gathered import RowFailure
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
+
+_STUCK = "the guide and what else the request forbids (bad words, min_tokens) leave no token; forbid less"
 
 
 def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
@@ -35,7 +38,9 @@ def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: Engin
     return list(searches.values())
 
 
-def take_further(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int) -> FinishReason | None:
+def take_further(
+    search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int
+) -> FinishReason | RowFailure | None:
     """Take a search one token further if it can be. Returns whether and how it has ended; None when there is nothing new."""
     first = search.members[0]
     if not first.max_output_tokens:
@@ -43,5 +48,5 @@ def take_further(search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, n
     if not search.is_ready:
         return None
     if beams.advance(search, kv, scheduler, now_ns):
-        return search.ended[0].reason
+        return search.ended[0].reason if search.ended else RowFailure(_STUCK)
     return FinishReason.NOT_FINISHED

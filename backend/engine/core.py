@@ -158,7 +158,8 @@ class EngineCore:
         `keep_output_tokens`: its text has ended at a stop string, whose last token is that many output tokens into this turn.
         That is no cancellation but an end by stop words, and the log of a session is cut there.
         """
-        self._end_waiting(request_id, FinishReason.CANCELLED)
+        if sequence_index is None:  # none of its sequences is there yet
+            self._end_waiting(request_id, FinishReason.CANCELLED)
         live = self._live.get(request_id)
         for seq in [] if live is None else groups.members(live, sequence_index):
             reason = FinishReason.CANCELLED if keep_output_tokens is None else FinishReason.STOP_WORDS
@@ -172,7 +173,8 @@ class EngineCore:
         `namespace`: the client's; sessions of others are not known to it.
         """
         key = SessionKey(namespace, session_id)
-        waited = self._end_waiting(self.antechamber.turn_of(key), FinishReason.CANCELLED)
+        turn = self.antechamber.turn_of(key)
+        waited = turn is not None and self._end_waiting(turn, FinishReason.CANCELLED)
         try:
             seq = self.sessions.check_stop(key, end)
         except SessionError as error:
@@ -186,15 +188,13 @@ class EngineCore:
             self._finish(seq, FinishReason.CANCELLED)
         self._outbox.put(publish.empty_response(request_id))
 
-    def _end_waiting(self, request_id: RequestId | None, reason: FinishReason) -> bool:
+    def _end_waiting(self, request_id: RequestId, reason: FinishReason) -> bool:
         """End a request of the antechamber; whether there is one of this id."""
-        waiting = None if request_id is None else self.antechamber.leave(request_id)
-        if waiting is None:
-            return False
-        self.counters.requests_accepted_total += 1
-        self.statistics.count_end(reason.name)
-        self._outbox.put(publish.unqueued_response(waiting.request_id, waiting.request, reason))
-        return True
+        waiting = self.antechamber.leave(request_id)
+        if waiting is not None:
+            self.statistics.count_unqueued(reason.name)
+            self._outbox.put(publish.unqueued_response(request_id, waiting.request, reason))
+        return waiting is not None
 
     def step(self) -> list[Response]:
         """Run one iteration of the persistent batch and return the responses that became ready, in order."""
@@ -305,10 +305,12 @@ class EngineCore:
         for search in searches:
             reason = beam_step.take_further(search, self.kv, self.scheduler, now_ns)
             first = search.members[0]
-            if reason is not None and reason is not FinishReason.NOT_FINISHED:
-                self._finish(first, reason)
-            elif reason is not None and first.request.streaming:
+            if isinstance(reason, EverbatchError):
+                self._fail(first, reason)
+            elif reason is FinishReason.NOT_FINISHED and first.request.streaming:
                 self._outbox.put(publish.beams_response(first, search.told(reason), self.iteration, is_final=False))
+            elif reason not in (None, FinishReason.NOT_FINISHED):
+                self._finish(first, reason)
 
     def _publish(self, news: list[tuple[Sequence, FinishReason]], now_ns: int) -> None:
         """Tell what is new of each sequence, and take out those that end."""
@@ -328,9 +330,8 @@ class EngineCore:
         self._leave(seq)
         if seq.group is None or not seq.group.members:
             self.statistics.count_end(reason.name)
-        response = publish.result_response(seq, self.iteration)
         held = self.scheduler.is_static and update.ends_with_its_batch(seq, reason, keep_output_tokens)
-        self._outbox.put(response, held=held)
+        self._outbox.put(publish.result_response(seq, self.iteration), held=held)
         self.sessions.settle(seq, self.kv, self.clock.monotonic_ns(), keep_output_tokens)
 
     def _finish_beams(self, search: BeamSearch, reason: FinishReason, keep_output_tokens: int | None) -> None:
@@ -342,9 +343,8 @@ class EngineCore:
             row.finish_reason = reason
             self._leave(row)
         self.statistics.count_end(reason.name)
-        response = publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True)
         held = self.scheduler.is_static and update.ends_with_its_batch(rows[0], reason, keep_output_tokens)
-        self._outbox.put(response, held=held)
+        self._outbox.put(publish.beams_response(rows[0], hypotheses, self.iteration, is_final=True), held=held)
 
     def _fail(self, seq: Sequence, error: EverbatchError) -> None:
         """End the request of a sequence, with all its sequences."""

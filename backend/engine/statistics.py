@@ -54,6 +54,11 @@ class Statistics:
         totals = self.counters.requests_finished_total
         totals[reason] = totals.get(reason, 0) + 1
 
+    def count_unqueued(self, reason: str) -> None:
+        """A request has ended before it was queued: it counts as one that was accepted."""
+        self.counters.requests_accepted_total += 1
+        self.count_end(reason)
+
     def record(self, flight: Flight) -> float:
         """Close the books of a step, and return its seconds.
 

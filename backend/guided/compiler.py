@@ -48,9 +48,9 @@ class GuideCompiler:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._keys: dict[RequestId, bytes] = {}  # of live requests
         self._lock = threading.Lock()
+        self._someone_waits = threading.Condition(self._lock)
         self._work: queue.SimpleQueue[tuple[bytes, Guide]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._wake = threading.Event()  # of the thread that watches the time
         self._tell: OnCompiled = lambda request_id, error: None
 
     def on_compiled(self, tell: OnCompiled) -> None:
@@ -75,8 +75,8 @@ class GuideCompiler:
             if entry.compiled is not None:
                 return True
             entry.waiting[request_id] = time.monotonic() + self._config.compile_timeout_s
+            self._someone_waits.notify()
         self._start()
-        self._wake.set()
         return False
 
     def end(self, request_id: RequestId) -> None:
@@ -140,27 +140,29 @@ class GuideCompiler:
             return None, f"the guide cannot be compiled ({type(error).__name__}); the engine's log says why"
 
     def _watch(self) -> None:
-        """Answer those whose time is up. The thread sleeps while nobody waits."""
+        """Answer those whose time is up. The thread sleeps until the next one's is, or until somebody waits at all."""
+        limit_s = self._config.compile_timeout_s
+        error = f"the guide was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it"
         while True:
-            self._wake.wait()
             with self._lock:
-                now = time.monotonic()
-                late = []
-                for entry in self._entries.values():
-                    for request_id in [each for each, limit in entry.waiting.items() if limit <= now]:
-                        del entry.waiting[request_id]
-                        late.append(request_id)
-                limits = [limit for entry in self._entries.values() for limit in entry.waiting.values()]
-                if not limits:
-                    self._wake.clear()
+                while not (late := self._take_late()):
+                    self._someone_waits.wait(self._seconds_left())
             for request_id in late:
-                limit_s = self._config.compile_timeout_s
-                self._tell(
-                    request_id,
-                    f"the guide was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it",
-                )
-            if limits:
-                time.sleep(min(0.05, max(0.001, min(limits) - time.monotonic())))
+                self._tell(request_id, error)
+
+    def _take_late(self) -> list[RequestId]:
+        """Those whose time is up; they wait no longer."""
+        now, late = time.monotonic(), []
+        for entry in self._entries.values():
+            for request_id in [each for each, limit in entry.waiting.items() if limit <= now]:
+                del entry.waiting[request_id]
+                late.append(request_id)
+        return late
+
+    def _seconds_left(self) -> float | None:
+        """Until the first time limit; None where nobody waits."""
+        limits = [limit for entry in self._entries.values() for limit in entry.waiting.values()]
+        return max(0.0, min(limits) - time.monotonic()) if limits else None
 
     def _shrink(self) -> None:
         """Forget what nobody uses, the least recently asked for first, until the rest fits."""

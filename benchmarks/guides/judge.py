@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def table(figures: list[Figures]) -> Table:
     drawn.add_column("")
     for each in figures:
         drawn.add_column(each.backend, justify="right")
-    rows = {
+    rows: dict[str, Callable[[Figures], str]] = {
         "schemas refused": lambda f: str(len(f.refused)),
         "failures": lambda f: str(f.failed),
         "valid instances rejected": lambda f: f"{f.rejected_valid} of {f.num_valid}",

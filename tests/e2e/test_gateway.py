@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 
 from tests.e2e.wire import CANCELLED, eventually, num_cancelled, reaches, settled
-from tests.e2e.wire import post as post_json
 from tests.gateway.conftest import Served, serving
 from tests.gateway.test_limits import connect, post
 
@@ -215,40 +212,3 @@ def test_health_and_metrics_are_tritons(server: Any, served: Served, client: ope
     settled(server.metrics_url)
     page = served.request("GET", "/metrics")[1]
     assert "everbatch_requests" in page and "everbatch_gateway_completion_tokens_total" in page
-
-
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["name", "n"],
-    "additionalProperties": False,
-}
-
-
-def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    reply = client.chat.completions.create(messages=CHAT, response_format=form, max_completion_tokens=200, **GREEDY)
-    assert reply.choices[0].finish_reason == "stop"
-    jsonschema.validate(json.loads(reply.choices[0].message.content or ""), SCHEMA)
-    with pytest.raises(openai.BadRequestError, match="not"):
-        form["json_schema"]["schema"] = {"not": {}}
-        client.chat.completions.create(messages=CHAT, response_format=form, **GREEDY)
-
-
-def test_a_required_call_names_a_tool_and_satisfies_its_parameters(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
-    values = {"messages": CHAT, "tools": tools, "tool_choice": "required", "max_completion_tokens": 200, **GREEDY}
-    (choice,) = client.chat.completions.create(**values).choices
-    (call,) = choice.message.tool_calls or []
-    assert call.function.name == "add" and choice.finish_reason == "tool_calls"
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **values)]
-    (streamed_call,) = [each for delta in deltas for each in delta.tool_calls or []]
-    assert streamed_call.function.arguments == call.function.arguments
-
-
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_a_guide_is_obeyed_by_the_models_of_tensorrt_llm(server: Any, model: str) -> None:
-    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[xyz]{4}", "max_tokens": 20}
-    status, text = post_json(f"{server.http_url}/v2/models/{model}/generate", {"text_input": "def ", **guide})
-    assert status == 200 and re.fullmatch("(def )?[xyz]{4}", json.loads(text)["text_output"])

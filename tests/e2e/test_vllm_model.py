@@ -21,12 +21,14 @@ from deploy import ROOT, probe
 from deploy.invocation import ADMIN_HEADER
 from deploy.triton_server import TritonServer
 from tests.e2e.conftest import EXACT, START_TIMEOUT_S
+from tests.e2e.test_guides import GUIDES, MAX_TOKENS
 from tests.e2e.test_page_examples import answers
 from tests.e2e.vllm_client import PROMPT, ask, inputs_of, is_final, request, text_of, value_of, values_of
 from tests.e2e.wire import events, eventually, post
 
 pytestmark = pytest.mark.feature("W-07")
 MODELS = ("vllm_model", "vllm_opt")
+NAMES = {"json": "json_object", "json_schema": "json", "ebnf_grammar": "grammar"}  # other guides are called the same
 GREEDY = {"temperature": "0", "top_p": "1", "max_tokens": "16"}
 # As in upstream's samples: no name, no tensors, no transaction policy.
 CONFIG = """
@@ -272,6 +274,8 @@ def test_what_is_wrong_is_an_error_and_the_next_request_is_served(server: Triton
     assert error_of(server, sampling={"lora_name": "doll"}) == "LoRA feature is not enabled."
     assert error_of(server, sampling={"n": "2", "best_of": "1"}).startswith("Error generating stream: best_of is 1")
     assert "'tempersture'" in error_of(server, sampling={"tempersture": 0}, as_tensor=False)
+    for guide, sentence in (({"json": {"not": {}}}, "not"), ({"xml": "a"}, "'xml', allowed")):
+        assert sentence in error_of(server, sampling={"structured_outputs": json.dumps(guide)})
     assert "image asks for an image" in error_of(server, image="aGk=")
     beams = GREEDY | {"use_beam_search": "true", "n": "99"}
     assert error_of(server, sampling=beams).startswith("Error generating stream: beam_width is 99, allowed is 1 to")
@@ -346,6 +350,23 @@ def test_generate_takes_sampling_parameters_in_three_places(server: TritonServer
     assert status == 200 and len(pieces) == 12
     assert PROMPT + "".join(piece["text_output"] for piece in pieces) == said[0]["text_output"]
     assert [piece["finish_reason"] for piece in pieces] == ["None"] * 11 + ["length"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_structured_outputs_are_obeyed_streamed_and_whole(server: TritonServer, model: str) -> None:
+    """The guides of tests/e2e/test_guides.py under vLLM's names; each is judged by another parser."""
+    judges = {NAMES.get(kind, kind): (text or True, judge) for kind, (text, judge) in GUIDES.items()}
+    judges["choice"] = (["red", "dark (blue)"], lambda said: said in ("red", "dark (blue)"))
+    samplings = [
+        {"max_tokens": MAX_TOKENS, "temperature": 1.0, "top_p": 0.95, "seed": 3, "structured_outputs": {name: text}}
+        for name, (text, _) in judges.items()
+    ]
+    fields = {"prompt": "def main(", "exclude_input_in_output": True}
+    bodies = [fields | {"sampling_parameters": json.dumps(sampling)} for sampling in samplings]
+    streamed = ask(server, *(request(model, stream=True, **body) for body in bodies))
+    whole = ask(server, *(request(model, **body) for body in bodies))
+    for one, other, (_, judge) in zip(streamed, whole, judges.values()):
+        assert text_of(one) == text_of(other) and judge(text_of(one))
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ TYPES = {
     "repetition_penalty": np.float32,
     "min_tokens": np.int32,
     "embedding_bias": np.float32,
+    "guided_decoding_guide_type": np.object_,
+    "guided_decoding_guide": np.object_,
 }
 
 CANCELLED = "everbatch_requests_finished_total{reason=cancelled}"

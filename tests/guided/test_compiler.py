@@ -90,6 +90,21 @@ def test_a_guide_that_cannot_be_compiled_is_told_in_a_sentence_without_paths() -
     assert "RuntimeError" in news[2] and "secret" not in news[2]
 
 
+def test_who_waits_too_long_is_told_so_though_nobody_waited_for_a_while() -> None:
+    """The watch sleeps without a limit once the first guide's 0.05 s are over; the second one's wait must wake it."""
+    stub = Stub()
+    compiler, told = make(stub, compile_timeout_s=0.05)
+    compiler.begin(RequestId(1), guide("quick"))
+    assert told.wait(1) == [(1, "")]
+    time.sleep(0.15)
+    stub.gate.clear()
+    compiler.begin(RequestId(2), guide("slow"))
+    compiler.begin(RequestId(3), guide("slow"))
+    news = told.wait(3)
+    assert [request_id for request_id, _ in news] == [1, 2, 3] and "within 0.05 s" in news[2][1]
+    stub.gate.set()
+
+
 def test_who_waits_too_long_is_told_so_and_others_go_on() -> None:
     stub = Stub()
     compiler, told = make(stub, compile_timeout_s=0.05)
@@ -151,6 +166,14 @@ def test_a_backend_that_cannot_be_made_is_not_set_up() -> None:
 def test_guides_that_nobody_should_compile_are_refused_at_once(given: Guide, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         check_guide(given, "", 10, None)
+
+
+@pytest.mark.parametrize("min_tokens", [None, 0, 1])
+def test_one_token_is_what_any_output_has(min_tokens: int | None) -> None:
+    """TensorRT-LLM's runtime default is 1, and many clients send it."""
+    check_guide(guide("a"), "", 10, min_tokens)
+    with pytest.raises(InvalidRequest, match="min_tokens is 2, the limit beside a guide is 1"):
+        check_guide(guide("a"), "", 10, 2)
 
 
 def test_nesting_is_bounded() -> None:

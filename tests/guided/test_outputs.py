@@ -220,10 +220,34 @@ def test_a_bad_guide_ends_its_own_request(
     assert texts(answers(native, [request(CODE)])) != []
 
 
+def test_a_least_of_one_token_leaves_out_the_empty_output(executor: Executor) -> None:
+    """`x?` is the empty output or x; where both are about as likely, only min_tokens can say which."""
+    guide = Guide(GuideType.REGEX, "x?")
+    free, least = (
+        [
+            request(guide, sampling_config=SamplingConfig(temperature=30.0, seed=seed, min_tokens=count))
+            for seed in range(16)
+        ]
+        for count in (None, 1)
+    )
+    assert set(texts(answers(executor, free))) == {"", "x"}
+    assert texts(answers(executor, least)) == ["x"] * 16
+
+
 def test_a_guide_and_bans_that_leave_no_token_end_the_request(executor: Executor) -> None:
     """After `x` only `-` may follow, in whatever token; all of them are bad words. The neighbour goes on."""
     dashes = [[i] for i in range(4096) if (tokenizer().visible_token(i, True) or "").startswith(("-", "x-"))]
     stuck = request(Guide(GuideType.REGEX, "x-y"), bad_words=dashes[:500])
+    ids = executor.enqueue_requests([stuck, request(CODE, 3)])
+    found = drain(executor, ids)
+    assert "leave no token" in (found[ids[0]][-1].error_or_none or "")
+    assert re.fullmatch(CODE.text, texts([_result(found[ids[1]])])[0])
+
+
+def test_a_guide_and_bans_that_leave_beams_no_token_end_the_request(executor: Executor) -> None:
+    """Bans of beams are kept by the engine, not by the workers' masks: both together must not leave it without a candidate."""
+    xs = [[i] for i in range(4096) if (tokenizer().visible_token(i, True) or "") == "x"]
+    stuck = request(Guide(GuideType.REGEX, "x"), bad_words=xs, sampling_config=SamplingConfig(beam_width=2))
     ids = executor.enqueue_requests([stuck, request(CODE, 3)])
     found = drain(executor, ids)
     assert "leave no token" in (found[ids[0]][-1].error_or_none or "")

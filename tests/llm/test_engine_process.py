@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +16,7 @@ from backend.llm import (
     GenerationExecutor,
     GenerationExecutorProxy,
     GenerationExecutorWorker,
+    GuidedDecodingParams,
     NotHere,
     RequestError,
     SamplingParams,
@@ -78,6 +80,15 @@ def test_an_llm_over_an_engine_process_says_the_same(proxy: LLM, llm: LLM) -> No
     assert [output.outputs for output in proxy.generate(texts, FEW)] == [
         output.outputs for output in llm.generate(texts, FEW)
     ]
+
+
+def test_guides_cross_to_an_engine_process(proxy: LLM, llm: LLM) -> None:
+    guided = SamplingParams(max_tokens=20, guided_decoding=GuidedDecodingParams(regex="[xyz]{3}-[0-9]"))
+    assert re.fullmatch("[xyz]{3}-[0-9]", text := proxy.generate("The quick", guided).outputs[0].text)
+    assert llm.generate("The quick", guided).outputs[0].text == text
+    bad = SamplingParams(guided_decoding=GuidedDecodingParams(json={"not": {}}))
+    with pytest.raises(RequestError, match="not"):
+        proxy.generate("The quick", bad)
 
 
 @pytest.mark.feature("002-34")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.api import guide
+from backend.engine import beam_step
 from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
@@ -28,10 +29,14 @@ MUTANTS = {
     "the_prompt_is_output": (change(GuidedRows, "set_row", ("[row.num_prompt_tokens :]", "[:]")), OUTPUTS),
     "a_slot_keeps_its_guide": (change(GuidedRows, "set_row", ("self._slots.pop(row.slot, None)", "pass")), OUTPUTS),
     "masks_go_to_the_first_rows": (
-        change(GuidedStep, "mask", ("places = [at for at, _, _ in self._rows]", "places = [*range(len(self._rows))]")),
+        change(GuidedStep, "mask", ("[each.logits for each in self._places]", "[*range(len(self._places))]")),
         OUTPUTS,
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if row.error:", "if False:")), OUTPUTS),
+    "beams_without_a_token_end_the_engine": (
+        change(beam_step, "take_further", (" if search.ended else RowFailure(_STUCK)", "")),
+        OUTPUTS,
+    ),
     "infinite_log_probabilities_are_told": (
         change(GuidedStep, "told", ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
         OUTPUTS,
@@ -39,7 +44,10 @@ MUTANTS = {
     "a_guide_is_compiled_for_each": (change(GuideCompiler, "begin", ("if entry is None:", "if True:")), COMPILER),
     "the_cache_forgets_what_is_used": (change(GuideCompiler, "_shrink", (" and not entry.users", "")), COMPILER),
     "the_cache_has_no_bound": (change(GuideCompiler, "_shrink", ("size <= self", "True or size <= self")), COMPILER),
-    "late_guides_are_waited_for": (change(GuideCompiler, "_watch", ("if limit <= now", "if False")), COMPILER),
+    "late_guides_are_waited_for": (change(GuideCompiler, "_take_late", ("if limit <= now", "if False")), COMPILER),
+    "the_watch_sleeps_on": (change(GuideCompiler, "begin", ("self._someone_waits.notify()", "pass")), COMPILER),
+    "no_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "min_tokens > 0")), COMPILER),
+    "any_least_length_beside_a_guide": (change(guide, "check_guide", ("min_tokens > 1", "False")), COMPILER),
     "any_number_waits": (
         change(GuideCompiler, "begin", ("if waiting >= self", "if False and waiting >= self")),
         COMPILER,

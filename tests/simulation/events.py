@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import msgspec
+
 from backend.api import OutputConfig, Request, SamplingConfig, SessionConfig
+from backend.api.guide import Guide, GuideType
 from backend.api.request import RetentionConfig, TokenRangeRetention
 from tests.simulation.model import Key, Model, Turn, key_of, reference_beams, reference_output
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
@@ -52,15 +55,36 @@ class FailNext:
     pass
 
 
-Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext
+@dataclass(frozen=True)
+class Compile:
+    """A guide has been compiled, or cannot be."""
+
+    text: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """The compiler says something of one request: that its time is up, or what is known already, or comes too late."""
+
+    request_id: int
+    error: str
+
+
+Event = Enqueue | Cancel | Stop | Poll | Step | Advance | FailNext | Compile | Tell
 
 
 class Generator:
     """Chooses the next event from the model's state. Each seed has habits: some things it does often, some never."""
 
-    def __init__(self, rng: Random, more: Random, setup: Setup, model: Model) -> None:
-        """`more` decides about requests for several sequences; without them a schedule is the same as if there were none."""
+    def __init__(self, rng: Random, more: Random, guides: Random, setup: Setup, model: Model) -> None:
+        """`more` decides about requests for several sequences, `guides` about guides; without them a schedule is the same as if
+        there were none.
+        """
         self._rng = rng
+        self._guides = guides
+        self.guided = guides.choice((0.0, 0.0, 0.3, 0.9))  # how often a request has a guide
+        self._texts = guides.choice((("a",), ("a", "b", "c", "d", "e", "empty", "bad")))
         self._more = more
         self._setup = setup
         self._model = model
@@ -102,17 +126,42 @@ class Generator:
 
     def next_event(self) -> Event:
         rng = self._rng
+        if self.guided and self._guides.random() < 0.15:
+            return self._of_the_compiler()
         kind = rng.choices(list(self._weights), list(self._weights.values()))[0]
         if kind is Enqueue:
             return self._enqueue()
         if kind is Cancel:
             index = self._more.choice((None, None, 0, 1)) if self.several else None
-            return Cancel(rng.choice([*self._model.live, 999_999]), rng.choice((None, None, 0, 1, 3)), index)
+            return Cancel(
+                rng.choice([*self._model.live, *self._model.held, 999_999]), rng.choice((None, None, 0, 1, 3)), index
+            )
         if kind is Stop:
             return Stop(self._take_id(), rng.choice([*self._model.sessions, ("", 99)]), rng.random() < 0.4)
         if kind is Advance:
             return Advance(rng.choice((0.5, 3.0, 30.0)))
         return kind()
+
+    def _of_the_compiler(self) -> Event:
+        guides, held = self._guides, self._model.held
+        if held and guides.random() < 0.8:
+            text = guides.choice([each.request.guide.text for each in held.values() if each.request.guide is not None])
+            return Compile(text, "the guide is bad" if text == "bad" else "")
+        late = guides.random() < 0.5
+        return Tell(
+            guides.choice([*held, *self._model.live, 999_999]), "the guide was not compiled within" if late else ""
+        )
+
+    def _with_guide(self, request: Request) -> Request:
+        """Sometimes ask for a form; min_tokens then mostly is what may be beside it."""
+        guides = self._guides
+        if guides.random() >= self.guided:
+            return request
+        sampling = request.sampling_config
+        if guides.random() < 0.9:
+            sampling = msgspec.structs.replace(sampling, min_tokens=guides.choice((None, 0, 1)))
+        guide = Guide(GuideType.REGEX, guides.choice(self._texts))
+        return msgspec.structs.replace(request, guide=guide, sampling_config=sampling)
 
     def _take_id(self) -> int:
         self._next_id += 1
@@ -153,7 +202,7 @@ class Generator:
             return_all_generated_tokens=rng.random() < 0.1,
             session=session,
         )
-        return Enqueue(request_id, self._with_ends(request_id, request))
+        return Enqueue(request_id, self._with_ends(request_id, self._with_guide(request) if self.guided else request))
 
     def _retention(self) -> RetentionConfig | None:
         if self._rng.random() < 0.8:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from backend.api import FinishReason, Request
+from backend.engine.beams import FORBIDDEN
 from backend.engine.groups import stream_seed
 from backend.engine.sessions import BYTES_PER_SESSION, BYTES_PER_TOKEN
 from tests.fakes.beam_oracle import Beam, beam_search
 from tests.fakes.hash_worker import cell_of, cells_of, in_reach, next_token, seed_of, top_tokens
+from tests.simulation.guides import choose, ends_of, first_state, may_follow, next_state, top_allowed
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 from tests.simulation.workers import penalised_seed
 
@@ -62,6 +65,11 @@ class Turn:
         return [turn for turn in self.family if turn.reason_seen is FinishReason.NOT_FINISHED]
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a beam search finds no token to begin with: its guide leaves the end only, which min_tokens forbids."""
+        return self.request.sampling_config.beam_width > 1 and self.max_output > 0 and not self.beams
+
+    @property
     def prompt(self) -> list[int]:
         return self.history + self.new_ids
 
@@ -73,17 +81,23 @@ class Turn:
 def reference_output(turn: Turn, setup: Setup) -> tuple[list[int], FinishReason]:
     """Output and finish reason of a request alone."""
     ids, outputs, cells = list(turn.prompt), [], []
-    sampling = turn.request.sampling_config
+    sampling, guide, ends = turn.request.sampling_config, turn.request.guide, ends_of(turn.request)
+    state = 0 if guide is None else first_state(guide)
     while len(outputs) < turn.max_output:
         for position in range(len(cells), len(ids)):
             cells.append(cell_of(cells[-1] if cells else 0, ids[position], position, seed_of(turn.namespace)))
         seed = penalised_seed(turn.seed, outputs, sampling.presence_penalty)
-        token = next_token(in_reach(cells, setup.window, setup.sink_tokens), seed, turn.counter + len(outputs), VOCAB)
+        seen, counter = in_reach(cells, setup.window, setup.sink_tokens), turn.counter + len(outputs)
+        if guide is None:
+            token = next_token(seen, seed, counter, VOCAB)
+        else:
+            token = choose(seen, seed, counter, may_follow(state, ends))
+            state = next_state(state, token)
         outputs.append(token)
         ids.append(token)
         if len(outputs) < (sampling.min_tokens or 0):
             continue
-        if token in turn.request.end_ids:
+        if token in ends:
             return outputs, FinishReason.END_ID
         if any(outputs[-len(word) :] == word for word in turn.request.stop_words):
             return outputs, FinishReason.STOP_WORDS
@@ -96,15 +110,21 @@ def reference_beams(turn: Turn, setup: Setup) -> list[Beam]:
 
     def top(ids: list[int], count: int) -> list[tuple[int, float]]:
         cells = cells_of(ids, turn.namespace)
-        seen = in_reach(cells, setup.window, setup.sink_tokens)
-        return top_tokens(seen, len(ids) - len(turn.prompt), count, VOCAB)
+        seen, num_output = in_reach(cells, setup.window, setup.sink_tokens), len(ids) - len(turn.prompt)
+        if request.guide is None:
+            return top_tokens(seen, num_output, count, VOCAB)
+        state = first_state(request.guide)
+        for token in ids[len(turn.prompt) :]:
+            state = next_state(state, token)
+        told = top_allowed(seen, num_output, count, may_follow(state, ends_of(request)))
+        return [pair for pair in told if pair[1] > FORBIDDEN]
 
     found = beam_search(
         turn.prompt,
         turn.max_output,
         config.beam_width,
         top,
-        request.end_ids,
+        ends_of(request),
         tuple(request.stop_words),
         min_tokens=config.min_tokens or 0,
         length_penalty=config.length_penalty or 0.0,
@@ -119,6 +139,14 @@ def num_rows(request: Request) -> int:
     return config.beam_width if config.beam_width > 1 else config.num_return_sequences or 1
 
 
+class Held(NamedTuple):
+    """A request whose guide is being compiled: no session or queue knows it."""
+
+    request: Request
+    arrival_ns: int
+    deadline_ns: int
+
+
 class Model:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -128,6 +156,7 @@ class Model:
         scheduler = setup.config.scheduler
         self.max_prompt_tokens = 1 << 30 if scheduler.enable_chunked_context else scheduler.max_num_tokens
         self.live: dict[int, Turn] = {}
+        self.held: dict[int, Held] = {}  # requests whose guides are being compiled
         self.sessions: OrderedDict[Key, Session] = OrderedDict()  # least recently used first
         self.polled: set[Key] = set()
 
@@ -146,14 +175,28 @@ class Model:
             return count <= config.beam_width <= min(8, limits.scheduler.max_batch_size)
         return (config.num_return_sequences or 1) <= limits.limits.max_queue_size
 
-    def judge(self, request_id: int, request: Request) -> str:
-        """`ok`, or the class of error that the request must be answered with."""
-        if request_id in self.live:
+    def judge_fields(self, request_id: int, request: Request) -> str:
+        """What `judge` says of the request by itself, which is all that counts before its guide is compiled."""
+        if request_id in self.live or request_id in self.held:
             return "duplicate"
         if not request.input_token_ids or max(request.input_token_ids) >= VOCAB:
             return "field"
-        if not self._may_have_several(request):
+        if request.guide is not None and (request.sampling_config.min_tokens or 0) > 1:
             return "field"
+        return "ok" if self._may_have_several(request) else "field"
+
+    def held_turn(self, key: Key) -> int | None:
+        """The request that is a session's turn and waits for its guide."""
+        return next((i for i, held in self.held.items() if held.request.session and key_of(held.request) == key), None)
+
+    def hold(self, request_id: int, request: Request, now_ns: int) -> None:
+        timeout_s = request.timeout_s or self._setup.config.limits.default_timeout_s
+        self.held[request_id] = Held(request, now_ns, now_ns + int(timeout_s * 1e9))
+
+    def judge(self, request_id: int, request: Request) -> str:
+        """`ok`, or the class of error that the request must be answered with."""
+        if (verdict := self.judge_fields(request_id, request)) != "ok":
+            return verdict
         session = request.session
         if session is not None:
             known = self.sessions.get(key_of(request))

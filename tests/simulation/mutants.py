@@ -35,7 +35,7 @@ from backend.scheduler.capacity import GuaranteedNoEvict
 from backend.scheduler.micro_batch import MicroBatchScheduler
 from backend.scheduler.queue import WaitingQueue
 from backend.scheduler.scheduler import StepPlan
-from tests.simulation import group_mutants, trie_mutants
+from tests.simulation import group_mutants, guide_mutants, trie_mutants
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -215,10 +215,6 @@ def failed_turn_is_remembered(set_attribute: SetAttribute) -> None:
     set_attribute(SessionTable, "settle", settle)
 
 
-def prefix_outside_the_window_is_locked(set_attribute: SetAttribute) -> None:
-    set_attribute(Geometry, "inside_window", lambda self, handles: handles)
-
-
 def published_tokens_forgotten(set_attribute: SetAttribute) -> None:
     original = publish.result_response
 
@@ -341,7 +337,7 @@ MUTANTS: dict[str, Callable[[SetAttribute], None]] = {
     for name, value in list(globals().items())
     if getattr(value, "__module__", "") == __name__ and callable(value)
 }
-MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS
+MUTANTS |= group_mutants.MUTANTS | trie_mutants.MUTANTS | guide_mutants.MUTANTS
 
 
 def main() -> None:

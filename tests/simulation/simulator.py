@@ -19,7 +19,19 @@ from backend.api import FinishReason, PerfMetrics, Request, Response, Result, Se
 from backend.core.clock import ManualClock
 from backend.core.sequence import SessionKey
 from backend.engine.core import EngineCore
-from tests.simulation.events import Advance, Cancel, Enqueue, Event, FailNext, Generator, Poll, Step, Stop
+from tests.simulation.events import (
+    Advance,
+    Cancel,
+    Compile,
+    Enqueue,
+    Event,
+    FailNext,
+    Generator,
+    Poll,
+    Step,
+    Stop,
+    Tell,
+)
 from tests.simulation.guesser import Guesser
 from tests.simulation.invariants import check_flights, check_invariants
 from tests.simulation.model import Model, Turn, key_of, num_rows
@@ -47,7 +59,7 @@ class Simulation:
         if self.has_drafts:
             self.core.scheduler._drafter = Guesser(self.model, seed)
         self.events: list[Event] = []
-        self._generator = Generator(self.rng, more, self.setup, self.model)
+        self._generator = Generator(self.rng, more, Random(f"guides {seed}"), self.setup, self.model)
         self._digest = hashlib.blake2b()
         self.rejections: Counter[str] = Counter()  # class of error -> how often
         self._num_rejected = 0
@@ -57,6 +69,11 @@ class Simulation:
     def has_several(self) -> bool:
         """Whether some of its requests ask for several sequences."""
         return self._generator.several > 0
+
+    @property
+    def has_guides(self) -> bool:
+        """Whether some of its requests have guides."""
+        return self._generator.guided > 0
 
     @property
     def trace_hash(self) -> str:
@@ -96,11 +113,19 @@ class Simulation:
                 self.clock.advance(seconds)
             case FailNext():
                 self.workers.fail_next = RuntimeError("planted")
+            case Compile(text, error):
+                for request_id in self.workers.slow_guides.finish(text, error):
+                    self._tell(request_id, error)
+            case Tell(request_id, error):
+                self._tell(request_id, error)
         check_invariants(self)
 
     def drain(self) -> None:
         """Step until nothing is live, ask every session for one more turn, and see that nothing is held any more."""
         self.workers.fail_next = None
+        for text in list(self.workers.slow_guides.waiting):
+            self.apply(Compile(text, "the guide is bad" if text == "bad" else ""))
+        assert not self.model.held, f"requests {list(self.model.held)} wait for guides for ever"
         self._step_to_the_end()
         self.apply(Poll())
         for number, (salt, session_id) in enumerate(list(self.model.sessions)):
@@ -117,6 +142,7 @@ class Simulation:
         assert counters.requests_rejected_total == self._num_rejected
         for key in list(self.model.sessions):
             self.apply(Stop(PROBE_ID, key, True))
+        assert not self.workers.slow_guides.users, f"guides are kept for {self.workers.slow_guides.users}"
         assert not self.core.kv.state.tables, f"tables of sequences that are gone: {list(self.core.kv.state.tables)}"
 
     def _step_to_the_end(self) -> None:
@@ -130,33 +156,88 @@ class Simulation:
         assert not self.workers.num_in_flight, "a step was never collected"
 
     def _enqueue(self, request_id: int, request: Request) -> None:
-        expected = self.model.judge(request_id, request)
-        waiting = len(self.core.scheduler.waiting)
-        count = num_rows(request)
-        if expected not in ("duplicate", "field") and waiting + count > self.setup.config.limits.max_queue_size:
-            expected = "queue"
+        guides, now_ns = self.workers.slow_guides, self.clock.monotonic_ns()
+        expected, is_held = self._judge(request_id, request), False
+        by_itself = self.model.judge_fields(request_id, request)
+        if request.session is not None and self.model.held_turn(key_of(request)) is not None:
+            if by_itself == "ok" or (by_itself == "field" and request.guide is None):
+                expected = "session 3"
+        elif request.guide is not None and by_itself == "ok" and not guides.is_compiled(request.guide):
+            if guides.is_full(request.guide):
+                expected = "compiling"
+            elif len(self.model.held) >= self.setup.config.limits.max_queue_size:
+                expected = "queue"
+            else:
+                expected, is_held = "ok", True
         self.core.enqueue(request_id, request)
-        responses = self._take(self.core.take_responses())
+        if is_held:
+            assert not self.core.take_responses(), "a request is answered before its guide is compiled"
+            self.model.hold(request_id, request, now_ns)
+        else:
+            self._book_acceptance(request_id, request, now_ns, expected, self._take(self.core.take_responses()))
+
+    def _judge(self, request_id: int, request: Request) -> str:
+        expected = self.model.judge(request_id, request)
+        is_full = len(self.core.scheduler.waiting) + num_rows(request) > self.setup.config.limits.max_queue_size
+        return "queue" if is_full and expected not in ("duplicate", "field") else expected
+
+    def _book_acceptance(
+        self, request_id: int, request: Request, arrival_ns: int, expected: str, responses: list[Response]
+    ) -> bool:
+        """Book that a request takes its place, or is refused as expected. Returns whether it does."""
         actual = _error_class(responses[0]) if responses else "ok"
         assert len(responses) <= 1 and actual in self._allowed(expected), f"expected {expected}, got {responses}"
         if actual == "ok":
-            self.model.accept(request_id, request, self.clock.monotonic_ns())
+            self.model.accept(request_id, request, arrival_ns)
+            return True
+        self._num_rejected += 1
+        self.rejections[actual] += 1
+        return False
+
+    def _tell(self, request_id: int, error: str) -> None:
+        """The compiler has something to say of a request: it ends, takes its place, or has gone and nothing happens."""
+        guides = self.workers.slow_guides
+        request, arrival_ns, _ = self.model.held.get(request_id, (None, 0, 0))
+        if request is not None and not error and not guides.is_compiled(request.guide):
+            return  # no compiler says this
+        if request is not None:
+            guides.give_up(request_id)
+            del self.model.held[request_id]
+            expected = "guide" if error else self._judge(request_id, request)
+        guides.tell(request_id, error)
+        self.core.admit()
+        responses = self._take(self.core.take_responses())
+        if request is None:
+            assert not responses, f"a request that waits for no guide is answered: {responses}"
         else:
-            self._num_rejected += 1
-            self.rejections[actual] += 1
+            self._book_acceptance(request_id, request, arrival_ns, expected, responses)
 
     def _allowed(self, expected: str) -> tuple[str, ...]:
         """Under a sliding window the engine may count on fewer blocks than the whole sequence would need."""
         return ("pool", "ok") if expected == "pool" and self.setup.window else (expected,)
 
     def _cancel(self, request_id: int, keep: int | None, sequence_index: int | None) -> None:
-        turn = self.model.live.get(request_id)
-        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
         self.core.cancel(request_id, keep, sequence_index)
         responses = self._take(self.core.take_responses())
+        if sequence_index is None and request_id in self.model.held:
+            (response,) = responses
+            self._end_held(response, FinishReason.CANCELLED)
+            return
+        turn = self.model.live.get(request_id)
+        hit = [other.index for other in turn.open if sequence_index in (None, other.index)] if turn else []
         assert [response.result.sequence_index for response in responses] == hit, responses
         for response in responses:
             self._finish(response, FinishReason.CANCELLED if keep is None else FinishReason.STOP_WORDS, keep)
+
+    def _end_held(self, response: Response, reason: FinishReason) -> None:
+        """A request has ended that waited for its guide: nothing else has changed."""
+        request, result = self.model.held.pop(response.request_id).request, response.result
+        whole = request.streaming or request.output_config.exclude_input_from_output
+        assert result.output_token_ids == [[] if whole else request.input_token_ids], response
+        assert result.is_final and result.finish_reasons == (reason,), response
+        assert response.request_id not in self.workers.slow_guides.users, f"the guide is kept: {response}"
+        self._num_finished += 1
+        self.rejections[f"{reason.name} while its guide is compiled"] += 1
 
     def _stop(self, event: Stop) -> None:
         session = self.model.sessions.get(event.session)
@@ -165,6 +246,13 @@ class Simulation:
         self.core.stop_session(event.request_id, session_id, event.end, namespace)
         *others, answer = self._take(self.core.take_responses())
         assert answer.request_id == event.request_id and answer.is_final, answer
+        waited = self.model.held_turn(event.session)
+        if waited is not None:
+            assert others[0].request_id == waited, others
+            self._end_held(others.pop(0), FinishReason.CANCELLED)
+        if waited is not None and (session is None or (running is None and not event.end)):
+            assert not answer.has_error() and not others, (others, answer)
+            return
         if session is None or (running is None and not event.end):
             expected = "session 1" if session is None else "session 4"
             assert _error_class(answer) == expected and not others, answer
@@ -182,7 +270,11 @@ class Simulation:
         if self._drops_plans:
             self.core.scheduler.schedule()
         num_late = sum(len(self.model.live[key].open) for key in late)
+        held_late = [key for key, held in self.model.held.items() if held.deadline_ns <= now_ns]
         responses = self._take(self.core.step())
+        for request_id in held_late:
+            assert responses[0].request_id == request_id, (held_late, responses)
+            self._end_held(responses.pop(0), FinishReason.TIMED_OUT)
         failed, self.workers.has_failed = self.workers.has_failed, False
         for response in responses[:num_late]:
             assert response.request_id in late, f"requests {late} are past their deadline, yet first came {response}"
@@ -203,6 +295,10 @@ class Simulation:
     def _check_step_error(self, response: Response, failed: bool) -> None:
         turn = self.model.live[response.request_id]
         error = _error_class(response)
+        if error == "stuck":
+            assert turn.is_stuck, f"a search that could go on is said to be stuck: {response}"
+            self.rejections[error] += 1
+            return
         assert response.error_msg.startswith("session error 5") == (turn.request.session is not None), response
         assert failed and error == "worker", response
 
@@ -296,5 +392,9 @@ def _error_class(response: Response) -> str:
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
         "scheduler.max_num_tokens": "step",
+        "leave no token": "stuck",
+        "the guide is bad": "guide",
+        "was not compiled within": "guide",
+        "guides wait to be compiled": "compiling",
     }
     return next((name for text, name in classes.items() if text in message), "field")

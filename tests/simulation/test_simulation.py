@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -126,6 +127,45 @@ def _counted(commit: Callable[..., StepInput], seen: Counter[str]) -> Callable[.
         return commit(plan, *rest)
 
     return counted
+
+
+def test_the_schedules_reach_what_guides_can_meet() -> None:
+    """Outputs that a guide ends, that go on after a pause, beams, several sequences, sessions, and all ends of a wait."""
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        simulation = Simulation(seed)
+        if simulation.has_guides:
+            simulation.workers.on_submit = partial(_note_guides, simulation, simulation.workers.on_submit, seen)
+            simulation.run()
+            seen.update(simulation.rejections)
+    least = {
+        "rows": 500,
+        "rows that go on": 5,
+        "rows of beams": 50,
+        "rows of several": 50,
+        "rows of sessions": 50,
+        "namespaces": 50,
+        "guide": 50,
+        "compiling": 20,
+        "CANCELLED while its guide is compiled": 20,
+        "TIMED_OUT while its guide is compiled": 5,
+        "stuck": 1,
+    }
+    assert {name: seen[name] for name, count in least.items() if seen[name] < count} == {}
+
+
+def _note_guides(simulation: Simulation, on_submit: Callable[[], None], seen: Counter[str]) -> None:
+    on_submit()
+    running = {seq.slot: seq for seq in simulation.core.scheduler.running}
+    for row in simulation.workers.steps[-1].new_rows:
+        if row.guide is not None:
+            seq = running[row.slot]
+            seen["rows"] += 1
+            seen["rows that go on"] += len(row.token_ids) > row.num_prompt_tokens and seq.beam_width == 1
+            seen["rows of beams"] += seq.beam_width > 1
+            seen["rows of several"] += seq.beam_width == 1 and seq.group is not None
+            seen["rows of sessions"] += seq.session_key is not None
+            seen["namespaces"] += bool(row.cache_namespace)
 
 
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:

@@ -30,9 +30,9 @@ def trie_compares_a_hash_only(set_attribute: SetAttribute) -> None:
         depth: int,
         token_ids: list[int],
         handles: list[BlockHandle],
-        num_blocks: int,
+        *rest: object,
     ) -> tuple[TrieNode | None, int]:
-        return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, num_blocks)
+        return original_insert(self, namespace, node, depth, hashed(token_ids, self._block_size), handles, *rest)
 
     set_attribute(PrefixTrie, "match", match)
     set_attribute(PrefixTrie, "insert", insert)
@@ -52,8 +52,8 @@ def a_last_block_is_entered_with_a_token_too_many(set_attribute: SetAttribute) -
     original = PrefixTrie.insert_tail
 
     def insert_tail(self: PrefixTrie, *rest: object) -> None:
-        *others, num_tokens = rest
-        original(self, *others, num_tokens + ((num_tokens + 1) % self._block_size > 0))
+        *others, num_tokens, lora_id = rest
+        original(self, *others, num_tokens + ((num_tokens + 1) % self._block_size > 0), lora_id)
 
     set_attribute(PrefixTrie, "insert_tail", insert_tail)
 

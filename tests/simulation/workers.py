@@ -1,4 +1,7 @@
-"""The shadow-KV worker of tests/fakes, made stricter: penalties see the output's start, and each step is checked."""
+"""The shadow-KV worker of tests/fakes, made stricter: penalties see the output's start, and each step is checked.
+
+Rows with guides go through the real worker/guided_rows.py: its masks say which tokens may follow.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import hashlib
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from backend.core.step import Row, SampledToken, StepInput, StepOutput
+from backend.worker.guided_rows import GuidedRows
 from tests.fakes.hash_worker import HashWorkerGroup, mix, next_token
+from tests.simulation.guides import EOS_IDS, SlowGuides, choose, top_allowed
 from tests.simulation.setups import MAX_SEQ_LEN, VOCAB, Setup
 
 GARBAGE = 0xDEAD
@@ -23,8 +29,10 @@ class CheckedWorkers(HashWorkerGroup):
     """Raises AssertionError for a step that breaks the rules of the batch; `digest` is the hash of all steps so far."""
 
     def __init__(self, setup: Setup) -> None:
+        self.slow_guides = SlowGuides()
         options = dict(keep_trace=False, looks_ahead=setup.looks_ahead, sink_tokens=setup.sink_tokens)
-        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, **options)
+        super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, eos_ids=EOS_IDS, guides=self.slow_guides, **options)
+        self._guided = GuidedRows(self.slow_guides, setup.config.scheduler.max_batch_size, VOCAB)
         self._setup = setup
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
@@ -64,15 +72,29 @@ class CheckedWorkers(HashWorkerGroup):
             held = [block for block in table if block >= 0]
             assert len(set(held)) == len(held) and max(held, default=0) < step.num_blocks, f"block table {table}"
 
+    def _execute(self, step: StepInput) -> StepOutput:
+        if self.fail_next is None:
+            for row in step.new_rows:
+                self._guided.set_row(row)
+        return super()._execute(step)
+
     def _run(self, row: Row) -> SampledToken | None:
         sampled = super()._run(row)
-        state = self._slots[row.slot]
-        if sampled is None or state.sampling.presence_penalty is None:
+        state, penalty = self._slots[row.slot], self._slots[row.slot].sampling.presence_penalty
+        guided = self._guided.of_step([row])
+        if sampled is None or (penalty is None and guided is None):
             return sampled
         end = row.num_computed + row.num_tokens
         cells = self._cells(state, end)
-        seed = penalised_seed(state.sampling.seed or 0, state.token_ids[state.num_prompt_tokens : end], 1.0)
+        seed = penalised_seed(state.sampling.seed or 0, state.token_ids[state.num_prompt_tokens : end], penalty)
         counter = state.num_sampled_before + end - state.num_prompt_tokens
-        token = next_token(cells, seed, counter, VOCAB)
+        if guided is None:
+            token, top = next_token(cells, seed, counter, VOCAB), []
+        else:
+            allowed = guided.mask(torch.zeros(1, VOCAB)).isfinite()[0].tolist().__getitem__
+            top = top_allowed(cells, counter, state.top_log_probs, allowed) if state.top_log_probs else []
+            token = top[0][0] if top else choose(cells, seed, counter, allowed)
         state.token_ids[end] = token
-        return SampledToken(row.slot, token, float(token) if state.return_log_probs else None)
+        sampled = SampledToken(row.slot, token, float(token) if state.return_log_probs else None, top)
+        assert guided is None or guided.accept([sampled]) == [], "a guide that allows a token does not take it"
+        return sampled
