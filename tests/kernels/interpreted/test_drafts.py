@@ -6,12 +6,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from msgspec.structs import replace
 
-from backend.api import OutputConfig, Request
+from backend.api import OutputConfig, Request, Result
 from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
+from backend.executor.tensors import as_tensor
 from backend.scheduler.drafting import Draft, Drafter
 from tests.kernels.interpreted.test_device_runner import (  # noqa: F401 (fixture)
     ASKED,
@@ -27,7 +29,7 @@ NUM_TOKENS = 8
 
 
 class Prompter(Drafter):
-    """Guesses what plain decoding has said, with a wrong token somewhere in half of the drafts."""
+    """Guesses what plain decoding has said, with a wrong token somewhere at every other length."""
 
     def __init__(self, truths: list[list[int]]) -> None:
         super().__init__(SpeculationConfig())
@@ -44,7 +46,7 @@ class Prompter(Drafter):
             token_ids = self._truths[seq.request_id][num_output : num_output + count]
             if not token_ids or seq.num_inflight_samples or not seq.request.speculation:
                 continue
-            if rng.random() < 0.5:
+            if (seq.request_id + num_output) % 2:
                 wrong = rng.randrange(len(token_ids))
                 token_ids[wrong] = (token_ids[wrong] + 1) % 131
             drafts[seq.seq_id] = Draft(token_ids)
@@ -52,14 +54,16 @@ class Prompter(Drafter):
         return drafts
 
 
-def check(path: Path, requests: list[Request], **options: object) -> None:
-    """Tokens with drafts are those without; some were right and some were wrong."""
-    plain = [result.output_token_ids[0] for result in finish(make_core(path, "triton", Replays()), requests)]
+def check(path: Path, requests: list[Request], **options: object) -> list[tuple[Result, Result]]:
+    """Tokens with drafts are those without; some were right and some were wrong. Returns the results without and with drafts."""
+    without = finish(make_core(path, "triton", Replays()), requests)
+    plain = [result.output_token_ids[0] for result in without]
     core = make_core(path, "triton", Replays(), **options)
     core.scheduler._drafter = Prompter(plain)
     results = finish(core, requests)
     assert [result.output_token_ids[0] for result in results] == plain
     assert 1 < core.counters.accepted_draft_tokens_total < core.counters.draft_tokens_total
+    return list(zip(without, results))
 
 
 @pytest.mark.feature("000-20")
@@ -73,8 +77,11 @@ def test_drafts_change_no_token(directory: Path) -> None:  # noqa: F811
 def test_beside_rows_that_want_more_than_tokens(directory: Path) -> None:  # noqa: F811
     """The logits of a neighbour without drafts are what they are without any."""
     output = OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
-    requests = [request(9 + 5 * n, NUM_TOKENS, n) for n in range(2)]
-    check(directory, [replace(requests[0], output_config=output, speculation=False), *requests[1:]], look_ahead=False)
+    requests = [request(9 + 5 * n, NUM_TOKENS, n) for n in range(3)]
+    asked = [replace(requests[0], output_config=output, speculation=False), *requests[1:]]
+    (plain, drafted), *_ = check(directory, asked, look_ahead=False)
+    logits = [as_tensor(result.generation_logits) for result in (plain, drafted)]
+    assert torch.allclose(*logits, atol=1e-4) and logits[0].shape[-2:] == (NUM_TOKENS, 131)
 
 
 def test_a_request_brings_its_own(directory: Path) -> None:  # noqa: F811
