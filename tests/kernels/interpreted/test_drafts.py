@@ -46,7 +46,7 @@ class Prompter(Drafter):
             token_ids = self._truths[seq.request_id][num_output : num_output + count]
             if not token_ids or seq.num_inflight_samples or not seq.request.speculation:
                 continue
-            if (seq.request_id + num_output) % 2:
+            if (seq.request_id + num_output) % 2 == 0:
                 wrong = rng.randrange(len(token_ids))
                 token_ids[wrong] = (token_ids[wrong] + 1) % 131
             drafts[seq.seq_id] = Draft(token_ids)
