@@ -26,8 +26,31 @@ def what_forbids_drafts(request: Request) -> str:
     return next((name for name, is_given in reasons.items() if is_given), "")
 
 
-def check_drafts(request: Request, takes_drafts: bool, max_seq_len: int) -> None:
-    """Refuse draft tokens that cannot be verified. Their ids are checked by the caller."""
+def drafts_of_lookahead(window_size: int, ngram_size: int, verification_set_size: int) -> int:
+    """How many guesses lookahead decoding (arXiv 2402.02057) of these sizes tries in a step: an n-gram's tokens but the first.
+
+    The other two say where its n-grams come from; here they come from lookup. Raises InvalidRequest for impossible sizes.
+    """
+    if window_size < 1 or ngram_size < 1 or verification_set_size < 0:
+        raise InvalidRequest(
+            f"lookahead has window size {window_size}, n-gram size {ngram_size} and verification set size "
+            f"{verification_set_size}; the least are 1, 1 and 0"
+        )
+    return ngram_size - 1
+
+
+def check_drafts(request: Request, takes_drafts: bool, max_seq_len: int, guesses: bool) -> None:
+    """Refuse draft tokens that cannot be verified, and a number of guesses where the engine makes none (`guesses`).
+
+    The ids are checked by the caller.
+    """
+    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
+        raise InvalidRequest(f"max_draft_tokens is {request.max_draft_tokens}, the least is 0; raise it")
+    if request.max_draft_tokens is not None and not guesses:
+        raise Unsupported(
+            f"max_draft_tokens is {request.max_draft_tokens} (of lookahead decoding: the n-gram size less one), and this engine "
+            f"makes no guesses; start it with speculation.mode=lookup, or leave it out"
+        )
     if not request.draft_tokens:
         return
     if not takes_drafts:

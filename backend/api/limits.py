@@ -43,6 +43,7 @@ class RequestLimits(Struct, frozen=True):
     max_guide_bytes: int = 65_536
     takes_adapters: bool = False
     takes_drafts: bool = False
+    guesses: bool = False
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -60,7 +61,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_range("max_tokens", request.max_tokens, 0, (1 << 31) - 1)
     _check_ids("end id", request.end_ids, limits.vocab_size)
     _check_ids("draft token", request.draft_tokens, limits.vocab_size)
-    check_drafts(request, limits.takes_drafts, limits.max_seq_len)
+    check_drafts(request, limits.takes_drafts, limits.max_seq_len, limits.guesses)
     _check_words("stop word", request.stop_words, limits.caps.max_words, limits)
     _check_words("bad word", request.bad_words, SPELLINGS * limits.caps.max_words, limits)
     _check_sampling(request.sampling_config, limits)

@@ -82,6 +82,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     BATCHED_POST_PROCESSOR_NAME names the one that is called once an iteration.
     `draft_tokens`: guesses at the output, from its first token on. They are verified, several in a step, and change no token.
     `speculation`: whether the engine may guess at tokens by itself, where the configuration says so.
+    `max_draft_tokens`: how many of these guesses a step may try, at most; unset: as many as the configuration says.
     `prompt_embeddings`: a table float32 [n, hidden]; input token id `vocabulary size + i` stands for its row i.
     `position_ids`: of each input token, instead of 0, 1, 2, ...; those of the output follow the last one.
     `extra_ids`: a number for each input token, which says what else it stands for; 0 = nothing.
@@ -116,6 +117,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     lora: LoraConfig | None = None
     draft_tokens: list[int] = []
     speculation: bool = True
+    max_draft_tokens: int | None = None
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
 

@@ -57,6 +57,7 @@ class Intake:
             max_guide_bytes,
             scheduler.adapters.is_enabled and model.lora_module_bytes > 0,
             model.takes_drafts,
+            scheduler.guesses,
         )
         self._next_seq_id = itertools.count(1)
         self._next_arrival = itertools.count(1)

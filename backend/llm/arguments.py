@@ -13,6 +13,7 @@ from backend.api.config import ChunkingPolicy, KvCacheConfig, Policy, check_conf
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.postprocessing import PostprocWorkerConfig
 from backend.llm.program import PROGRAM
+from backend.llm.speculative import speculation_fields
 
 # argument -> key of the configuration
 KEYS = {
@@ -35,7 +36,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "no code of a checkpoint is run"),
     "revision": ((None,), "a checkpoint is taken as it lies in its directory; give that of the revision"),
     "tokenizer_revision": ((None,), "a tokenizer is taken as it lies in its directory; give that of the revision"),
-    "speculative_config": ((None,), "nothing is decoded speculatively"),
     "batch_wait_timeout_ms": ((0, None), "a request never waits for others"),
 }
 # argument -> default; handled by LLM itself
@@ -50,6 +50,7 @@ OWN: dict[str, Any] = {
     "return_perf_metrics": False,
     "batched_logits_processor": None,
     "gather_generation_logits": False,  # whether or not, requests may ask for logits
+    "speculative_config": None,
     "enable_lora": False,
     "lora_config": None,  # with one LoRA is enabled too
     "peft_cache_config": None,
@@ -140,6 +141,7 @@ def _config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration with what the arguments change."""
     changes: dict[str, dict[str, Any]] = {"model": {}, "scheduler": {}, "kv_cache": {}, "records": {}, "guided": {}}
     changes["lora"] = _lora_fields(given)
+    changes["speculation"] = speculation_fields(given.get("speculative_config"))
     for wanted, field in {
         "enable_iter_perf_stats": "max_iterations",
         "enable_iter_req_stats": "max_request_iterations",

@@ -21,6 +21,7 @@ from backend.executor.own_processors import OF_REQUEST
 from backend.llm.errors import NotHere, ParameterError, refuse
 from backend.llm.requests import GenerationRequest, LoRARequest
 from backend.llm.sampling_params import GuidedDecodingParams, SamplingParams
+from backend.llm.speculative import lookahead_drafts
 from backend.llm.updates import TextParams
 from backend.text.tokenizer import Tokenizer
 from backend.text.words import words_token_ids
@@ -41,7 +42,6 @@ OPTIONAL: dict[str, Any] = {
 DEFAULT_PRIORITY = 0.5
 NOT_HERE = {
     "return_encoder_output": "the models have no encoder",
-    "lookahead_config": "nothing is decoded speculatively",
 }
 REQUEST_NOT_HERE = {
     "prompt_adapter_request": "prompt adapters are not served here",
@@ -92,6 +92,7 @@ def core_request(request: GenerationRequest, tokenizer: Tokenizer | None, model:
         logits_post_processor=post_processor(params, model.post_processors),
         guide=guide(params.guided_decoding),
         lora=lora_config(request.lora_request),
+        max_draft_tokens=None if params.lookahead_config is None else lookahead_drafts(params.lookahead_config),
     )
 
 

@@ -59,6 +59,11 @@ class Drafter:
         self._known: dict[SequenceId, Lookup | Acceptance | None] = {}  # None: it must not have drafts
         self.cost = StepCost()
 
+    @property
+    def guesses(self) -> bool:
+        """Whether drafts come from anywhere but the requests."""
+        return self._config.mode != "none"
+
     def waits(self, seq: Sequence) -> bool:
         """Whether to plan no further for a sequence before its tokens in flight are known, because drafts are likely."""
         if _follows_script(seq):
@@ -71,7 +76,7 @@ class Drafter:
         drafts: dict[SequenceId, Draft] = {}
         room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
         for seq in generation:
-            if self._config.mode == "none" and not seq.request.draft_tokens:
+            if not self.guesses and not seq.request.draft_tokens:
                 continue
             most = min(room, seq.max_output_tokens - seq.num_output_tokens - 1)
             if most <= 0 or seq.num_inflight_samples:
@@ -82,6 +87,8 @@ class Drafter:
                 known = self._known_of(seq)
                 if known is None:
                     continue
+                asked = seq.request.max_draft_tokens
+                most = min(most, self._config.max_draft_tokens, most if asked is None else asked)
                 count, gain = self._worth(known, most, num_tokens, expected)
                 if not count:
                     continue
@@ -105,7 +112,7 @@ class Drafter:
 
     def _known_of(self, seq: Sequence) -> Lookup | Acceptance | None:
         """What is known of a sequence; None if it must not have drafts."""
-        if self._config.mode == "none":
+        if not self.guesses:
             return None
         if seq.seq_id not in self._known:
             may_guess = seq.request.speculation and not what_forbids_drafts(seq.request)
@@ -129,7 +136,7 @@ class Drafter:
         """
         right, gain = known.confidence(0), 0.0
         best, best_gain, best_rate = 0, 0.0, 0.0
-        for count in range(1, min(most, self._config.max_draft_tokens) + 1):
+        for count in range(1, most + 1):
             if right < _LEAST:
                 break
             if count == 1:

@@ -93,6 +93,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
         self._drafter = drafter
+        self.guesses = (
+            drafter is not None and drafter.guesses
+        )  # rows may get drafts that their requests have not brought
         self._tuner = BatchTuner(config)
         self._micro_batch = MicroBatchScheduler(config, on_cpu, has_matrix_units)
         self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
@@ -234,8 +237,9 @@ class Scheduler:
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long."""
         if self._drafter is not None and plan.generation and not plan.context:
-            num_drafts = sum(draft.num_tokens for draft in plan.drafts.values())
-            self._drafter.cost.note(len(plan.generation) + num_drafts, seconds)
+            self._drafter.cost.note(
+                len(plan.generation) + sum(each.num_tokens for each in plan.drafts.values()), seconds
+            )
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
         num_waiting = len(context) + min(len(self.waiting), plan.kv.free_slots)

@@ -63,13 +63,19 @@ def _number(text: str) -> float:
         raise ValueError("a number is expected") from None
 
 
-def _chosen(choices: Mapping[str, str]) -> Convert:
-    def convert(text: str) -> str:
+def _chosen(choices: Mapping[str, str | None]) -> Convert:
+    """Of a choice that is None nothing is set."""
+
+    def convert(text: str) -> str | None:
         if text.lower() not in choices:
             raise ValueError(f"{' or '.join(choices)} is expected")
         return choices[text.lower()]
 
     return convert
+
+
+def _drafts_of_ngram(text: str) -> int | None:
+    return max(1, _whole(text) - 1) if _whole(text) else None
 
 
 def _windows(text: str) -> int | tuple[int, ...]:
@@ -84,6 +90,7 @@ def _device(text: str) -> str:
 
 
 _TYPES = {"inflight_fused_batching": "fused", "inflight_batching": "separate", "v1": "static"}
+_DECODING = {**dict.fromkeys(("auto", "top_k", "top_p", "top_k_top_p", "beam_search")), "lookahead": "lookup"}
 _GUIDED = {"xgrammar": "xgrammar", "llguidance": "llguidance"}
 _POLICIES = {name: name for name in ("guaranteed_no_evict", "max_utilization", "static_batch")}
 
@@ -125,8 +132,8 @@ _ENGINE = (
         "one number, or several separated by commas, which the layers take in turn",
     ),
     _honoured("max_beam_width", "scheduler.max_beam_width", _whole),
-    *_refused(
-        "this way of decoding", "decoding_mode", neutral=("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
+    _honoured(
+        "decoding_mode", "speculation.mode", _chosen(_DECODING), "`lookahead`: lookup; else each request decides"
     ),
     _honoured("enable_chunked_context", "scheduler.enable_chunked_context", is_true),
     *_refused("log-probabilities that are not normalised", "normalize_log_probs", neutral=TRUE),
@@ -154,12 +161,9 @@ _ENGINE = (
     _honoured("cuda_graph_mode", "model.cuda_graphs", is_true),
     *_no_effect("CUDA graphs are kept for the batch sizes that occur", "cuda_graph_cache_size"),
     *_no_effect("upstream has removed it", "enable_trt_overlap"),
-    *_refused(
-        "lookahead decoding",
-        "lookahead_window_size",
-        "lookahead_ngram_size",
-        "lookahead_verification_set_size",
-        neutral=("0",),
+    _honoured("lookahead_ngram_size", "speculation.max_draft_tokens", _drafts_of_ngram, "one less; 0: unset"),
+    *_no_effect(
+        "guesses come from lookup, not from a window", "lookahead_window_size", "lookahead_verification_set_size"
     ),
     *_refused("speculative decoding", "medusa_choices", "eagle_choices"),
     *_refused("speculative decoding", "speculative_decoding_fast_logits", neutral=FALSE),
@@ -217,7 +221,7 @@ def apply_parameters(role: str, model_config: Mapping[str, Any], config: EngineC
         parameter, value = known[key], _read(known[key], text)
         if parameter.fate == "no effect":
             sentences.append(f"{key} of config.pbtxt has no effect here: {parameter.note}")
-        elif parameter.target:
+        elif parameter.target and value is not None:
             wanted[parameter.target] = (key, value)
     if role == "tensorrt_llm" and (size := _max_queue_size(model_config)):
         wanted["limits.max_queue_size"] = (QUEUE_SIZE, size)

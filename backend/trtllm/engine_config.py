@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 
 from backend.api.config import DEBUG_INPUTS, EngineConfig
-from backend.api.config_ranges import MAX_SECONDS
+from backend.api.config_ranges import MAX_SECONDS, RANGES
 from backend.core.gathered import LOGITS
 from backend.trtllm.configs import ExecutorConfig, ParallelConfig
 from backend.trtllm.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode, ContextChunkingPolicy
 
 BASE = "engine_config"  # a dynamic attribute of ExecutorConfig: an EngineConfig, for what the bindings have no name for
 MAX_NUM_TOKENS = 8192  # what TensorRT-LLM builds an engine for, unless it is told otherwise
+MAX_DRAFT_TOKENS = int(RANGES["speculation.max_draft_tokens"][1])
 _ANY_NUMBER = 1 << 40
 
 # attribute of ExecutorConfig -> the values that are served, and what to do instead
@@ -24,13 +25,13 @@ _SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_cache_config.use_uvm": ((False,), "leave it out"),
     "kv_cache_config.max_gpu_total_bytes": ((0,), "use max_tokens or free_gpu_memory_fraction"),
     "cache_transceiver_config": ((None,), "both phases run in one engine; leave it out"),
-    "spec_dec_config.fast_logits": ((False,), "draft models are not served; leave it out"),
+    "spec_dec_config.fast_logits": ((False,), "guesses are verified by their tokens, without logits; leave it out"),
     "use_gpu_direct_storage": ((False,), "leave it out"),
     "gpu_weights_percent": ((1.0,), "all weights lie on the device; leave it out"),
     "mm_embedding_offloading": ((False,), "only tokens are taken; leave it out"),
     "enable_trt_overlap": ((False,), "leave it out"),
 }
-_DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch")
+_DECODING_MODES = ("Auto", "TopK", "TopP", "TopKTopP", "BeamSearch", "Lookahead")
 
 # Any value is right, because what it tunes is not there: kv_cache_config.onboard_blocks, secondary_offload_min_priority (no
 # host cache), copy_on_partial_reuse (a matching part is always copied), attention_dp_events_gather_period_ms (one rank),
@@ -69,6 +70,17 @@ def _debug_tensors(config: ExecutorConfig) -> tuple[str, ...]:
 
 def _max_debug_iterations(config: ExecutorConfig) -> int:
     return config.debug_config.debug_tensors_max_iterations if config.debug_config and _debug_tensors(config) else 0
+
+
+def _speculation(config: ExecutorConfig) -> str | None:
+    """Lookahead decoding is served by lookup, which needs no window of its own."""
+    mode = _at(config, "decoding_config.decoding_mode")
+    return "lookup" if mode is not None and mode.isLookahead() else None
+
+
+def _max_draft_tokens(config: ExecutorConfig) -> int | None:
+    lookahead = _at(config, "decoding_config.lookahead_decoding_config")
+    return None if lookahead is None else min(max(1, lookahead.max_ngram_size - 1), MAX_DRAFT_TOKENS)
 
 
 def _guided_backend(config: ExecutorConfig) -> str:
@@ -137,6 +149,8 @@ _HONOURED: dict[str, Callable[[ExecutorConfig], Any]] = {
     "limits.max_word_tokens": lambda config: 65536,
     "limits.max_logit_bias": lambda config: 1 << 20,
     "guided.backend": _guided_backend,
+    "speculation.mode": _speculation,
+    "speculation.max_draft_tokens": _max_draft_tokens,
     "records.max_iterations": lambda config: config.iter_stats_max_iterations,
     "records.max_request_iterations": lambda config: config.request_stats_max_iterations,
     "records.max_kv_events": lambda config: config.kv_cache_config.event_buffer_max_size,

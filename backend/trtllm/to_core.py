@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from backend.api import AdditionalOutput, InvalidRequest, OutputConfig, Request, SamplingConfig, Unsupported
+from backend.api.draft_limits import drafts_of_lookahead
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
@@ -51,7 +52,6 @@ _REFUSED_OF_REQUEST: dict[str, tuple[Any, ...]] = {
     "multimodal_input": (None,),
     "multimodal_embedding": (None,),
     "mrope_config": (None,),
-    "lookahead_config": (None,),
     "encoder_input_token_ids": (None,),
     "encoder_input_features": (None,),
     "encoder_output_length": (None,),
@@ -102,6 +102,7 @@ def to_core(request: theirs.Request, vocab_size: int, max_beam_width: int) -> Re
         timeout_s=_seconds(request.allotted_time_ms),
         retention=None if request.kv_cache_retention_config is None else _retention(request.kv_cache_retention_config),
         draft_tokens=[] if drafts is None else drafts.tokens,
+        max_draft_tokens=None if request.lookahead_config is None else _drafts(request.lookahead_config),
         **_prompt_tuning(request.prompt_tuning_config),
         lora=None if request.lora_config is None else _lora(request.lora_config),
         cache_salt="" if request.cache_salt_id is None else str(request.cache_salt_id),
@@ -114,6 +115,10 @@ def _check(record: Any, refused: dict[str, tuple[Any, ...]], owner: str) -> None
         value = getattr(record, name)
         if not any(value is each or (type(value) is type(each) and value == each) for each in neutral):
             raise Unsupported(f"{owner}.{name} is not served by this version; leave it out")
+
+
+def _drafts(lookahead: configs.LookaheadDecodingConfig) -> int:
+    return drafts_of_lookahead(lookahead.max_window_size, lookahead.max_ngram_size, lookahead.max_verification_set_size)
 
 
 def _sampling(request: theirs.Request, vocab_size: int) -> SamplingConfig:

@@ -2,6 +2,7 @@
 
     generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
     mixed step         any other step, and each with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
+    with drafts        likewise, and `launch` waits for it: what follows depends on how many of the drafts are right
 
 Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks,
 run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step that change lie in
@@ -32,7 +33,7 @@ from backend.worker.graphs import Graphs
 from backend.worker.guided_rows import GuidedRows, GuidedStep
 from backend.worker.input_batch import FlatBatch, InputBatch
 from backend.worker.kv_storage import KVStorage
-from backend.worker.model_runner import prepare
+from backend.worker.model_runner import Done, Pending, prepare, right_samples
 from kernels.common.kv_format import PoolLayout
 from kernels.common.transfer import even, place
 from kernels.decode_attention import split_for
@@ -117,7 +118,7 @@ class DeviceRunner:
         return self.launch(step).wait()
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> QueuedStep:
+    def launch(self, step: StepInput) -> Pending:
         """Queue a step. Raises IndexError when a row names a token or a block that its slot does not have."""
         self.adapters.update(step)
         if step.num_blocks > self.storage.num_blocks:
@@ -126,6 +127,8 @@ class DeviceRunner:
             self.graphs.clear()
         prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras, self._guided)
         passes, guided = self._extras.of_step(step.rows), self._guided.of_step(step.rows)
+        if any(row.drafts for row in step.rows):
+            return self._run_with_drafts(step, passes, guided)
         if passes is not None:
             queued = self._launch_with_extras(step, passes, guided)
         else:
@@ -160,6 +163,34 @@ class DeviceRunner:
         slots, chosen = self._choose_and_append([row.slot for row in step.rows if row.samples], logits)
         self.batch.count_tokens(slots)
         return QueuedStep(step.step_id, self._choice.begin_fetch(slots, chosen), [*gathered, rows], failed, guided)
+
+    def _run_with_drafts(self, step: StepInput, passes: list[ExtraWork] | None, guided: GuidedStep | None) -> Done:
+        """Run a step with drafts in some rows, which may have all that others have."""
+        rows, wanted = step.rows, [row.num_samples for row in step.rows]
+        gathered, failed = list[FetchedRows](), list[tuple[int, str]]()
+        if passes is None:
+            hidden, flat = self._forward(rows, wanted)
+            logits = self._model.logits(hidden[flat.logits_index])
+        else:
+            for work in passes:
+                logits, fetched = self._run_with_extras(work)
+                gathered.append(fetched)
+            logits = logits[work.sampling_rows].float()
+            failed = work.process(logits, self.batch.token_ids, self.batch.num_tokens)
+        logits = self._masked(logits, guided)
+        self._guided_before = None
+        slots = [row.slot for row, count in zip(rows, wanted) for _ in range(count)]
+        known = [self.batch.num_tokens[row.slot] + index for row, count in zip(rows, wanted) for index in range(count)]
+        chosen, _ = self._choose(slots, known, logits)
+        sampled, further = right_samples(rows, self._choice.begin_fetch(slots, chosen).wait())
+        for samples in (sampled, *further.values()):
+            for sample in samples:
+                self.batch.append_tokens([sample])
+        if guided is not None:
+            failed += guided.accept(sampled)
+            sampled = guided.told(sampled)
+        debug_tensors = gathered[-1].wait_for_debug() if gathered else {}
+        return Done(StepOutput(step.step_id, sampled, fetch_all(gathered), failed, debug_tensors, further))
 
     def _run_with_extras(self, work: ExtraWork) -> tuple[Tensor, FetchedRows]:
         """One pass: logits [sum of num_logits, vocab], and what clients want of it."""
@@ -302,18 +333,19 @@ class DeviceRunner:
         """logits [slots, vocab] -> the slots and their tokens, which are appended to their ids."""
         if not slots:
             return [], self._nothing
-        batch = self.batch
-        num_tokens = [batch.num_tokens[slot] for slot in slots]
+        chosen, here = self._choose(slots, [self.batch.num_tokens[slot] for slot in slots], logits)
+        self._append(here, chosen.tokens)
+        return slots, chosen
+
+    def _choose(self, slots: list[SlotId], num_tokens: list[int], logits: Tensor) -> tuple[Chosen, Tensor]:
+        """logits [slots, vocab], behind `num_tokens` tokens of each slot -> their tokens, and the parameters [Number, slots]."""
         numbers = np.empty((len(Number), even(len(slots))), dtype=np.int64)
         self._choice.fill(numbers, slots, num_tokens, self._pad_slot)
         here = place(numbers, self._device)[:, : len(slots)]
         kind = self._choice.kind(slots, num_tokens)
-        if kind is Kind.SPECIAL:
-            chosen = self._choice.choose_special(logits, here, slots, num_tokens, batch.token_ids)
-        else:
-            chosen = Chosen(self._choice.choose(kind, logits, here), None)
-        self._append(here, chosen.tokens)
-        return slots, chosen
+        if kind is not Kind.SPECIAL:
+            return Chosen(self._choice.choose(kind, logits, here), None), here
+        return self._choice.choose_special(logits, here, slots, num_tokens, self.batch.token_ids), here
 
     def _append(self, numbers: Tensor, tokens: Tensor) -> None:
         """Append each token to its slot's ids. Padding rows, and slots at max_seq_len, write to the pad slot instead."""

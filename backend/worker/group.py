@@ -172,7 +172,7 @@ class InProcessWorkerGroup:
             prompt_embedding_width=config.hidden_size if tier_name == "torch" else 0,
             guide_refusal=refusal,
             lora_module_bytes=self._lora.max_rank * widest_module(config) * dtype.itemsize if self._lora.enabled else 0,
-            takes_drafts=tier_name != "triton",
+            takes_drafts=True,
             looks_ahead=tier_name == "triton" if self._look_ahead is None else self._look_ahead,
         )
 

@@ -93,9 +93,12 @@ class InputBatch:
 
     def put_drafts(self, row: Row) -> None:
         """Write a row's drafts behind the known tokens of its slot, which they do not become part of."""
-        assert self._host_ids is not None  # of the tiers that take drafts
         start = self.num_tokens[row.slot]
-        self._host_ids[row.slot, start : start + len(row.drafts)] = row.drafts
+        if self._host_ids is not None:
+            self._host_ids[row.slot, start : start + len(row.drafts)] = row.drafts
+            return
+        drafts = np.array(row.drafts, dtype=np.int64)
+        self.token_ids[row.slot, start : start + len(row.drafts)] = place(drafts, self._device)
 
     def append_tokens(self, samples: list[SampledToken]) -> None:
         """Append each sampled token to its slot's ids. A token at max_seq_len is counted but not stored: it can never run."""

@@ -185,6 +185,25 @@ def test_a_draft_model_guesses_as_many_as_pay() -> None:
     assert counters.generated_tokens_total == 60 == len(rows) + counters.accepted_draft_tokens_total
 
 
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_request_may_bound_the_guesses_of_a_step(most: int) -> None:
+    """With a vocabulary of one token every guess is right."""
+    driver = Driver(pool_tokens=256, speculation=LOOKUP, vocab=1)
+    driver.ask([0] * 8, 30, max_draft_tokens=most)
+    driver.run()
+    assert max(map(len, drafts_of(driver)), default=0) == most
+
+
+def test_guesses_are_bounded_only_where_there_are_some() -> None:
+    for driver in (Driver(), Driver(speculation=LOOKUP, takes_drafts=False)):
+        request = driver.ask(PROMPT, 8, max_draft_tokens=4)
+        message = driver.responses[request][0].error_msg
+        assert "max_draft_tokens is 4" in message and "start it with speculation.mode=lookup" in message
+    driver = Driver(speculation=LOOKUP)
+    request = driver.ask(PROMPT, 8, max_draft_tokens=-1)
+    assert "max_draft_tokens is -1, the least is 0" in driver.responses[request][0].error_msg
+
+
 def test_a_request_can_do_without() -> None:
     driver = Driver(pool_tokens=256, speculation=LOOKUP, vocab=1)
     driver.ask([0] * 8, 20, speculation=False)

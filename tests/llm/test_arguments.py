@@ -15,8 +15,9 @@ from backend.api.config import (
     ModelConfigSection,
     RecordsConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
-from backend.llm import NotHere
+from backend.llm import NotHere, ParameterError
 from backend.llm.arguments import LlmArguments
 from backend.llm.program import PROGRAM
 
@@ -81,7 +82,7 @@ REFUSED = {
     "trust_remote_code": True,
     "revision": "main",
     "tokenizer_revision": "main",
-    "speculative_config": object(),
+    "speculative_config": {"decoding_type": "Eagle", "max_draft_len": 4},
     "batch_wait_timeout_ms": 5,
     "orchestrator_type": "ray",
     "kv_cache_config": {"host_cache_size": 1 << 20},
@@ -104,6 +105,38 @@ def test_what_asks_for_nothing_is_taken() -> None:
         stream_interval=1,
     )  # fmt: skip
     assert config(**nothing) == PROGRAM
+
+
+class NGramDecodingConfig:
+    """As TensorRT-LLM's, which need not be installed."""
+
+    max_draft_len = 5
+    is_public_pool = False
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, SpeculationConfig()),
+        (NGramDecodingConfig(), SpeculationConfig("lookup", max_draft_tokens=5, max_shared_tokens=0)),
+        ({"decoding_type": "NGram", "max_draft_len": None}, SpeculationConfig("lookup")),
+        ({"decoding_type": "AUTO"}, SpeculationConfig("lookup")),
+        ({"decoding_type": "Lookahead"}, SpeculationConfig("lookup", max_draft_tokens=2)),
+        ({"decoding_type": "Lookahead", "max_ngram_size": 7}, SpeculationConfig("lookup", max_draft_tokens=6)),
+        (
+            {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model_dir": "small"},
+            SpeculationConfig("draft_model", "small", max_draft_tokens=3),
+        ),
+    ],
+)
+def test_speculative_configurations(given: object, expected: SpeculationConfig) -> None:
+    """Lookahead's n-grams have 3 tokens unless it is said, and one of them is known."""
+    assert config(speculative_config=given).speculation == expected
+
+
+def test_a_draft_target_needs_a_draft() -> None:
+    with pytest.raises(ParameterError, match="give speculative_model_dir"):
+        LlmArguments({"speculative_config": {"decoding_type": "Draft_Target"}})
 
 
 @pytest.mark.feature("002-45")

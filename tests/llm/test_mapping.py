@@ -145,7 +145,6 @@ def test_a_dense_bias_is_sent_as_the_entries_that_change_something() -> None:
 
 REFUSED = {
     "return_encoder_output": True,
-    "lookahead_config": object(),
     "spaces_between_special_tokens": False,
 }
 
@@ -158,6 +157,11 @@ def test_what_is_not_here_is_refused_by_its_name(name: str) -> None:
 
 def test_a_refusal_is_a_value_error_and_says_unsupported() -> None:
     assert issubclass(NotHere, ValueError) and issubclass(NotHere, Unsupported)
+
+
+def test_lookahead_bounds_the_guesses_of_a_step() -> None:
+    assert mapped().max_draft_tokens is None
+    assert mapped(lookahead_config={"max_ngram_size": 5}).max_draft_tokens == 4
 
 
 OPTIONAL = {

@@ -95,7 +95,6 @@ def test_all_guesses_of_the_model_at_itself_are_right(
     assert (core.counters.recomputed_tokens_total > 0) == (evict_every is not None)
 
 
-@pytest.mark.parametrize("evict_every", [None, 5])
 def test_what_is_copied_has_the_kv_of_both(checkpoint: Callable[[str], Path], kernels: str) -> None:
     """Within a namespace the second request takes over 40 tokens of the first one: a block, and a copy of 8 cells of the next."""
     model = checkpoint("llama2")
@@ -111,6 +110,7 @@ def test_what_is_copied_has_the_kv_of_both(checkpoint: Callable[[str], Path], ke
     assert metrics.num_accepted_draft_tokens == metrics.num_draft_tokens > 10
 
 
+@pytest.mark.parametrize("evict_every", [None, 5])
 def test_guesses_of_another_model_change_no_token(
     checkpoint: Callable[[str], Path], other: Path, kernels: str, evict_every: int | None
 ) -> None:

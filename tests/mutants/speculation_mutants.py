@@ -131,6 +131,10 @@ MUTANTS = {
         change(InProcessWorkerGroup, "load", ("kv_bytes += self._draft", "0 and self._draft")),
         DRAFT_MODEL,
     ),
+    "a_request_cannot_bound_its_guesses": (
+        change(Drafter, "propose", ("most if asked is None else asked)", "most)")),
+        ENGINE,
+    ),
     "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
     "a_decaying_top_p_is_drafted": (
         change(draft_limits, "what_forbids_drafts", ('"top_p_decay": sampling.decays_top_p', '"top_p_decay": False')),

@@ -146,9 +146,6 @@ NEUTRAL = {
     "encoder_output_lengths": [0],
     "mrope_position_deltas": [0],
     "skip_cross_attn_blocks": [False],
-    "lookahead_window_size": [0],
-    "lookahead_ngram_size": [0],
-    "lookahead_verification_set_size": [0],
 }
 
 
@@ -170,6 +167,19 @@ def test_what_is_not_built_may_be_sent_empty_or_neutral(spec: Input) -> None:
     neutral = [filled(spec, value) for value in NEUTRAL.get(spec.name, [])]
     for array in [*neutral, *([empty] if empty.size == 0 else [])]:
         assert parse(**{spec.name: array})[0] == parse()[0]
+
+
+@pytest.mark.feature("000-20")
+def test_sizes_of_lookahead_bound_the_guesses_of_a_step() -> None:
+    """An n-gram of 5 begins with a token that is known, so 4 are guesses. All sizes 0 are none at all."""
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    sizes = {name: np.array([[size]], np.int32) for name, size in zip(names, (7, 5, 3))}
+    assert parse(**sizes)[0].max_draft_tokens == 4
+    assert parse(**{name: np.zeros((1, 1), np.int32) for name in names})[0] == parse()[0]
+    with pytest.raises(InvalidRequest, match="some are missing; give all three, or none"):
+        parse(lookahead_ngram_size=sizes["lookahead_ngram_size"])
+    with pytest.raises(InvalidRequest, match="window size -1, n-gram size 5 .* the least are 1, 1 and 0"):
+        parse(**sizes | {"lookahead_window_size": np.array([[-1]], np.int32)})
 
 
 def test_only_the_known_neutral_values_ask_for_nothing() -> None:

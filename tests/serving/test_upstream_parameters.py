@@ -87,6 +87,8 @@ def test_every_target_is_a_key_of_the_configuration() -> None:
         ("lora_cache_host_memory_bytes", "1000", "lora.host_bytes", 1000),
         ("lora_prefetch_dir", "/loras", "lora.prefetch_dir", "/loras"),
         ("cuda_graph_mode", "false", "model.cuda_graphs", False),
+        ("decoding_mode", "lookahead", "speculation.mode", "lookup"),
+        ("lookahead_ngram_size", "5", "speculation.max_draft_tokens", 4),
         ("guided_decoding_backend", "xgrammar", "guided.backend", "xgrammar"),
         ("xgrammar_tokenizer_info_path", "info.json", "guided.tokenizer_info", "info.json"),
     ],
@@ -142,11 +144,11 @@ def test_what_is_set_on_the_server_wins_and_the_log_says_so() -> None:
         ({"sink_token_length": "-1"}, "kv_cache.sink_tokens is -1, allowed is 0 to"),
         ({"gpu_device_ids": "0,1"}, "several are not supported"),
         ({"max_beam_width": "0"}, r"config.pbtxt \(max_beam_width\): scheduler.max_beam_width is 0"),
-        ({"decoding_mode": "medusa"}, "decoding_mode is 'medusa'"),
+        ({"decoding_mode": "medusa"}, "decoding_mode 'medusa' in config.pbtxt: .* or lookahead is expected"),
         ({"encoder_model_path": "/x"}, "asks for an encoder"),
         ({"normalize_log_probs": "false"}, "log-probabilities that are not normalised"),
         ({"guided_decoding_backend": "outlines"}, "xgrammar or llguidance is expected"),
-        ({"lookahead_window_size": "4"}, "lookahead decoding"),
+        ({"lookahead_ngram_size": "many"}, "lookahead_ngram_size 'many' in config.pbtxt: a whole number"),
         ({"num_nodes": "2"}, "several nodes"),
     ],
 )
@@ -158,6 +160,14 @@ def test_what_is_wrong_or_refused_fails_with_its_name(parameters: dict[str, str]
 def test_neutral_values_of_what_is_refused_may_be_set() -> None:
     neutral = {"decoding_mode": "beam_search", "normalize_log_probs": "true", "num_nodes": "1"}
     assert applied(**neutral, gpu_weights_percent="1.0") == EngineConfig()
+
+
+def test_lookahead_decoding_is_lookup_of_so_many_tokens() -> None:
+    """Of n-grams of 5 one token is known. A size of 0 asks for nothing."""
+    sizes = {"lookahead_window_size": "7", "lookahead_ngram_size": "5", "lookahead_verification_set_size": "3"}
+    speculation = applied(decoding_mode="lookahead", **sizes).speculation
+    assert (speculation.mode, speculation.max_draft_tokens) == ("lookup", 4)
+    assert applied(decoding_mode="auto", lookahead_ngram_size="0") == EngineConfig()
 
 
 @pytest.mark.feature("001-29", "001-30", "W-03")

@@ -10,7 +10,7 @@ import torch
 
 from backend import trtllm
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, ModelConfigSection
+from backend.api.config import DEBUG_INPUTS, ModelConfigSection, SpeculationConfig
 from backend.api.config import KvCacheConfig as CoreKvCacheConfig
 from backend.api.config_ranges import MAX_SECONDS
 from backend.api.request import RetentionConfig, TokenRangeRetention
@@ -152,6 +152,21 @@ def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], name: st
     with pytest.raises(RuntimeError) as caught:
         engine_config(trtllm.ExecutorConfig(**options))
     assert f"ExecutorConfig.{name}" in str(caught.value) and "not serve: " in str(caught.value)
+
+
+def test_lookahead_is_lookup_of_so_many_tokens() -> None:
+    """Of n-grams of 5 one token is known; the least is one guess, the most is what a step takes."""
+
+    def speculation(*sizes: int) -> SpeculationConfig:
+        decoding = trtllm.DecodingConfig(lookahead_decoding_config=trtllm.LookaheadDecodingConfig(*sizes))
+        return engine_config(trtllm.ExecutorConfig(decoding_config=decoding)).speculation
+
+    assert speculation(7, 5, 3) == SpeculationConfig("lookup", max_draft_tokens=4)
+    assert [speculation(7, size, 3).max_draft_tokens for size in (1, 2, 1000)] == [1, 1, 256]
+    only_the_mode = trtllm.DecodingConfig(trtllm.DecodingMode.Lookahead())
+    assert engine_config(trtllm.ExecutorConfig(decoding_config=only_the_mode)).speculation == SpeculationConfig(
+        "lookup"
+    )
 
 
 def test_hints_and_neutral_values_are_taken() -> None:

@@ -208,7 +208,6 @@ def test_decoding_is_greedy_unless_top_k_or_top_p_says_otherwise(executor: trtll
 
 
 REFUSED: dict[str, Any] = {
-    "lookahead_config": trtllm.LookaheadDecodingConfig(3, 5, 7),
     "eagle_config": trtllm.EagleConfig(),
     "multimodal_embedding": torch.ones(1),
     "mrope_config": trtllm.MropeConfig(torch.ones(1), 1),
@@ -225,6 +224,11 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.feature("000-23")
 def test_what_is_not_served_is_answered_with_an_error_that_names_it(executor: trtllm.Executor, name: str) -> None:
     assert f"Request.{name} is not served" in refused(executor, PROMPT, 1, **{name: REFUSED[name]})
+
+
+def test_lookahead_needs_an_executor_that_is_configured_for_it(executor: trtllm.Executor) -> None:
+    message = refused(executor, PROMPT, 1, lookahead_config=trtllm.LookaheadDecodingConfig(3, 5, 7))
+    assert "max_draft_tokens is 4 (of lookahead decoding" in message and "speculation.mode=lookup" in message
 
 
 def test_other_refusals_name_what_is_wrong(executor: trtllm.Executor) -> None:

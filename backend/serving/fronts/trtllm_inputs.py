@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from backend.api import InvalidRequest
+from backend.api.draft_limits import drafts_of_lookahead
 from backend.api.guide import Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.prompt_limits import FLOAT_BYTES
@@ -13,6 +14,7 @@ from backend.api.tensor import TensorData
 from backend.serving.reading import Batch
 
 _RANGES = "retention_token_range_"
+_LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 _FOR_EVER = -1
 _TO_THE_END = -1
 
@@ -32,6 +34,19 @@ def read_retention(batch: Batch, row: int) -> RetentionConfig | None:
         DEFAULT_RETENTION_PRIORITY if priority is None else priority,
         _seconds(duration_ms),
     )
+
+
+def read_lookahead(batch: Batch, row: int) -> int | None:
+    """How many guesses a step may try, by the sizes of lookahead decoding; None without them, or if all are 0.
+
+    Raises InvalidRequest when some of the sizes are missing, or impossible.
+    """
+    sizes = [batch.scalar(name, row) for name in _LOOKAHEAD]
+    if not any(sizes):
+        return None
+    if None in sizes:
+        raise InvalidRequest(f"of {', '.join(_LOOKAHEAD)} some are missing; give all three, or none")
+    return drafts_of_lookahead(*sizes)
 
 
 def _read_ranges(batch: Batch, row: int) -> list[TokenRangeRetention]:

@@ -85,13 +85,9 @@ _ENGINE_ONLY_NOT_BUILT = (
     ),
     *refused("encoder input", ("skip_cross_attn_blocks", "BOOL", ONE), neutral=(False,)),
     *refused("disaggregated serving", ("context_phase_params", "UINT8", ANY)),
-    *refused(
-        "lookahead decoding",
-        ("lookahead_window_size", "INT32", ONE),
-        ("lookahead_ngram_size", "INT32", ONE),
-        ("lookahead_verification_set_size", "INT32", ONE),
-        neutral=(0,),
-    ),
+    Input("lookahead_window_size", "INT32", ONE, "request"),
+    Input("lookahead_ngram_size", "INT32", ONE, "request"),
+    Input("lookahead_verification_set_size", "INT32", ONE, "request"),
 )
 
 _RETENTION = (

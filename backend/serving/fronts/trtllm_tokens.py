@@ -15,7 +15,7 @@ from backend.serving.fronts.trtllm_fields import (
     read_settings,
     read_stop_session,
 )
-from backend.serving.fronts.trtllm_inputs import read_embeddings, read_guide, read_lora, read_retention
+from backend.serving.fronts.trtllm_inputs import read_embeddings, read_guide, read_lookahead, read_lora, read_retention
 from backend.serving.fronts.trtllm_outputs import RowSettings, token_output
 from backend.serving.fronts.trtllm_tensors import TOKEN_MODEL
 from backend.serving.reading import Batch
@@ -60,6 +60,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         guide=read_guide(batch, row),
         lora=read_lora(batch, row),
         draft_tokens=[] if drafts is None else drafts.tolist(),
+        max_draft_tokens=read_lookahead(batch, row),
     )
     echo = not streaming and echoes_prompt(batch, row, context.config.triton.exclude_input_in_output)
     settings = read_settings(batch, row, context, request, streaming)
