@@ -29,7 +29,11 @@ LADDER: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "generic": (),
 }
-_USED_WHEN_THERE = {"avx512": ("avx512_vnni",)}
+_USED_WHEN_THERE = {
+    "amx": ("avx512vbmi",),
+    "avx512bf16": ("avx512vbmi",),
+    "avx512": ("avx512_vnni", "avx512vbmi"),
+}
 
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 

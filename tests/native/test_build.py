@@ -307,6 +307,15 @@ def test_avx512_uses_vnni_where_there() -> None:
     assert "-mavx512vnni" not in compiler_flags("avx512", features=avx512)
 
 
+@pytest.mark.skipif(not cpu_features(), reason="the ladder is of x86-64")
+@pytest.mark.parametrize("isa", ["avx512", "avx512bf16", "amx"])
+def test_vbmi_is_used_where_there(isa: str) -> None:
+    """The feature as /proc/cpuinfo names it, without an underscore."""
+    features = set(LADDER["amx"])
+    assert "-mavx512vbmi" in compiler_flags(isa, features=features | {"avx512vbmi"})
+    assert "-mavx512vbmi" not in compiler_flags(isa, features=features)
+
+
 def test_address_sanitizer_finds_a_read_behind_the_end(
     sources: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -39,9 +39,9 @@ struct Int4Panel {
     ALWAYS_INLINE IVec start(int32_t sum) const { return splat(sum * (KIND == EVEN ? EVEN_ZERO : DOT_BIAS)); }
     ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return KIND == EVEN ? dot_nibbles(acc, w, x) : dot_quads(acc, w, x); }
     ALWAYS_INLINE IVec read(int q, int j) const {
-        const UVec nibbles = (load<UVec>(at + 4 * j * LANES) >> 4 * q) & 0x0f0f0f0fu;
+        const UVec bytes = load<UVec>(at + 4 * j * LANES) >> 4 * q, nibbles = bytes & 0x0f0f0f0fu;
         if constexpr (KIND == ZEROS) return (IVec)((Bytes)nibbles + offsets[j]);
-        if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)nibbles);
+        if constexpr (KIND == VALUES) return (IVec)look_up(table, (Bytes)bytes);
         return (IVec)nibbles;
     }
 };

@@ -227,13 +227,17 @@ ALWAYS_INLINE IVec dot_nibbles(IVec acc, IVec w, const int8_t* x) {
 #endif
 }
 
-// table[index[i]] for each byte of index, 0 .. 15; every 16 bytes of `table` are the same.
+// table[index[i] % 16] for each byte of index; every 16 bytes of `table` are the same, so that the first instruction, which takes 6 bits of
+// an index, needs no mask.
 ALWAYS_INLINE Bytes look_up(Bytes table, Bytes index) {
-#if defined(__AVX512BW__)
-    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#if defined(__AVX512VBMI__)
+    return (Bytes)_mm512_permutexvar_epi8((__m512i)index, (__m512i)table);
+#elif defined(__AVX512BW__)
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)(index & uint8_t(15)));
 #elif defined(__AVX2__)
-    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)(index & uint8_t(15)));
 #else
+    index &= uint8_t(15);
     uint8_t values[sizeof table], at[sizeof index];  // in memory, for an element of a vector cannot be read at an index that varies
     memcpy(values, &table, sizeof table), memcpy(at, &index, sizeof index);
     for (size_t i = 0; i < sizeof index; i++) at[i] = values[at[i]];

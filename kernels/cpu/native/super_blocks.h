@@ -39,9 +39,10 @@ struct SuperBlocks {
     ALWAYS_INLINE static IVec start(int32_t sum) { return VALUES ? splat(DOT_BIAS * sum) : CENTRE ? splat(CENTRE * sum) : IVec{}; }
     ALWAYS_INLINE static IVec dot(IVec acc, IVec w, const int8_t* x) { return VALUES ? dot_quads(acc, w, x) : dot_nibbles(acc, w, x); }
 
-    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES.
+    // q of the quad-th four of a chunk's rows, for columns j * LANES .. + LANES; with VALUES in the low four bits of each byte.
     ALWAYS_INLINE static IVec read(const uint8_t* chunk, int quad, int j) {
-        UVec q = load<UVec>(chunk + quad / 2 * 4 * PANEL + 4 * j * LANES) >> (quad % 2 * 4) & 0x0f0f0f0fu;
+        UVec q = load<UVec>(chunk + quad / 2 * 4 * PANEL + 4 * j * LANES) >> (quad % 2 * 4);
+        if constexpr (!VALUES) q &= 0x0f0f0f0fu;
         if constexpr (HIGH_BITS > 0) {
             constexpr int QUADS_OF_BYTE = 8 / HIGH_BITS;
             constexpr uint32_t MASK = HIGH_BITS == 1 ? 0x10101010u : 0x30303030u;
