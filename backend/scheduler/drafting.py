@@ -74,6 +74,7 @@ class Drafter:
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
         drafts: dict[SequenceId, Draft] = {}
+        guesses = self.guesses and not self.cost.is_trial
         room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
         for seq in generation:
             if not self.guesses and not seq.request.draft_tokens:
@@ -83,7 +84,7 @@ class Drafter:
                 continue
             if _follows_script(seq):
                 draft = Draft(seq.request.draft_tokens[seq.num_output_tokens :][:most], is_given=True)
-            else:
+            elif guesses:
                 known = self._known_of(seq)
                 if known is None:
                     continue
@@ -94,6 +95,8 @@ class Drafter:
                     continue
                 draft = Draft(known.propose(count)) if isinstance(known, Lookup) else Draft([], num_guesses=count)
                 expected += gain
+            else:
+                continue
             if draft.num_tokens:
                 drafts[seq.seq_id] = draft
                 room -= draft.num_tokens

@@ -1,20 +1,37 @@
 """StepCost: how long a step of so many tokens takes, learnt from the steps that only generate.
 
-    seconds = (base + per_token * tokens) * (what steps of about this size take, by that measure)
+    seconds = what steps of about this size have taken lately, or all steps where those are not known,
+              + per_token for each token more than these had
 
-The line is a least-squares fit over the latest steps, older ones counting less and less. Without steps of different sizes its
-slope cannot be told, so a guess is mixed in that a few steps outweigh. The factor is a mean for each group of sizes: a kernel
-that works in tiles takes as long for one row more than a tile as for nearly two tiles.
+Each group of sizes has a mean of its own: a kernel that works in tiles takes as long for one row more than a tile as for nearly
+two tiles. It is forgotten when no such step has run for long, for the machine may be another one by then. What a
+token costs is the slope of a least-squares fit over the latest steps, older ones counting less and less. Without steps of
+different sizes that cannot be told, so a guess is mixed in that a few steps outweigh.
+
+Now and then a step is to be a trial, without guesses, so that the time that guesses are compared with is not an old one.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 _FORGETTING = 0.98  # what a step counts when the next one is seen
 _GUESS = 0.05  # of a token, as a share of the time that a step takes without any
 _WEIGHT = 2.0  # of the guess, in squared tokens
 _OUTLIER = 2.0  # a step that takes more than so many times what was expected counts as if it took just that
 _TILE = 8  # sizes beyond it are told apart in groups of so many
-_LATEST = 20  # steps that a factor is the mean of
+_LATEST = 8  # steps that a group's mean is of
+_REMEMBERED = 300  # steps without one of a group, after which nothing is known of it
+_BETWEEN_TRIALS = 64  # steps
+
+
+class _Group(NamedTuple):
+    """Steps of sizes that are not told apart."""
+
+    num_steps: int
+    tokens: float  # mean
+    seconds: float  # mean
+    latest: int  # number of its latest step
 
 
 class StepCost:
@@ -24,7 +41,8 @@ class StepCost:
         self._seconds = 0.0  # mean
         self._variance = 0.0  # of tokens, times the weight
         self._covariance = 0.0  # of tokens and seconds, times the weight
-        self._factors: dict[int, tuple[int, float]] = {}  # group of sizes -> (steps, mean factor)
+        self._groups: dict[int, _Group] = {}
+        self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step was measured."""
@@ -36,11 +54,17 @@ class StepCost:
         self._seconds += more_seconds / self._weight
         self._variance = _FORGETTING * self._variance + more_tokens * (num_tokens - self._tokens)
         self._covariance = _FORGETTING * self._covariance + more_tokens * (seconds - self._seconds)
-        line = self._on_line(num_tokens)
-        if line:
-            count, factor = self._factors.get(_group(num_tokens), (0, 1.0))
-            count = min(count + 1, _LATEST)
-            self._factors[_group(num_tokens)] = count, factor + (seconds / line - factor) / count
+        self._num_steps += 1
+        known = self._known(num_tokens) or _Group(0, 0.0, 0.0, 0)
+        count = min(known.num_steps + 1, _LATEST)
+        tokens = known.tokens + (num_tokens - known.tokens) / count
+        mean = known.seconds + (seconds - known.seconds) / count
+        self._groups[_group(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next step is to have no guesses."""
+        return self._num_steps % _BETWEEN_TRIALS == _BETWEEN_TRIALS - 1
 
     @property
     def per_token(self) -> float:
@@ -52,10 +76,14 @@ class StepCost:
         """Of a step with so many tokens. Before any step was measured, only ratios have a meaning."""
         if not self._seconds:
             return 1 + _GUESS * num_tokens
-        return self._on_line(num_tokens) * self._factors.get(_group(num_tokens), (0, 1.0))[1]
+        known = self._known(num_tokens)
+        if known is None:
+            known = _Group(0, self._tokens, self._seconds, 0)
+        return max(known.seconds / 10, known.seconds + self.per_token * (num_tokens - known.tokens))
 
-    def _on_line(self, num_tokens: int) -> float:
-        return max(self._seconds / 10, self._seconds + self.per_token * (num_tokens - self._tokens))
+    def _known(self, num_tokens: int) -> _Group | None:
+        group = self._groups.get(_group(num_tokens))
+        return None if group is None or self._num_steps - group.latest > _REMEMBERED else group
 
 
 def _group(num_tokens: int) -> int:

@@ -97,7 +97,9 @@ MUTANTS = {
         DRAFTING,
     ),
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
-    "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("[1]", "[1] ** 0")), DRAFTING),
+    "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> _REMEMBERED", "> 1e9")), DRAFTING),
+    "there_are_no_trials": (change(StepCost, "is_trial", ("== _BETWEEN_TRIALS - 1", "== -1")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("if known is None", "if True")), DRAFTING),
     "guesses_behind_a_wrong_one_count": (
         change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),
         DRAFTING,

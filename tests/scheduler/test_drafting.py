@@ -137,6 +137,31 @@ def test_step_cost_knows_of_tiles() -> None:
         assert cost.seconds(tokens) == pytest.approx(expected, rel=0.06)
 
 
+def test_a_size_is_known_by_its_own_steps_not_by_others() -> None:
+    """32 rows take 27 ms. Then 500 steps of 33 take 33 ms, every 64th is a trial: what 32 take stays known."""
+    cost, trials = StepCost(), 0
+    for _ in range(20):
+        cost.note(32, 0.027)
+    for _ in range(500):
+        trials += cost.is_trial
+        cost.note(*((32, 0.027) if cost.is_trial else (33, 0.033)))
+    assert cost.seconds(32) == pytest.approx(0.027, rel=0.01) and cost.seconds(33) == pytest.approx(0.033, rel=0.01)
+    assert trials in (7, 8)
+
+
+def test_a_size_that_has_not_run_for_long_is_forgotten() -> None:
+    """40 tokens took 50 ms when 32 took 20; 300 steps of 32 later, at 10 ms, they are taken to cost what a slope of 5 % says."""
+    cost = StepCost()
+    cost.note(32, 0.020)
+    cost.note(40, 0.050)
+    for _ in range(299):
+        cost.note(32, 0.010)
+    assert cost.seconds(40) > 0.030
+    for _ in range(200):
+        cost.note(32, 0.010)
+    assert cost.seconds(40) < 0.013
+
+
 class Told:
     """Of a sequence, what Acceptance looks at."""
 
@@ -186,8 +211,8 @@ def test_an_outlier_moves_little() -> None:
     cost = StepCost()
     for step in range(100):
         cost.note(1 + step % 8, 0.010)
-    cost.note(1, 10.0)
-    assert cost.seconds(4) == pytest.approx(0.010, rel=0.1)
+    cost.note(4, 10.0)  # counts as 20 ms, one of 8
+    assert 0.010 < cost.seconds(4) < 0.012
 
 
 class Sure(Lookup):
@@ -206,7 +231,7 @@ def count_of(probability: float, num_rows: int, base: float, per_token: float) -
     for step in range(300):
         tokens = num_rows + step % 8
         drafter.cost.note(tokens, base + per_token * tokens)
-    return drafter._worth(Sure(probability), 100, num_rows, float(num_rows))[0]
+    return drafter._worth(Sure(probability), LOOKUP.max_draft_tokens, num_rows, float(num_rows))[0]
 
 
 def test_drafts_are_as_long_as_they_pay() -> None:
