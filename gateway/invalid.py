@@ -53,6 +53,7 @@ _SAME = (
     ("stop", "stop_sequences", "stop_words"),
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+_TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
 _FORM = re.compile(r"str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+")
 _Message = TypeVar("_Message", bound=Wire)
 
@@ -92,7 +93,8 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         text = f"{refused} {fields.refused[refused]}"
         return GatewayError(400, text, name, "unsupported_parameter", logged=refused)
     if is_unknown:
-        return _unknown(name, _nearest(path, fields))
+        nearest = _nearest(path, fields)
+        return _unknown(name, None if nearest == path[-1] else nearest)
     if worst["type"] == "missing":
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
     if not name:
@@ -153,6 +155,7 @@ def _path(error: Any, fields: Fields) -> list[int | str]:
     location: tuple[int | str, ...] = error["loc"]
     if location[-1:] == ("[key]",) and error["type"] != "extra_forbidden":
         location = location[:-1]
+    location = tuple(part for ahead, part in zip(("", *location), location) if ahead not in _TOLD_BY_TYPE)
     kept = [part for part in location[:-1] if isinstance(part, int) or part in fields]
     is_key = error["type"] == "extra_forbidden"  # the last part is a client's own, whatever it looks like
     return kept + [part for part in location[-1:] if is_key or part in fields or not _is_form(part)]

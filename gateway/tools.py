@@ -39,8 +39,9 @@ def tool_fields(message: ChatRequest) -> dict[str, Any]:
             )
         return {}
     names = [tool.function.name for tool in message.tools]
-    if len(set(names)) < len(names):
-        raise GatewayError(400, "two tools have the same name; rename one", "tools", "invalid_value")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
     if choice == "none":
         return {}
     other = next((name for name in ("response_format", "structured_outputs") if _asks(message, name)), None)

@@ -8,6 +8,7 @@ names it (`lenient` is off), and a client cannot change these options (its key x
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,15 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
+
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # line and column in a grammar that was made of what the client wrote
+# What is found in errors -> what stands in its place and what follows it; {} is what there was.
+_SENTENCES = (
+    ("Unimplemented keys", "{}; leave them out"),
+    ("Unknown format", "{}; leave it out, or use pattern"),
+    ("oneOf constraints", "oneOf is held only where no value fits two of its branches; use anyOf"),
+    ("Default retriever", "$ref leads within a schema only; put what it names there"),
+)
 
 
 class _Tokens:
@@ -96,15 +106,18 @@ class LLGuidanceBackend:
         grammar = _grammar(guide)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GuideError(f"the guide cannot be compiled: {_first_line(matcher.get_error())}")
+            sentence = _sentence(matcher.get_error())
+            if guide.type is not GuideType.EBNF_GRAMMAR:
+                sentence = _PLACE.sub("", sentence)
+            raise GuideError(f"the guide cannot be compiled: {sentence}")
         warnings = matcher.get_grammar_warnings()
         if warnings:
-            raise GuideError(f"the guide cannot be held in full: {_first_line(warnings[0])}")
+            raise GuideError(f"the guide cannot be held in full: {_sentence(warnings[0])}")
         mask = bytearray(4 * ((self._tokenizer.vocab_size + 31) // 32))
         twin = matcher.deep_copy()
         mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
         if twin.is_error():
-            raise GuideError(f"the guide cannot be compiled: {_first_line(twin.get_error())}")
+            raise GuideError(f"the guide cannot be compiled: {_sentence(twin.get_error())}")
         return LLGuidanceGuide(twin, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
 
 
@@ -132,7 +145,7 @@ class LLGuidanceMatcher:
 
     @property
     def error(self) -> str:
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return _sentence(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
 def _grammar(guide: Guide) -> str:
@@ -156,7 +169,7 @@ def _of_schema(text: str) -> str:
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:
-        raise GuideError(f"the schema cannot be compiled: {_first_line(str(error))}") from None
+        raise GuideError(f"the schema cannot be compiled: {_sentence(str(error))}") from None
 
 
 def _lark(text: str) -> str:
@@ -165,7 +178,7 @@ def _lark(text: str) -> str:
     try:
         return str(any_to_lark(text))
     except Exception as error:  # the converter's own class, and whatever its recursion ends in
-        raise GuideError(f"the grammar cannot be read: {_first_line(str(error))}") from None
+        raise GuideError(f"the grammar cannot be read: {_sentence(str(error))}") from None
 
 
 def _of_tags(tag: StructuralTag) -> str:
@@ -196,5 +209,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _first_line(text: str) -> str:
-    return " ".join(text.split("\n", 1)[0].split())[:300] or "it is too complex"
+def _sentence(text: str) -> str:
+    """An error of llguidance as one sentence: its first line, a reason that stands further below, and what to do about it."""
+    lines = text.split("\n")
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    sentence = " ".join(f"{lines[0]} {reason}".split())
+    for start, replacement in _SENTENCES:
+        if start in sentence:
+            sentence = sentence[: sentence.index(start)] + replacement.format(sentence[sentence.index(start) :])
+    return sentence[:300] or "it is too complex"

@@ -108,6 +108,27 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
         compiled("structural_tag", json.dumps({**TAG, **change}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        ("regex", "(a", 'invalid regex "(a" (in regex): regex parse error: unclosed group'),
+        ("regex", "(?=a)a", "look-around, including look-ahead and look-behind, is not supported"),
+        ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]; leave them out'),
+        ("json_schema", '{"format": "phone"}', "Unknown format: phone; leave it out, or use pattern"),
+        (
+            "json_schema",
+            '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
+            "no value fits two of its branches; use anyOf",
+        ),
+        ("json_schema", '{"$ref": "http://x/y"}', "$ref leads within a schema only; put what it names there"),
+    ],
+)
+def test_an_error_says_why_and_what_to_do(kind: str, text: str, sentence: str) -> None:
+    with pytest.raises(GuideError) as caught:
+        compiled(kind, text)
+    assert str(caught.value).startswith("the guide cannot be compiled: ") and str(caught.value).endswith(sentence)
+
+
 def test_special_tokens_are_no_text() -> None:
     """A regex that allows all characters allows none of the tokens that only a tokenizer writes."""
     matcher = compiled("regex", r"(.|\n)*").matcher()
