@@ -68,6 +68,7 @@ class Manager(RuleBasedStateMachine):
         self.kv = self.cache.kv
         self.num_blocks = num_blocks
         self.live: list[Sequence] = []
+        self._related: set[int] = set()  # sequences that were forked, and those that came of it
         self._ids = iter(range(1, 10_000))
 
     def _those(self, *states: Status) -> list[Sequence]:
@@ -99,7 +100,9 @@ class Manager(RuleBasedStateMachine):
     def fork(self, index: int) -> None:
         running = self._those(Status.RUNNING)
         used = self.kv.stats().used_num_blocks
-        self.live.append(self.cache.fork(running[index % len(running)], next(self._ids), seed=index))
+        parent, child_id = running[index % len(running)], next(self._ids)
+        self.live.append(self.cache.fork(parent, child_id, seed=index))
+        self._related |= {parent.seq_id, child_id}
         assert self.kv.stats().used_num_blocks == used
 
     @precondition(lambda self: self._those(Status.RUNNING))
@@ -116,10 +119,13 @@ class Manager(RuleBasedStateMachine):
     @precondition(lambda self: self._those(Status.PAUSED))
     @rule(index=INDEX, partner=INDEX, cut=st.integers(0, 5), more=st.lists(st.integers(0, 1), min_size=1, max_size=3))
     def come_back(self, index: int, partner: int, cut: int, more: list[int]) -> None:
-        """Two sequences, one of them cut and continued otherwise, return in one plan."""
+        """Two sequences, one of them cut and continued otherwise, return in one plan.
+
+        Only sessions are cut, and a session's turn has one sequence (api/limits.py), so none that was forked is.
+        """
         paused = self._those(Status.PAUSED)
         seq, other = paused[index % len(paused)], paused[partner % len(paused)]
-        if cut:
+        if cut and seq.seq_id not in self._related:
             keep = max(0, seq.num_tokens - cut)
             self.kv.truncate(seq, keep)
             seq.truncate(keep)
