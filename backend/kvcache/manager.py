@@ -204,10 +204,8 @@ class KVCacheManager:
             self._trie.tell_updated(block_id, self._blocks.blocks[block_id].priority)
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """An idle sequence is cut to `num_tokens`: let go of the blocks beyond. The caller cuts the token ids.
-
-        Never one of several of a request: it would go on writing in a block of which another one has kept more.
-        """
+        """An idle sequence is cut to `num_tokens`: let go of the blocks beyond. The caller cuts the token ids."""
+        # One of several of a request would go on to write in a block of which another one has kept more.
         assert seq.group is None, f"{seq!r} shares blocks with others of its request and cannot be cut"
         table = self._tables.get(seq.seq_id)
         if table is None:
