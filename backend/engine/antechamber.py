@@ -198,6 +198,8 @@ class Antechamber:
                 return
             if first.brings_weights and not self._put(first):
                 self._due[line] = None
+                if first.has_left:
+                    self._close_ranks(line)
                 return
             del ranks[0]
             if not first.has_left:
@@ -227,12 +229,15 @@ class Antechamber:
         kept: list[Waiting] = []
         for each in reversed(self._lines[line]):
             is_meant = each.brings_weights and bool(kept) and not kept[-1].brings_weights
-            if not each.has_left or each.is_being_read or is_meant:
+            if not each.has_left or is_meant or (each.is_being_read and each.adapter is None):
                 kept.append(each)
+            elif each.is_being_read:
+                self._num_ahead -= 1
             elif each.brings_weights:
                 self._unread.remove(each)
         self._lines[line] = kept[::-1]
         self._due[line] = None
+        self._read_ahead()
 
     def _read_ahead(self) -> None:
         while self._unread and self._num_ahead < self._num_readers:

@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from backend.api import EngineConfig, load_config
 from deploy.triton_server import TritonServer
 from tests.e2e.profile_repository import compose
 from tests.e2e.wire import TokenClient, eventually, scrape
+from tests.gateway.conftest import Served, serving
 
 EXACT = ("model.dtype=float32", "model.num_threads=1")  # float32: evicted and recomputed KV gives the same tokens
 START_TIMEOUT_S = 180
@@ -34,6 +36,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serve(tmp_path_factory.mktemp("server")) as server:
         server.wait_ready(START_TIMEOUT_S)
         yield server
+
+
+@pytest.fixture(scope="module")
+def served(server: TritonServer) -> Iterator[Served]:
+    """The OpenAI-compatible endpoint in front of it."""
+    with serving(server.grpc_url, metrics_url=server.metrics_url) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,6 @@ pytestmark = pytest.mark.feature("W-11")
 CHAT: Any = [{"role": "user", "content": "Write the function read_lines."}]
 GREEDY: Any = {"model": "everbatch", "temperature": 0}
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
-
-
-@pytest.fixture(scope="module")
-def served(server: Any) -> Iterator[Served]:
-    with serving(server.grpc_url, metrics_url=server.metrics_url) as served:
-        yield served
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
 
 
 def streamed(client: openai.OpenAI, **values: Any) -> tuple[str, str | None, Any]:

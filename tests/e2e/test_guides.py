@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -16,7 +16,6 @@ import openai
 import pytest
 
 from tests.e2e.wire import TokenClient, events, post
-from tests.gateway.conftest import Served, serving
 from tests.guided.tools import tokenizer
 
 SCHEMA: dict[str, Any] = {
@@ -164,18 +163,6 @@ TOOLS: Any = [
 ]
 CHAT: Any = [{"role": "user", "content": "Please."}]
 GREEDY: Any = {"model": "everbatch", "messages": CHAT, "temperature": 0, "max_completion_tokens": MAX_TOKENS}
-
-
-@pytest.fixture(scope="module")
-def served(server: Any) -> Iterator[Served]:
-    with serving(server.grpc_url, metrics_url=server.metrics_url) as served:
-        yield served
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
 
 
 def calls_of(client: openai.OpenAI, stream: bool, **values: Any) -> tuple[str, list[tuple[str, Any]], str | None]:

@@ -199,6 +199,32 @@ def test_cancelled_requests_leave_nothing_to_read() -> None:
     core.fail_all(EngineUnavailable("over"))
 
 
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_an_adapter_that_nobody_means_does_not_keep_a_reader(is_read_first: bool) -> None:
+    """The host has room for one adapter, with which request 1 runs. Request 2 brings another one and is cancelled, when it has
+    been read or before; request 3 brings that of request 1 again, for which there is room, and need not wait for its end.
+    """
+    workers = Reader()
+    core = make_core(workers, host_bytes=15)
+    core.enqueue(1, request(1, "a", 50))
+    admit_all(core)
+    core.step()
+    woken = threading.Event()
+    core.antechamber.on_ready(woken.set)
+    workers.gate.clear()
+    core.enqueue(2, request(2, "b"))
+    if not is_read_first:
+        core.cancel(2)
+    workers.gate.set()
+    assert woken.wait(10)
+    core.admit()
+    core.cancel(2)
+    core.enqueue(3, request(3, "a"))
+    admit_all(core)
+    assert [seq.request_id for seq in core.scheduler.waiting] == [3] and core.num_live == 2
+    core.fail_all(EngineUnavailable("over"))
+
+
 def test_a_request_may_wait_for_its_guide_and_its_adapter() -> None:
     """It is queued when both are there, whichever comes first, and its adapter cannot leave the cache in between: a guide
     that fails leaves the adapter to those behind.

@@ -16,7 +16,7 @@ from backend.core.step import SequenceId
 from backend.engine.core import EngineCore
 from backend.scheduler.drafting import Draft, Drafter
 from backend.worker.group import InProcessWorkerGroup
-from tests.model.test_speculation import answers, make_core, one_of_each
+from tests.model.test_speculation import answers, check_same, make_core, one_of_each
 from tools.make_random_model import make_random_model
 
 OUTPUT = OutputConfig(return_log_probs=True, exclude_input_from_output=True)
@@ -68,15 +68,6 @@ def greedy_requests(count: int, num_tokens: int = 50) -> dict[int, Request]:
         )
         for number in range(1, count + 1)
     }
-
-
-def check_same(told: dict, plain: dict, kernels: str) -> None:
-    for request_id, (tokens, log_probs) in plain.items():
-        assert told[request_id][0] == tokens
-        if kernels == "native":
-            assert told[request_id][1] == log_probs
-        else:  # a row of a float product depends on the shape of its batch
-            assert told[request_id][1] == pytest.approx(log_probs, abs=1e-4)
 
 
 @pytest.mark.parametrize("evict_every", [None, 4])

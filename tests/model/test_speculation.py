@@ -93,6 +93,15 @@ def answers(core: EngineCore, requests: dict[int, Request], evict_every: int | N
     raise AssertionError("the engine does not come to an end")
 
 
+def check_same(told: dict, plain: dict, kernels: str) -> None:
+    for request_id, (tokens, log_probs) in plain.items():
+        assert told[request_id][0] == tokens
+        if kernels == "native":
+            assert told[request_id][1] == log_probs
+        else:  # a row of a float product depends on the shape of its batch
+            assert told[request_id][1] == pytest.approx(log_probs, abs=1e-4)
+
+
 def one_of_each() -> dict[int, Request]:
     """Requests of different lengths that need the state of their tokens in different ways."""
     output = OutputConfig(return_log_probs=True, exclude_input_from_output=True)
@@ -125,12 +134,7 @@ def test_tokens_and_log_probs_are_those_of_plain_decoding(
         counters.accepted_draft_tokens_total > 30 < counters.draft_tokens_total - counters.accepted_draft_tokens_total
     )
     assert (counters.recomputed_tokens_total > 0) == (evict_every is not None)
-    for request_id, (tokens, log_probs) in plain.items():
-        assert told[request_id][0] == tokens
-        if kernels == "native":
-            assert told[request_id][1] == log_probs
-        else:  # a row of a float product depends on the shape of its batch
-            assert told[request_id][1] == pytest.approx(log_probs, abs=1e-4)
+    check_same(told, plain, kernels)
 
 
 def test_lookup_changes_no_token(checkpoint: Callable[[str], Path], kernels: str) -> None:

@@ -64,6 +64,10 @@ MUTANTS = {
         change(EngineLoop, "_is_over", (" or self._core.antechamber", "")),
         WAITING,
     ),
+    "what_nobody_means_keeps_a_reader": (
+        change(Antechamber, "_close_ranks", ("self._num_ahead -= 1", "pass")),
+        WAITING,
+    ),
     "the_loop_sleeps_past_a_deadline": (
         change(EngineLoop, "_sleep", ("if earliest_ns is not None:", "if False:")),
         WAITING,
