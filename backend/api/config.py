@@ -176,7 +176,7 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     mode: Speculation = "none"  # `lookup`: what followed the same tokens before; `draft_model`: a model's guesses
     draft_model: str = ""  # its checkpoint, with the model's vocabulary; like model.path
-    max_draft_tokens: int = 16  # guesses for one sequence in one step
+    max_draft_tokens: int = 32  # guesses for one sequence in one step
     max_shared_tokens: int = 100_000  # outputs kept to guess from, of conversations of the same namespace; 0 = none
 
 

@@ -4,8 +4,15 @@
 
 It looks in the sequence's own tokens, and in the outputs of other conversations of its namespace (`OtherOutputs`). A place is
 found by a hash of its last tokens, of NGRAMS lengths, and then compared token by token. As long as the sequence goes on as the
-place did, the place is kept, and the match grows. How often a match of some length was right is counted, also when nobody asks
-for drafts, so that it is known without trying whether they would pay.
+place did, the place is kept, and the match grows. Where a place was left because it went on in another way, the sequence is
+likely to come back: what follows a word that was replaced is as before. So for NEAR tokens a single one is enough that stands
+in the NEAR tokens behind there.
+
+    here   the price of a ticket was 40 and ...
+    there  the price of a ticket is 40 and ...      left at "is"; "40" is found again at once
+
+How often a match of some length was right is counted, also when nobody asks for drafts, so that it is known without trying
+whether they would pay.
 
 The draft of a repetition copies from itself, as in LZ77: of "a b a b a b" it goes on for as long as one likes.
 
@@ -21,9 +28,10 @@ from typing import NamedTuple
 
 NGRAMS = (6, 3)  # tokens that must match, the longer ones tried first
 OTHERS_NGRAM = NGRAMS[0]  # in outputs of others
+NEAR = 16  # tokens behind the end of a match, of the place and of the sequence
 MAX_LENGTH = 32  # of a match that is counted; a longer one is no surer
-# Of matches of 2-3, 4-7, 8-15, 16-31 and more tokens: how probable their next token is, until it is known better.
-_GUESSES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.85, 0.9)
+# Of matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens: how probable their next token is, until it is known better.
+_GUESSES = (0.0, 0.3, 0.3, 0.5, 0.7, 0.85, 0.9)
 _FORGETTING = 0.1  # share of the newest outcome in that probability
 _IDLE_AFTER = 32  # tokens without any match, after which a sequence is looked at
 _IDLE_TOKENS = 8  # every so many tokens only
@@ -82,6 +90,8 @@ class Lookup:
         self._num_seen = 0
         self._next: list[dict[int, int]] = [{} for _ in NGRAMS]  # hash of the n-gram -> index behind its latest one
         self._place: Place | None = None
+        self._left: Place | None = None  # the latest match that was no chance, when it has ended
+        self._num_since_left = 0
         self._right = list(_GUESSES)
         self._num_unmatched = 0  # latest tokens without a match
 
@@ -131,6 +141,8 @@ class Lookup:
             self._right[rank] += _FORGETTING * (is_right - self._right[rank])
             if is_right and place.next_at + 1 < len(ids):
                 self._place = Place(place.output, place.next_at + 1, place.length + 1)
+            elif place.length >= NGRAMS[-1]:
+                self._left, self._num_since_left = place, 0
         for size, known in zip(NGRAMS, self._next):
             if end < size:
                 continue
@@ -142,7 +154,22 @@ class Lookup:
                 if self._place is None and size == OTHERS_NGRAM and self._others is not None:
                     found = self._others.find(self._namespace, key)
                     self._place = None if found is None else self._compared(*found, size)
+        if self._place is None and self._left is not None:
+            self._place = self._near(self._left, token_id)
         self._num_unmatched = 0 if self._place is not None else self._num_unmatched + 1
+
+    def _near(self, left: Place, token_id: int) -> Place | None:
+        """The token's next occurrence behind the place that was left, if both are near."""
+        self._num_since_left += 1
+        if self._num_since_left > NEAR:
+            self._left = None
+            return None
+        ids, end = (self._ids, self._num_seen - 1) if left.output is None else (left.output, len(left.output) - 1)
+        try:
+            index = ids.index(token_id, left.next_at, min(end, left.next_at + NEAR))
+        except ValueError:
+            return None
+        return Place(left.output, index + 1, 1)
 
     def _compared(self, output: Sequence[int] | None, index: int | None, size: int) -> Place | None:
         """The place, if its tokens are those of the sequence; equal hashes prove nothing."""

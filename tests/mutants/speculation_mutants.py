@@ -24,6 +24,19 @@ ISOLATION = ["tests/model/test_speculation_isolation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
 MUTANTS = {
+    "a_place_that_was_left_is_never_forgotten": (
+        change(Lookup, "_near", ("self._num_since_left > NEAR", "False")),
+        DRAFTING,
+    ),
+    "a_place_is_near_wherever_it_is": (change(Lookup, "_near", ("min(end, left.next_at + NEAR)", "end")), DRAFTING),
+    "a_match_of_one_token_is_come_back_to": (
+        change(Lookup, "_see_next", ("elif place.length >= NGRAMS[-1]:", "else:")),
+        DRAFTING,
+    ),
+    "the_last_token_of_an_output_is_followed": (
+        change(Lookup, "_near", ("len(left.output) - 1)", "len(left.output))")),
+        DRAFTING,
+    ),
     "a_wrong_draft_is_kept": (change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:]")), MODEL),
     "what_follows_right_drafts_is_dropped": (
         change(model_runner, "right_samples", ("mine[1 : 1 + num_right]", "mine[1:num_right]")),

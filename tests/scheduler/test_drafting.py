@@ -57,6 +57,51 @@ def test_the_place_is_kept_while_it_is_right() -> None:
     assert lookup.propose(1) == [8]
 
 
+def proposed(prompt: list[int], output: list[int], others: OtherOutputs | None = None) -> list[int]:
+    """The two tokens that are proposed behind an output."""
+    lookup = seen(prompt, others, "a")
+    lookup.see([*prompt, *output])
+    return lookup.propose(2)
+
+
+def test_behind_a_word_that_was_replaced_one_token_is_enough() -> None:
+    """1-9 again, with 0 in place of 5: there the place is left, and found again by the 6 alone."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 77, 1, 2, 3]
+    assert proposed(prompt, [4, 0]) == []
+    assert proposed(prompt, [4, 0, 6]) == [7, 8]
+
+
+def test_words_may_come_or_go_where_a_place_was_left() -> None:
+    """1-9 again, first with 50 and 51 ahead of the 5, then without 5 and 6."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 77, 1, 2, 3]
+    assert proposed(prompt, [4, 50, 51, 5]) == [6, 7]
+    assert proposed(prompt, [4, 7]) == [8, 9]
+
+
+def test_a_place_that_was_left_long_ago_is_far() -> None:
+    """After 16 tokens without a match one token says nothing any more, nor does one that stands more than 16 behind there."""
+    prompt, new = [*range(100, 140), 77, *range(100, 104)], list(range(200, 216))
+    assert proposed(prompt, [*new[:15], 104]) == [105, 106]
+    assert proposed(prompt, [*new, 104]) == []
+    assert proposed(prompt, [119]) == [120, 121]
+    assert proposed(prompt, [120]) == []
+
+
+def test_a_match_of_one_token_is_no_place_to_come_back_to() -> None:
+    """119 stands near where the place was left, by chance: 200 follows. 106 is still found from there."""
+    prompt = [*range(100, 140), 77, *range(100, 104)]
+    assert proposed(prompt, [119, 200, 106]) == [107, 108]
+
+
+def test_a_place_in_an_output_of_others_is_found_again_too() -> None:
+    others = OtherOutputs(100)
+    others.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    prompt = [9, 1, 2, 3, 4, 5, 6]
+    assert proposed(prompt, [0], others) == []
+    assert proposed(prompt, [0, 8], others) == [9, 10]
+    assert proposed(prompt, [0, 10], others) == [], "nothing follows the last one"
+
+
 def test_a_long_text_without_matches_is_looked_at_now_and_then() -> None:
     """100 tokens that never occurred, then the first 16 again. After 32 without a match every eighth token is looked at, so the
     repetition is found by the eleventh of them at the latest: three must match, and seven may pass before.
@@ -242,7 +287,7 @@ def test_drafts_are_as_long_as_they_pay() -> None:
     assert MARGIN == 1.25
     assert count_of(0.6, 1, 0.1, 0.001) == 7
     assert count_of(0.011, 1, 0.1, 0.001) == 0
-    assert count_of(1.0, 1, 0.1, 0.001) == 16
+    assert count_of(1.0, 1, 0.1, 0.001) == LOOKUP.max_draft_tokens == 32
 
 
 def test_where_time_goes_to_computing_nobody_guesses() -> None:
