@@ -9,9 +9,8 @@ from backend.api.request import Request
 def what_forbids_drafts(request: Request) -> str:
     """The field for which tokens can only be chosen one by one; "" if there is none.
 
-    A post-processor is called for each token, top-p decays from token to token, rows of tensors belong to one token each,
-    what may follow under a guide is known token by token, a beam search chooses for itself, and ids beyond the vocabulary, which
-    embeddings stand for, are no guesses.
+    A post-processor is called for each token, top-p decays from token to token, rows of tensors belong to one token each, a beam
+    search chooses for itself, and ids beyond the vocabulary, which embeddings stand for, are no guesses.
     """
     sampling, output = request.sampling_config, request.output_config
     reasons = {
@@ -21,7 +20,6 @@ def what_forbids_drafts(request: Request) -> str:
         "return_generation_logits": output.return_context_logits or output.return_generation_logits,
         "additional_outputs": bool(output.additional_outputs),
         "prompt_embeddings": request.prompt_embeddings is not None,
-        "guide": request.guide is not None,
     }
     return next((name for name, is_given in reasons.items() if is_given), "")
 

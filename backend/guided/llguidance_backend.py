@@ -134,6 +134,7 @@ class LLGuidanceMatcher:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
         self.accept = matcher.consume_token
+        self.rollback = matcher.rollback
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
         width = masks.strides[0]

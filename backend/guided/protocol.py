@@ -2,7 +2,7 @@
 
     GuideBackend.compile(guide) -> CompiledGuide      slow: milliseconds, off the step loop; shared by all who give the same guide
     CompiledGuide.matcher()     -> Matcher            fast: where one output stands within the guide
-    Matcher                        fill (a mask of the tokens that may follow), accept, is_complete
+    Matcher                        fill (a mask of the tokens that may follow), accept, rollback, is_complete
 
 A mask has a bit for each token, in int32 words: token t is bit t % 32 of word t // 32.
 """
@@ -28,6 +28,10 @@ class Matcher(Protocol):
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token. False when the guide forbids it; then nothing else may be asked."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back by so many tokens that were accepted."""
         ...
 
     @property

@@ -187,8 +187,8 @@ class DeviceRunner:
             for sample in samples:
                 self.batch.append_tokens([sample])
         if guided is not None:
-            failed += guided.accept(sampled)
-            sampled = guided.told(sampled)
+            failed += guided.accept(sampled, further)
+            sampled = guided.told(sampled, further)
         debug_tensors = gathered[-1].wait_for_debug() if gathered else {}
         return Done(StepOutput(step.step_id, sampled, fetch_all(gathered), failed, debug_tensors, further))
 

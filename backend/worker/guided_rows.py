@@ -3,6 +3,9 @@
     after the forward pass, before tokens are chosen     GuidedStep.mask: all logits but those of allowed tokens become -inf
     when the chosen tokens are known                     GuidedStep.accept: the matchers go on by them
 
+A row with drafts has a mask for each position: a matcher goes on by the drafts as far as the guide allows them, and back again.
+Behind a draft that it forbids anything is allowed, for nothing that is chosen there is kept.
+
 A matcher is never stored: a row that is new to its slot brings the ids of its output so far, and they are replayed. So it is for
 sequences that were paused or evicted, for beams that change their rows, and after a failed step.
 
@@ -11,7 +14,8 @@ The request's end ids are allowed where the guide is complete and nowhere else, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +29,7 @@ from backend.guided.protocol import Matcher
 from kernels.common.transfer import place
 
 NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
+Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
 _STUCK = "the guide and what else the request forbids (bad words, repeated n-grams) leave no token; forbid less"
 
@@ -36,13 +41,15 @@ class MatcherSource(Protocol):
 class GuidedRow:
     """One output."""
 
-    __slots__ = ("_end_bits", "_end_ids", "_matcher", "error", "is_over")
+    __slots__ = ("_begin", "_end_bits", "_end_ids", "_matcher", "_output", "error", "is_over")
 
-    def __init__(self, matcher: Matcher, end_ids: Sequence[int], output: Sequence[int]) -> None:
-        """`output`: its tokens so far."""
-        self._matcher = matcher
+    def __init__(self, begin: Callable[[], Matcher], end_ids: Sequence[int], output: Sequence[int]) -> None:
+        """begin: makes a matcher that has seen nothing; output: its tokens so far."""
+        self._begin = begin
         self._end_ids = frozenset(end_ids)
         self._end_bits = [(i >> 5, np.int32(np.uint32(1 << (i & 31)).astype(np.int32))) for i in end_ids]
+        self._matcher = begin()
+        self._output: list[int] = []
         self.is_over = False
         self.error = ""
         for token_id in output:
@@ -61,6 +68,24 @@ class GuidedRow:
             else:
                 masks[row, word] &= ~bit
 
+    def fill_ahead(self, masks: NDArray[np.int32], row: int, drafts: Sequence[int]) -> None:
+        """Write the mask of what may follow the output to `row`, and behind each draft, if it is right, to the rows after it."""
+        self.fill(masks, row)
+        num_taken = 0
+        for token_id in drafts:
+            is_allowed = masks[row + num_taken, token_id >> 5] >> (token_id & 31) & 1
+            if not is_allowed or token_id in self._end_ids or not self._matcher.accept(token_id):
+                break
+            num_taken += 1
+            self.fill(masks, row + num_taken)
+        masks[row + num_taken + 1 : row + len(drafts) + 1] = -1
+        if self._matcher.error:  # by a limit that these drafts have met, and perhaps the output never will
+            self._matcher = self._begin()
+            for token_id in self._output:
+                self._matcher.accept(token_id)
+        elif num_taken:
+            self._matcher.rollback(num_taken)
+
     def accept(self, token_id: int) -> None:
         """Go on by a token; `error` says why that cannot be."""
         if self.error or self.is_over:
@@ -70,6 +95,8 @@ class GuidedRow:
         elif not self._matcher.accept(token_id):
             limit = self._matcher.error
             self.error = f"the guide cannot be followed any further: {limit}" if self.is_limit(limit) else _STUCK
+        else:
+            self._output.append(token_id)
 
     @staticmethod
     def is_limit(error: str) -> bool:
@@ -109,46 +136,53 @@ class GuidedRows:
         if row.guide is not None:
             assert self._source is not None  # the engine refuses guides without
             output = row.token_ids[row.num_prompt_tokens :]
-            self._slots[row.slot] = GuidedRow(self._source.matcher(row.guide), row.end_ids, output)
+            self._slots[row.slot] = GuidedRow(partial(self._source.matcher, row.guide), row.end_ids, output)
 
     def of_step(self, rows: Sequence[Row]) -> GuidedStep | None:
         """The guided rows among those that sample; None when there are none."""
         if not self._slots:
             return None
         found: list[GuidedPlace] = []
-        num_logits = num_sampling = 0
+        num_logits = num_sampling = num_masks = 0
         for index, row in enumerate(rows):
             if row.samples and row.slot in self._slots:
-                found.append(GuidedPlace(num_logits, num_sampling, index, self._slots[row.slot]))
+                found.append(GuidedPlace(num_logits, num_sampling, index, self._slots[row.slot], row.drafts))
+                num_masks += row.num_samples
             num_logits += row.num_samples
             num_sampling += row.samples
-        return GuidedStep(found, self._masks, self._vocab_size) if found else None
+        if num_masks > len(self._masks):
+            self._masks = np.zeros((num_masks, self._masks.shape[1]), dtype=np.int32)
+        return GuidedStep(found, self._masks[:num_masks], self._vocab_size) if found else None
 
 
 class GuidedPlace(NamedTuple):
     """A guided row of a step. Rows with drafts have several logits and one sample, so that these are counted apart."""
 
-    logits: int  # row of the step's logits
+    logits: int  # row of the step's logits; those of its drafts follow
     sample: int  # among the rows that sample
     number: int  # among all rows
     row: GuidedRow
+    drafts: Sequence[int]
 
 
 class GuidedStep:
     """The guided rows of one step. It outlives changes of slots, for the tokens of a step in flight come later."""
 
     def __init__(self, places: list[GuidedPlace], masks: NDArray[np.int32], vocab_size: int) -> None:
-        """masks: room for one mask a slot."""
+        """masks: room for one mask a row and draft."""
         self._places, self._masks, self._vocab_size = places, masks, vocab_size
         self._failed: list[Failure] | None = None
 
     @torch.inference_mode()
     def mask(self, logits: Tensor) -> Tensor:
         """logits [samples of the step, vocab] with -inf for what is forbidden: float32 ones on a CPU are changed in place."""
-        for i, each in enumerate(self._places):
-            each.row.fill(self._masks, i)
-        masks = self._masks[: len(self._places)]
-        places = [each.logits for each in self._places]
+        masks, places = self._masks, list[int]()
+        for each in self._places:
+            if each.drafts:
+                each.row.fill_ahead(masks, len(places), each.drafts)
+            else:
+                each.row.fill(masks, len(places))
+            places += range(each.logits, each.logits + 1 + len(each.drafts))
         if logits.device.type == "cpu":
             logits = logits.float()
             _add(logits.numpy(), places, masks)
@@ -159,23 +193,35 @@ class GuidedStep:
         where = place(np.array(places), logits.device)
         return logits.float().index_copy(0, where, logits[where].float().masked_fill(hit, -torch.inf))
 
-    def accept(self, samples: Sequence[SampledToken]) -> list[Failure]:
-        """Go on by the tokens of the rows that sample. Returns the rows that cannot; a second call changes nothing."""
+    def accept(self, samples: Sequence[SampledToken], further: Further | None = None) -> list[Failure]:
+        """Go on by the tokens of the rows that sample, and those behind right drafts. Returns the rows that cannot; a second call
+        changes nothing.
+        """
         if self._failed is None:
             self._failed = []
             for each in self._places:
-                each.row.accept(samples[each.sample].token_id)
+                sample = samples[each.sample]
+                each.row.accept(sample.token_id)
+                for another in (further or {}).get(sample.slot, ()):
+                    each.row.accept(another.token_id)
                 if each.row.error:
                     self._failed.append((each.number, each.row.error))
         return self._failed
 
-    def told(self, samples: list[SampledToken]) -> list[SampledToken]:
-        """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED."""
-        for _, at, _, _ in self._places:
-            sample = samples[at]
-            if sample.log_prob is None and not sample.top_log_probs:
-                continue
-            own = None if sample.log_prob is None else max(sample.log_prob, NOT_ALLOWED)
-            top = [(token_id, max(value, NOT_ALLOWED)) for token_id, value in sample.top_log_probs]
-            samples[at] = SampledToken(sample.slot, sample.token_id, own, top)
+    def told(self, samples: list[SampledToken], further: Further | None = None) -> list[SampledToken]:
+        """The samples as clients are told of them: log-probabilities that are not finite become NOT_ALLOWED, those of `further`
+        where they stand.
+        """
+        for each in self._places:
+            run = (further or {}).get(samples[each.sample].slot, [])
+            run[:] = map(_told, run)
+            samples[each.sample] = _told(samples[each.sample])
         return samples
+
+
+def _told(sample: SampledToken) -> SampledToken:
+    if sample.log_prob is None and not sample.top_log_probs:
+        return sample
+    own = None if sample.log_prob is None else max(sample.log_prob, NOT_ALLOWED)
+    top = [(token_id, max(value, NOT_ALLOWED)) for token_id, value in sample.top_log_probs]
+    return SampledToken(sample.slot, sample.token_id, own, top)

@@ -82,8 +82,8 @@ class ModelRunner:
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         sampled, further = self._append(step.rows, samples)
         if guided is not None:
-            failed = guided.accept(sampled)
-            return StepOutput(step.step_id, guided.told(sampled), failed=failed, further=further)
+            failed = guided.accept(sampled, further)
+            return StepOutput(step.step_id, guided.told(sampled, further), failed=failed, further=further)
         return StepOutput(step.step_id, sampled, further=further)
 
     def _execute_with_extras(
@@ -111,8 +111,8 @@ class ModelRunner:
         samples = self.sampler.sample(logits, slots, self.batch.token_ids, num_tokens, greedy, needed)
         sampled, further = self._append(step.rows, samples)
         if guided is not None:
-            failed = [*failed, *guided.accept(sampled)]
-            sampled = guided.told(sampled)
+            failed = [*failed, *guided.accept(sampled, further)]
+            sampled = guided.told(sampled, further)
         return StepOutput(step.step_id, sampled, fetch_all([*gathered, rows]), failed, rows.wait_for_debug(), further)
 
     def _append(

@@ -83,7 +83,11 @@ class Automaton:
     error = ""
 
     def __init__(self, guide: Guide) -> None:
-        self._state = first_state(guide)
+        self._states = [first_state(guide)]
+
+    @property
+    def _state(self) -> int:
+        return self._states[-1]
 
     @property
     def is_complete(self) -> bool:
@@ -97,8 +101,11 @@ class Automaton:
 
     def accept(self, token_id: int) -> bool:
         is_allowed = allows(self._state, token_id)
-        self._state = next_state(self._state, token_id)
+        self._states.append(next_state(self._state, token_id))
         return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._states[len(self._states) - num_tokens :]
 
 
 class SlowGuides:

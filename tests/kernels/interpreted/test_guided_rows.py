@@ -40,6 +40,9 @@ class Remainders:
         self.position += 1
         return is_allowed
 
+    def rollback(self, num_tokens: int) -> None:
+        self.position -= num_tokens
+
     @property
     def is_complete(self) -> bool:
         return self.position == LENGTH
