@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from backend.api.guide import Guide, GuideType
 from backend.guided.json_text import check_schema, parse_json
-from backend.guided.protocol import GuideError
+from backend.guided.protocol import GuideError, bits_of
 from backend.guided.structural_tag import StructuralTag, Structure, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
@@ -101,6 +101,7 @@ class LLGuidanceBackend:
         source: Any = vocabulary.tokenizer_str or _Tokens(vocabulary, ends[0])
         self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary.size, eos_token=list(ends))
         self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._stop_bits = bits_of(ends)
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
         grammar = _grammar(guide)
@@ -118,27 +119,31 @@ class LLGuidanceBackend:
         mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
         if twin.is_error():
             raise GuideError(f"the guide cannot be compiled: {_sentence(twin.get_error())}")
-        return LLGuidanceGuide(twin, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
+        return LLGuidanceGuide(twin, self._stop_bits, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
 
 
 class LLGuidanceGuide:
-    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: llguidance.LLMatcher, stop_bits: list[tuple[int, np.int32]], num_bytes: int) -> None:
+        self._matcher, self._stop_bits = matcher, stop_bits
         self.num_bytes = num_bytes
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy())
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._stop_bits)
 
 
 class LLGuidanceMatcher:
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: llguidance.LLMatcher, stop_bits: list[tuple[int, np.int32]]) -> None:
+        self._matcher, self._stop_bits = matcher, stop_bits
         self.accept = matcher.consume_token
-        self.rollback = matcher.rollback
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
         width = masks.strides[0]
         self._matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * width, width)
+        for word, bit in self._stop_bits:
+            masks[row, word] &= ~bit
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
 
     @property
     def is_complete(self) -> bool:

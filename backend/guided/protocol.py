@@ -9,6 +9,7 @@ A mask has a bit for each token, in int32 words: token t is bit t % 32 of word t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,9 @@ class GuideError(Exception):
 
 class Matcher(Protocol):
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
-        """Write the mask of the tokens that may follow to a row of masks [rows, words]. Bits of end ids mean nothing in it."""
+        """Write the mask of the tokens that may follow to a row of masks [rows, words]. The vocabulary's stop ids are not among
+        them: whether the output may end is told by `is_complete`.
+        """
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -43,6 +46,11 @@ class Matcher(Protocol):
     def error(self) -> str:
         """Why the matcher can tell nothing any more (a limit on its work was reached), or ''."""
         ...
+
+
+def bits_of(token_ids: Sequence[int]) -> list[tuple[int, np.int32]]:
+    """Where the tokens stand in a mask: its word, and the bit in that."""
+    return [(i >> 5, np.int32(np.uint32(1 << (i & 31)).astype(np.int32))) for i in token_ids]
 
 
 class CompiledGuide(Protocol):

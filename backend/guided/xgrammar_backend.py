@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from backend.api.guide import Guide, GuideType
 from backend.guided.json_text import check_schema, parse_json
-from backend.guided.protocol import GuideError
+from backend.guided.protocol import GuideError, bits_of
 from backend.guided.structural_tag import parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
@@ -29,11 +29,12 @@ class XGrammarBackend:
         info = xgrammar.TokenizerInfo(
             tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
         )
+        self._stop_bits = bits_of(vocabulary.stop_ids)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, guide: Guide) -> XGrammarGuide:
         try:
-            return XGrammarGuide(self._compiled(guide))
+            return XGrammarGuide(self._compiled(guide), self._stop_bits)
         except GuideError:
             raise
         except Exception as error:  # whatever the library raises for a guide that it cannot read
@@ -70,22 +71,24 @@ class XGrammarBackend:
 
 
 class XGrammarGuide:
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_bits: list[tuple[int, np.int32]]) -> None:
+        self._compiled, self._stop_bits = compiled, stop_bits
         self.num_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> XGrammarMatcher:
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._stop_bits)
 
 
 class XGrammarMatcher:
     error = ""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: xgrammar.GrammarMatcher, stop_bits: list[tuple[int, np.int32]]) -> None:
+        self._matcher, self._stop_bits = matcher, stop_bits
 
     def fill(self, masks: NDArray[np.int32], row: int) -> None:
         self._matcher.fill_next_token_bitmask(masks, row)
+        for word, bit in self._stop_bits:
+            masks[row, word] &= ~bit
 
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))

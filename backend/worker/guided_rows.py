@@ -25,7 +25,7 @@ from torch import Tensor
 
 from backend.api.guide import Guide
 from backend.core.step import NewRow, Row, SampledToken, SlotId
-from backend.guided.protocol import Matcher
+from backend.guided.protocol import Matcher, bits_of
 from kernels.common.transfer import place
 
 NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
@@ -47,7 +47,7 @@ class GuidedRow:
         """begin: makes a matcher that has seen nothing; output: its tokens so far."""
         self._begin = begin
         self._end_ids = frozenset(end_ids)
-        self._end_bits = [(i >> 5, np.int32(np.uint32(1 << (i & 31)).astype(np.int32))) for i in end_ids]
+        self._end_bits = bits_of(end_ids)
         self._matcher = begin()
         self._output: list[int] = []
         self.is_over = False

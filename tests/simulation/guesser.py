@@ -29,7 +29,7 @@ class Guesser(Drafter):
             rng = self._random(seq, "drafts")
             num_output = seq.num_output_tokens
             count = min(rng.randint(0, 6), room, seq.max_output_tokens - num_output - 1)
-            if count <= 0 or seq.num_inflight_samples or seq.request.guide is not None:
+            if count <= 0 or seq.num_inflight_samples:
                 continue
             room -= count
             if rng.random() < 0.3:  # the workers are to guess

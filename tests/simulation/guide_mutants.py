@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from backend.api.request import Request, RequestId
 from backend.core.sequence import BeamSequence, Sequence
@@ -13,7 +15,7 @@ from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler import scheduler
-from backend.worker.guided_rows import GuidedRows
+from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
 
 SetAttribute = Callable[[object, str, object], None]
 
@@ -155,6 +157,30 @@ def a_session_has_two_turns_that_wait(set_attribute: SetAttribute) -> None:
 
 def who_waits_has_all_the_time(set_attribute: SetAttribute) -> None:
     set_attribute(Antechamber, "late", lambda self, now_ns: [])
+
+
+def the_drafts_are_output(set_attribute: SetAttribute) -> None:
+    original = GuidedRow.fill_ahead
+
+    def fill_ahead(self: GuidedRow, masks: NDArray[np.int32], row: int, drafts: list[int]) -> None:
+        original(self, masks, row, drafts)
+        for token_id in drafts[:1]:
+            self._matcher.accept(token_id)
+
+    set_attribute(GuidedRow, "fill_ahead", fill_ahead)
+
+
+def drafts_are_chosen_under_the_first_mask(set_attribute: SetAttribute) -> None:
+    def fill_ahead(self: GuidedRow, masks: NDArray[np.int32], row: int, drafts: list[int]) -> None:
+        for index in range(1 + len(drafts)):
+            self.fill(masks, row + index)
+
+    set_attribute(GuidedRow, "fill_ahead", fill_ahead)
+
+
+def tokens_behind_right_drafts_are_not_replayed(set_attribute: SetAttribute) -> None:
+    original = GuidedStep.accept
+    set_attribute(GuidedStep, "accept", lambda self, samples, further=None: original(self, samples))
 
 
 MUTANTS: dict[str, Callable[[SetAttribute], None]] = {

@@ -6,12 +6,13 @@ Rows with guides go through the real worker/guided_rows.py: its masks say which 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 import torch
 
-from backend.core.step import Row, SampledToken, StepInput, StepOutput
+from backend.core.step import Row, SampledToken, SlotId, StepInput, StepOutput
 from backend.worker.guided_rows import GuidedRows
 from tests.fakes.hash_worker import HashWorkerGroup, mix, next_token
 from tests.simulation.guides import EOS_IDS, SlowGuides, choose, top_allowed
@@ -33,6 +34,7 @@ class CheckedWorkers(HashWorkerGroup):
         options = dict(keep_trace=False, looks_ahead=setup.looks_ahead, sink_tokens=setup.sink_tokens)
         super().__init__(VOCAB, MAX_SEQ_LEN, setup.window, eos_ids=EOS_IDS, guides=self.slow_guides, **options)
         self._guided = GuidedRows(self.slow_guides, setup.config.scheduler.max_batch_size, VOCAB)
+        self._allowed: deque[list[bool]] = deque()  # what the guide of the row that runs allows for its next samples
         self._setup = setup
         self.digest = hashlib.blake2b()
         self.steps: list[StepInput] = []  # the steps of the current event; the simulator clears them
@@ -78,23 +80,34 @@ class CheckedWorkers(HashWorkerGroup):
                 self._guided.set_row(row)
         return super()._execute(step)
 
+    def _run_with_drafts(self, row: Row, further: dict[SlotId, list[SampledToken]]) -> SampledToken | None:
+        """Under a guide the draft model's guesses are made ahead, at random, for the masks behind them depend on them."""
+        if self._slots[row.slot].guide is not None and row.num_guesses:
+            drafts = [mix(row.slot, row.num_computed, index) % VOCAB for index in range(row.num_guesses)]
+            row = Row(row.slot, row.num_computed, row.num_tokens, row.samples, row.new_block_ids, drafts)
+        guided = self._guided.of_step([row])
+        if guided is None:
+            return super()._run_with_drafts(row, further)
+        self._allowed.extend(guided.mask(torch.zeros(row.num_samples, VOCAB)).isfinite().tolist())
+        first = super()._run_with_drafts(row, further)
+        assert first is not None and not self._allowed, "a mask for a token that is not sampled"
+        assert guided.accept([first], further) == [], "a guide that allows a token does not take it"
+        return first
+
     def _run(self, row: Row) -> SampledToken | None:
         sampled = super()._run(row)
         state, penalty = self._slots[row.slot], self._slots[row.slot].sampling.presence_penalty
-        guided = self._guided.of_step([row])
-        if sampled is None or (penalty is None and guided is None):
+        if sampled is None or (penalty is None and state.guide is None):
             return sampled
         end = row.num_computed + row.num_tokens
         cells = self._cells(state, end)
         seed = penalised_seed(state.sampling.seed or 0, state.token_ids[state.num_prompt_tokens : end], penalty)
         counter = state.num_sampled_before + end - state.num_prompt_tokens
-        if guided is None:
+        if state.guide is None:
             token, top = next_token(cells, seed, counter, VOCAB), []
         else:
-            allowed = guided.mask(torch.zeros(1, VOCAB)).isfinite()[0].tolist().__getitem__
+            allowed = self._allowed.popleft().__getitem__
             top = top_allowed(cells, counter, state.top_log_probs, allowed) if state.top_log_probs else []
             token = top[0][0] if top else choose(cells, seed, counter, allowed)
         state.token_ids[end] = token
-        sampled = SampledToken(row.slot, token, float(token) if state.return_log_probs else None, top)
-        assert guided is None or guided.accept([sampled]) == [], "a guide that allows a token does not take it"
-        return sampled
+        return SampledToken(row.slot, token, float(token) if state.return_log_probs else None, top)

@@ -93,3 +93,18 @@ def test_outputs_are_those_of_the_torch_tier_beside_rows_without_guides(
         (ids,) = guided.output_token_ids
         assert guided.finish_reasons == (FinishReason.END_ID,) and ids[-1] == END
         assert [token_id % STRIDE for token_id in ids[:-1]] == [i % STRIDE for i in range(LENGTH)]
+
+
+def test_drafts_under_a_guide_change_nothing(directory: Path) -> None:  # noqa: F811
+    """Right ones, one that the guide forbids (each remainder differs from the next position's), one beyond the end."""
+    asked = [
+        msgspec.structs.replace(request(13 + 4 * n, 12, n, end_ids=(END,), **sampling), guide=GUIDE)
+        for n, sampling in enumerate([{}, {"temperature": 1.0, "seed": 5}, {}])
+    ]
+    expected = results(directory, "torch", asked)
+    truths = [result.output_token_ids[0] for result in expected]
+    drafts = [truths[0][:7], [*truths[1][:4], truths[1][4] + 1, truths[1][5]], [*truths[2], END, 5]]
+    drafted = [msgspec.structs.replace(each, draft_tokens=draft) for each, draft in zip(asked, drafts)]
+    measured = results(directory, "triton", drafted)
+    assert [each.output_token_ids for each in measured] == [each.output_token_ids for each in expected]
+    assert [each.finish_reasons for each in measured] == [each.finish_reasons for each in expected]
