@@ -14,6 +14,8 @@ expected of all drafts, the sum over drafts of the probability that each and all
 A step of one row, whose time goes to reading the weights, takes drafts that are rarely right; one of many rows, whose time goes
 to computing, only those that nearly always are.
 
+Guessing takes time of its own, on the host. Where that is more than what it wins, by the same estimate, it rests for some steps.
+
 What it knows of a sequence follows from its tokens alone, so asking twice, or dropping a plan, changes nothing.
 """
 
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 from backend.api.config import Sharing, SpeculationConfig
 from backend.api.draft_limits import what_forbids_drafts
+from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.acceptance import Acceptance
@@ -31,6 +34,9 @@ from backend.scheduler.step_cost import StepCost
 
 MARGIN = 1.25  # a draft must be worth so much more than it costs
 _LEAST = 0.01  # drafts with a smaller probability are not thought about
+_RESTS = 100  # steps
+_KEPT = 0.95  # share of what was won or lost so far that counts beside the newest step
+_BEARABLE = 0.2  # of a step that may be lost in that sum, hence 1 % for each
 MAX_DRAFTS = 256  # of one step: each may need a row of logits, as long as the vocabulary
 
 
@@ -50,9 +56,12 @@ NO_DRAFT = Draft([])
 
 
 class Drafter:
-    def __init__(self, config: SpeculationConfig, sharing: Sharing = "namespace") -> None:
+    def __init__(self, config: SpeculationConfig, sharing: Sharing = "namespace", clock: Clock | None = None) -> None:
         """`sharing`: who may guess from whose outputs, as with KV."""
         self._config = config
+        self._clock = clock or SystemClock()
+        self._won_s = 0.0  # by guessing lately, less what it took
+        self._num_resting = 0  # steps that are left of a rest
         self._sharing = sharing
         looks_up = config.mode == "lookup"
         self.others = OtherOutputs(config.max_shared_tokens) if looks_up and sharing != "none" else None
@@ -73,20 +82,22 @@ class Drafter:
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
-        drafts: dict[SequenceId, Draft] = {}
-        guesses = self.guesses and not self.cost.is_trial
+        if not generation or not (self.guesses or any(seq.request.draft_tokens for seq in generation)):
+            return {}
+        began_ns, drafts = self._clock.monotonic_ns(), dict[SequenceId, Draft]()
+        guesses = self.guesses and not self._num_resting and not self.cost.is_trial
+        self._num_resting = max(0, self._num_resting - 1)
         room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
+        least = self._least(num_tokens, expected) if guesses else 1.0
         for seq in generation:
-            if not self.guesses and not seq.request.draft_tokens:
-                continue
             most = min(room, seq.max_output_tokens - seq.num_output_tokens - 1)
             if most <= 0 or seq.num_inflight_samples:
                 continue
             if _follows_script(seq):
                 draft = Draft(seq.request.draft_tokens[seq.num_output_tokens :][:most], is_given=True)
-            elif guesses:
+            elif least < 1:
                 known = self._known_of(seq)
-                if known is None:
+                if known is None or known.confidence(0) < least:
                     continue
                 asked = seq.request.max_draft_tokens
                 most = min(most, self._config.max_draft_tokens, most if asked is None else asked)
@@ -101,7 +112,23 @@ class Drafter:
                 drafts[seq.seq_id] = draft
                 room -= draft.num_tokens
                 num_tokens += draft.num_tokens
+                least = self._least(num_tokens, expected) if guesses else 1.0
+        if guesses:
+            num_guesses = sum(draft.num_tokens for draft in drafts.values() if not draft.is_given)
+            plain_s, guessed_s = (self.cost.seconds(len(generation) + more) for more in (0, num_guesses))
+            won_s = plain_s * expected / len(generation) - guessed_s
+            self._settle(won_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
         return drafts
+
+    def _settle(self, won_s: float, plain_s: float) -> None:
+        """Take note of what guesses at one step have won, which would take `plain_s` without, and rest if it is too little."""
+        self._won_s = _KEPT * self._won_s + won_s
+        if self._won_s < -_BEARABLE * plain_s:
+            self._won_s, self._num_resting = 0.0, _RESTS
+
+    def _least(self, num_tokens: int, expected: float) -> float:
+        """The probability of a row's first draft below which no number of them pays, for further ones are no more probable."""
+        return MARGIN * expected * self.cost.least_share(num_tokens, self._config.max_draft_tokens)
 
     def end(self, seq: Sequence) -> None:
         """A request, or a session's turn, is over."""

@@ -35,6 +35,7 @@ _GUESSES = (0.0, 0.3, 0.3, 0.5, 0.7, 0.85, 0.9)
 _FORGETTING = 0.1  # share of the newest outcome in that probability
 _IDLE_AFTER = 32  # tokens without any match, after which a sequence is looked at
 _IDLE_TOKENS = 8  # every so many tokens only
+_BACKLOG = 64  # tokens that came unseen; where there are more, they are not looked at one by one
 
 
 class Place(NamedTuple):
@@ -98,8 +99,9 @@ class Lookup:
     def see(self, ids: list[int]) -> None:
         """Take note of all tokens so far. `ids` only grows from call to call."""
         self._ids = ids
-        if not self._num_seen and len(ids) > 1:
+        if len(ids) - self._num_seen > (_BACKLOG if self._num_seen else 1):
             self._skip_to(len(ids) - 1)
+            self._place = self._left = None
         while self._num_seen < len(ids):
             if self._num_unmatched >= _IDLE_AFTER:
                 if len(ids) - self._num_seen < _IDLE_TOKENS:

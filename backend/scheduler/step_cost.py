@@ -23,6 +23,8 @@ _TILE = 8  # sizes beyond it are told apart in groups of so many
 _LATEST = 8  # steps that a group's mean is of
 _REMEMBERED = 300  # steps without one of a group, after which nothing is known of it
 _BETWEEN_TRIALS = 64  # steps
+_BETWEEN_LOOKS = 8  # steps after which what is told of any size is worked out anew; in the first ones after each
+_EARLY = 64
 
 
 class _Group(NamedTuple):
@@ -43,11 +45,13 @@ class StepCost:
         self._covariance = 0.0  # of tokens and seconds, times the weight
         self._groups: dict[int, _Group] = {}
         self._num_steps = 0
+        self._told: dict[int, float] = {}  # what `seconds` and `least_share` have said lately
+        self._least: dict[tuple[int, int], float] = {}
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step was measured."""
         if self._weight:
-            seconds = min(seconds, _OUTLIER * self.seconds(num_tokens))
+            seconds = min(seconds, _OUTLIER * self._expected(num_tokens))
         self._weight = _FORGETTING * self._weight + 1
         more_tokens, more_seconds = num_tokens - self._tokens, seconds - self._seconds
         self._tokens += more_tokens / self._weight
@@ -55,6 +59,9 @@ class StepCost:
         self._variance = _FORGETTING * self._variance + more_tokens * (num_tokens - self._tokens)
         self._covariance = _FORGETTING * self._covariance + more_tokens * (seconds - self._seconds)
         self._num_steps += 1
+        if self._num_steps <= _EARLY or self._num_steps % _BETWEEN_LOOKS == 0:
+            self._told.clear()
+            self._least.clear()
         known = self._known(num_tokens) or _Group(0, 0.0, 0.0, 0)
         count = min(known.num_steps + 1, _LATEST)
         tokens = known.tokens + (num_tokens - known.tokens) / count
@@ -74,6 +81,20 @@ class StepCost:
 
     def seconds(self, num_tokens: int) -> float:
         """Of a step with so many tokens. Before any step was measured, only ratios have a meaning."""
+        if num_tokens not in self._told:
+            self._told[num_tokens] = self._expected(num_tokens)
+        return self._told[num_tokens]
+
+    def least_share(self, num_tokens: int, most: int) -> float:
+        """The smallest share of a step with so many tokens that one more takes, of up to `most` more."""
+        key = num_tokens, most
+        if key not in self._least:
+            base = self.seconds(num_tokens)
+            shares = ((self.seconds(num_tokens + more) / base - 1) / more for more in range(1, most + 1))
+            self._least[key] = min(shares)
+        return self._least[key]
+
+    def _expected(self, num_tokens: int) -> float:
         if not self._seconds:
             return 1 + _GUESS * num_tokens
         known = self._known(num_tokens)
