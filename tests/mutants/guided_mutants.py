@@ -9,10 +9,12 @@ from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
 from backend.guided import json_text, llguidance_backend, structural_tag, vocabulary
 from backend.guided.compiler import GuideCompiler
+from backend.guided.llguidance_backend import LLGuidanceMatcher
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
 from tests.mutants.changes import change
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
+DRAFTS = ["tests/guided/test_drafts.py"]
 COMPILER = ["tests/guided/test_compiler.py"]
 WAITING = ["tests/engine/test_antechamber_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
@@ -20,6 +22,24 @@ GRAMMARS = ["tests/guided/test_grammars.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
 
 MUTANTS = {
+    "a_limit_that_a_draft_has_met_stays": (
+        change(GuidedRow, "fill_ahead", ("if self._matcher.error:", "if False:")),
+        DRAFTS,
+    ),
+    "a_matcher_stays_where_the_drafts_end": (
+        change(GuidedRow, "fill_ahead", ("self._matcher.rollback(num_taken)", "pass")),
+        DRAFTS,
+    ),
+    "behind_a_wrong_draft_nothing_is_allowed": (change(GuidedRow, "fill_ahead", ("+ 1] = -1", "+ 1] = 0")), DRAFTS),
+    "an_end_among_drafts_is_gone_past": (
+        change(GuidedRow, "fill_ahead", ("token_id in self._end_ids", "False")),
+        DRAFTS,
+    ),
+    "tokens_behind_right_drafts_are_not_followed": (
+        change(GuidedStep, "accept", ("each.row.accept(another.token_id)", "pass")),
+        DRAFTS,
+    ),
+    "a_model_s_other_end_id_is_text": (change(LLGuidanceMatcher, "fill", ("&= ~bit", "&= -1")), DRAFTS),
     "an_end_is_allowed_anywhere": (change(GuidedRow, "fill", ("if is_complete:", "if True:")), OUTPUTS),
     "the_end_is_never_allowed": (change(GuidedRow, "fill", ("if is_complete:", "if False:")), OUTPUTS),
     "the_output_so_far_is_forgotten": (

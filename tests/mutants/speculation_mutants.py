@@ -24,6 +24,10 @@ ISOLATION = ["tests/model/test_speculation_isolation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
 MUTANTS = {
+    "guessing_never_rests": (change(Drafter, "_settle", ("if self._won_s <", "if False and self._won_s <")), DRAFTING),
+    "a_rest_never_ends": (change(Drafter, "propose", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
+    "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(_BACKLOG if", "(1e9 if")), DRAFTING),
+    "a_size_is_never_worked_out_anew": (change(StepCost, "note", ("self._told.clear()", "pass")), DRAFTING),
     "a_place_that_was_left_is_never_forgotten": (
         change(Lookup, "_near", ("self._num_since_left > NEAR", "False")),
         DRAFTING,
@@ -112,7 +116,7 @@ MUTANTS = {
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
     "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> _REMEMBERED", "> 1e9")), DRAFTING),
     "there_are_no_trials": (change(StepCost, "is_trial", ("== _BETWEEN_TRIALS - 1", "== -1")), DRAFTING),
-    "all_sizes_are_on_the_line": (change(StepCost, "seconds", ("if known is None", "if True")), DRAFTING),
+    "all_sizes_are_on_the_line": (change(StepCost, "_expected", ("if known is None", "if True")), DRAFTING),
     "guesses_behind_a_wrong_one_count": (
         change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),
         DRAFTING,

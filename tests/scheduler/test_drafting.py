@@ -99,7 +99,9 @@ def test_a_place_in_an_output_of_others_is_found_again_too() -> None:
     prompt = [9, 1, 2, 3, 4, 5, 6]
     assert proposed(prompt, [0], others) == []
     assert proposed(prompt, [0, 8], others) == [9, 10]
-    assert proposed(prompt, [0, 10], others) == [], "nothing follows the last one"
+    assert proposed(prompt, [0, 10], others) == proposed(prompt, [0, 10, 11], others) == [], (
+        "nothing follows the last one"
+    )
 
 
 def test_a_long_text_without_matches_is_looked_at_now_and_then() -> None:
