@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.guide import Guide
+from backend.api.guide import Guide, InvalidGuide
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher
 from kernels.common.transfer import place
@@ -69,7 +69,8 @@ class GuidedRow:
             self.is_over = True
         elif not self._matcher.accept(token_id):
             limit = self._matcher.error
-            self.error = f"the guide cannot be followed any further: {limit}" if self.is_limit(limit) else _STUCK
+            too_much = InvalidGuide(f"it cannot be followed any further: {limit}").message
+            self.error = too_much if self.is_limit(limit) else _STUCK
 
     @staticmethod
     def is_limit(error: str) -> bool:

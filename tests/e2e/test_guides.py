@@ -74,7 +74,7 @@ GUIDES: dict[str, tuple[str, Judge]] = {
     "structural_tag": (json.dumps(TAG), has_the_structures),
 }
 BAD = [
-    ("json_schema", '{"type": ', "the guide is no JSON"),
+    ("json_schema", '{"type": ', "guide: it is no JSON"),
     ("json_schema", '{"type": "integr"}', "integr"),
     ("json_schema", '{"not": {}}', "not"),
     ("json_schema", '{"type": "object", "dependentRequired": {"a": ["b"]}}', "dependentRequired"),

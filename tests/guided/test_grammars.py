@@ -126,7 +126,21 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
 def test_an_error_says_why_and_what_to_do(kind: str, text: str, sentence: str) -> None:
     with pytest.raises(GuideError) as caught:
         compiled(kind, text)
-    assert str(caught.value).startswith("the guide cannot be compiled: ") and str(caught.value).endswith(sentence)
+    assert str(caught.value).startswith("it cannot be compiled: ") and str(caught.value).endswith(sentence)
+
+
+@pytest.mark.parametrize("change", [{}, {"at_most_one": True}, {"triggers": [], "free_text": False}])
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "integr"}, {"pattern": "(?=a)"}, 5])
+def test_an_error_of_one_structure_says_of_which(change: dict[str, object], schema: object) -> None:
+    """The bad schema is put in place of each one in turn; the first structures begin with other triggers than the last."""
+    good = [{"begin": f"<{kind}={i}>", "schema": {"type": "null"}, "end": "</>"} for kind in "fg" for i in range(2)]
+    for i in range(len(good)):
+        structures = [each | {"schema": schema} if at == i else each for at, each in enumerate(good)]
+        tag = {"triggers": ["<g=", "<f="], "structures": structures, **change}
+        with pytest.raises(GuideError) as caught:
+            compiled("structural_tag", json.dumps(tag))
+        assert caught.value.place == f".structures[{i}].schema"
+        assert not re.search(r"at \d", str(caught.value)), "a place in a grammar that nobody wrote"
 
 
 def test_special_tokens_are_no_text() -> None:
