@@ -63,7 +63,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
+        found = error.errors(include_url=False)
     raise _refusal(found, _fields_of(kind))
 
 
@@ -87,6 +87,8 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     path = _path(worst, fields)
     name = _dotted(path)
     logged = _dotted([part for part in path if isinstance(part, int) or part in fields])
+    if worst["type"].startswith("union_tag"):
+        return _other_form(name, worst["ctx"])
     is_unknown = worst["type"] == "extra_forbidden"
     refused = _refused(path, is_unknown, fields)
     if refused is not None:
@@ -101,6 +103,17 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         return GatewayError(400, "the body is no JSON object", code="invalid_json")
     text = f"{name} is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
     return GatewayError(400, text, name, "invalid_value", logged=logged)
+
+
+def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
+    """The key that says the form of an object is missing, or says one that there is not."""
+    key = context["discriminator"].strip("'")
+    place = f"{name}.{key}"
+    if "tag" not in context:
+        return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
+    forms = context["expected_tags"].replace("'", "")
+    text = f"{place} is {_shown(context['tag'])}; it is one of {forms}"
+    return GatewayError(400, text, place, "invalid_value")
 
 
 def _refused(path: list[int | str], is_unknown: bool, fields: Fields) -> str | None:

@@ -32,8 +32,8 @@ class Guide(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class InvalidGuide(InvalidRequest):
-    """A guide is refused. The message begins with the place in the request that is meant, as in `guide.structures[1].schema: ...`,
-    by which whoever made the guide of other fields (gateway/) can name those.
+    """A guide is refused. The message begins with the place in the request that is meant, as in
+    `guide.structures[1].schema: ...`, by which whoever made the guide of other fields (gateway/) can name those.
     """
 
     def __init__(self, reason: str, place: str = "") -> None:

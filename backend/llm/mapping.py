@@ -171,7 +171,7 @@ def lora_config(given: LoRARequest | None) -> LoraConfig | None:
         return None
     if not isinstance(given, LoRARequest):
         raise TypeError(f"lora_request is a {type(given).__name__}, a LoRARequest is needed")
-    return LoraConfig(given.adapter_id, path=given.path)
+    return LoraConfig(given.adapter_id, path=given.path, name=given.name)
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

@@ -78,7 +78,13 @@ def test_a_structural_tag_leaves_text_free_and_binds_what_follows_a_trigger() ->
     guide = compiled("structural_tag", json.dumps(TAG))
     for text in ("plain text", 'so: <f=add>{"n": 1}</f> done', "<f=no>null</f>", '<f=no>null</f><f=add>{"n":2}</f>'):
         assert accepts(guide, text), text
-    for text in ("<f=mul>{}</f>", '<f=add>{"n": "x"}</f>', '<f=add>{"n": 1}', "<f=no>  null</f>"):
+    for text in (
+        "<f=mul>{}</f>",
+        '<f=add>{"n": "x"}</f>',
+        '<f=add>{"n": 1}',
+        "<f=no>  null</f>",
+        '<f=add>{"n":   1}</f>',
+    ):
         assert not accepts(guide, text), text
 
 

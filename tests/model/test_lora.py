@@ -167,7 +167,7 @@ def test_an_adapter_of_the_highest_rank_fits_and_one_more_is_refused(
 
 
 REFUSED = {
-    "dora": (dict(use_dora=True), "use_dora is true"),
+    "dora": (dict(use_dora=True), "LoRA adapter 1: adapter_config.json: use_dora is true"),
     "bias": (dict(bias="lora_only"), "bias is lora_only"),
     "head": (dict(target_modules=["lm_head"]), "base_model.model.lm_head."),
     "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save is"),
