@@ -206,7 +206,7 @@ def test_what_a_request_brings_besides_is_refused_by_its_name(fields: dict) -> N
 @pytest.mark.feature("002-07", "002-45")
 def test_an_adapter_is_known_by_its_id_and_read_from_its_directory() -> None:
     request = GenerationRequest([1], SamplingParams(), lora_request=LoRARequest("math", 7, "dir"))
-    assert core_request(request, None, MODEL, 20).lora == LoraConfig(7, path="dir")
+    assert core_request(request, None, MODEL, 20).lora == LoraConfig(7, path="dir", name="math")
 
 
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:
