@@ -55,6 +55,7 @@ _SAME_NAME = (
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
     "lora_name": "model",
+    "LoRA": "model",
     "num_return_sequences": "n",
     "beam_width": "n",
     "include_stop_in_output": "include_stop_str_in_output",

@@ -51,6 +51,7 @@ _SAME = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
     ("messages", "input", "prompt"),
     ("stop", "stop_sequences", "stop_words"),
+    ("model", "lora_name", "lora", "lora_request", "adapter_id"),
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them

@@ -34,4 +34,4 @@ def check_schema(schema: Any, place: str = "") -> None:
     if schema is False:
         raise GuideError("the schema is false, which nothing satisfies; give another", place)
     if schema is not True and not isinstance(schema, dict):
-        raise GuideError(f"the schema is a {type(schema).__name__}, an object is needed; correct it", place)
+        raise GuideError(f"the schema is {json.dumps(schema)[:80]}, an object is needed; correct it", place)

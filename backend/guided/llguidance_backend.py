@@ -45,10 +45,12 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
+_OBVIOUS = "failed to compile JSON schema: "  # what "it cannot be compiled" has said before
 _LINE = re.compile(r"at (\d+)\(\d+\): ")  # line and column in a grammar that was made of what the client wrote
 # What is found in errors -> what stands in its place and what follows it; {} is what there was.
 _SENTENCES = (
     ("Unimplemented keys", "{}; leave them out"),
+    ("Invalid type", "{}; give null, boolean, integer, number, string, array or object"),
     ("Unknown format", "{}; leave it out, or use pattern"),
     ("oneOf constraints", "oneOf is held only where no value fits two of its branches; use anyOf"),
     ("Default retriever", "$ref leads within a schema only; put what it names there"),
@@ -230,7 +232,7 @@ def _sentence(text: str) -> str:
     """An error of llguidance as one sentence: its first line, a reason that stands further below, and what to do about it."""
     lines = text.split("\n")
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
-    sentence = " ".join(f"{lines[0]} {reason}".split())
+    sentence = " ".join(f"{lines[0]} {reason}".split()).replace(_OBVIOUS, "")
     for start, replacement in _SENTENCES:
         if start in sentence:
             sentence = sentence[: sentence.index(start)] + replacement.format(sentence[sentence.index(start) :])

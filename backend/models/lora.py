@@ -78,15 +78,11 @@ def widest_module(config: ModelConfig) -> int:
 
 def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
-    if lora.path:
-        try:
-            layers = _read_directory(lora, config, dtype, max_rank)
-        except ConfigError as error:
-            raise InvalidRequest(f"LoRA adapter {lora.shown}: {error}") from None
-        except Unsupported as error:
-            raise Unsupported(f"LoRA adapter {lora.shown}: {error}") from None
-    else:
-        layers = read_rows(lora, config, dtype, max_rank)
+    try:
+        layers = (_read_directory if lora.path else read_rows)(lora, config, dtype, max_rank)
+    except (ConfigError, InvalidRequest) as error:
+        kind = Unsupported if isinstance(error, Unsupported) else InvalidRequest
+        raise kind(f"LoRA adapter {lora.shown}: {error}") from None
     for part in parts_of(layers):
         if not (part.a.isfinite().all() and part.b.isfinite().all()):
             raise InvalidRequest(f"LoRA adapter {lora.shown} holds numbers that are not finite in {dtype}")
@@ -226,18 +222,16 @@ def _add(
     found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, config: ModelConfig, max_rank: int
 ) -> None:
     if layer >= config.num_layers:
-        raise InvalidRequest(
-            f"the LoRA adapter has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}"
-        )
+        raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
     if part.rank > max_rank:
         raise InvalidRequest(
-            f"the LoRA adapter has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
+            f"it has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
         )
     same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
         module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
     )
     if any((layer, each) in found for each in (module, *same)):
-        raise InvalidRequest(f"the LoRA adapter has layer {layer}, {module} twice")
+        raise InvalidRequest(f"it has layer {layer}, {module} twice; leave one out")
     found[layer, module] = part
 
 

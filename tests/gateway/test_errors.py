@@ -31,6 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"tempersture": 0}, "tempersture", "parameter tempersture; did you mean temperature?"),
     ("chat/completions", {"maxTokens": 5}, "maxTokens", "did you mean max_tokens?"),
     ("chat/completions", {"prompt": "hi"}, "prompt", "did you mean messages?"),
+    ("chat/completions", {"lora_name": "doll"}, "lora_name", "unknown parameter lora_name; did you mean model?"),
     ("chat/completions", {"stop_sequences": ["a"]}, "stop_sequences", "did you mean stop?"),
     ("chat/completions", {"Foo": 1}, "Foo", "unknown parameter Foo; leave it out"),
     ("chat/completions", {"int": 1}, "int", "unknown parameter int; "),
@@ -228,6 +229,7 @@ def test_an_error_of_the_model_becomes_a_status(
 def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     assert from_triton("[INVALID_ARGUMENT] prompt_token_ids holds 99").param == "prompt"
     assert from_triton("[INVALID_ARGUMENT] timeout_s is 0").param is None
+    assert from_triton("[INVALID_ARGUMENT] LoRA adapter 'doll': doll: adapter_config.json: ...").param == "model"
 
 
 def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenAI) -> None:

@@ -120,6 +120,11 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
         ("regex", "(a", 'invalid regex "(a" (in regex): regex parse error: unclosed group'),
         ("regex", "(?=a)a", "look-around, including look-ahead and look-behind, is not supported"),
         ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]; leave them out'),
+        (
+            "json_schema",
+            '{"type": "integr"}',
+            "Invalid type: integr; give null, boolean, integer, number, string, array or object",
+        ),
         ("json_schema", '{"format": "phone"}', "Unknown format: phone; leave it out, or use pattern"),
         (
             "json_schema",
@@ -146,7 +151,9 @@ def test_an_error_of_one_structure_says_of_which(change: dict[str, object], sche
         with pytest.raises(GuideError) as caught:
             compiled("structural_tag", json.dumps(tag))
         assert caught.value.place == f".structures[{i}].schema"
-        assert not re.search(r"at \d", str(caught.value)), "a place in a grammar that nobody wrote"
+        said = str(caught.value)
+        assert not re.search(r"at \d", said), "a place in a grammar that nobody wrote"
+        assert said.count("compile") == (schema != 5), said
 
 
 def test_special_tokens_are_no_text() -> None:

@@ -163,7 +163,7 @@ def test_an_adapter_of_the_highest_rank_fits_and_one_more_is_refused(
         run(executor, request(PROMPTS[0], LoraConfig(1, path=str(paths[0]))))
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(2, path=str(paths[1]))))
     assert code is ErrorCode.INVALID_ARGUMENT
-    assert message == "the LoRA adapter has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); raise it"
+    assert message == "LoRA adapter 2: it has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); raise it"
 
 
 REFUSED = {
