@@ -70,7 +70,8 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
     """Raise InvalidRequest (or Unsupported) for what can be seen to be wrong without the model."""
     if not is_enabled:
         raise Unsupported(
-            f"LoRA is not enabled, the request asks for adapter {lora.shown}; start with --set lora.enabled=true"
+            f"LoRA is not enabled, the request asks for adapter {lora.shown}; set lora.enabled=true (in the LLM API "
+            f"enable_lora=True), or leave it out"
         )
     if not 0 <= lora.task_id < UINT64:
         raise InvalidRequest(f"lora task id {lora.task_id} is no unsigned 64-bit number")

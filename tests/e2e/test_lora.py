@@ -159,6 +159,10 @@ def test_our_own_client_names_adapters(server: TritonServer, adapters: Adapters,
             assert client.generate(PROMPT, lora_name=name, **options).text == adapters.texts[name]
         with pytest.raises(ClientError, match="lora_name is 'cow', there are"):
             client.generate(PROMPT, lora_name="cow", **options)
+        talk = client.conversation(lora_name="doll", max_tokens=4)
+        for _ in range(2):
+            assert list(talk.say("hello"))[-1].final
+        talk.end()
 
 
 @pytest.fixture(scope="module")

@@ -256,3 +256,8 @@ def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None
 )
 def test_guided_decoding_params_are_a_guide(given: dict[str, Any], guide: Guide | None) -> None:
     assert mapped(guided_decoding=GuidedDecodingParams(**given)).guide == guide
+
+
+def test_a_guide_that_is_no_guided_decoding_params_is_named() -> None:
+    with pytest.raises(TypeError, match="guided_decoding is a dict, a GuidedDecodingParams is needed"):
+        mapped(guided_decoding={"json": {}})

@@ -150,7 +150,10 @@ def test_a_model_that_was_not_prepared_for_lora_refuses(checkpoint: Callable[[st
     with Executor.from_directory(checkpoint("llama2"), config(TORCH, enabled=False)) as executor:
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(3)))
     assert code is ErrorCode.UNSUPPORTED
-    assert message == "LoRA is not enabled, the request asks for adapter 3; start with --set lora.enabled=true"
+    assert message == (
+        "LoRA is not enabled, the request asks for adapter 3; set lora.enabled=true (in the LLM API enable_lora=True), or "
+        "leave it out"
+    )
 
 
 @pytest.mark.feature("001-40")
