@@ -97,6 +97,10 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         return GatewayError(400, text, name, "unsupported_parameter", logged=refused)
     if is_unknown:
         nearest = _nearest(path, fields)
+        missing = _missing_beside(path, found, fields) if nearest in (None, path[-1]) else None
+        if missing is not None:
+            text = f"unknown parameter {name}; did you mean {missing}, which is missing?"
+            return GatewayError(400, text, missing, "missing_required_parameter")
         return _unknown(name, None if nearest == path[-1] else nearest)
     if worst["type"] == "missing":
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
@@ -132,6 +136,12 @@ def _unknown(name: str, nearest: str | None) -> GatewayError:
     logged = "" if nearest is None else f"like {nearest}"
     text = f"unknown parameter {name or repr(name)}; {remedy}"
     return GatewayError(400, text, name, "unknown_parameter", logged=logged)
+
+
+def _missing_beside(path: list[int | str], found: list[Any], fields: Fields) -> str | None:
+    """The required name that is missing in the object of an unknown key, which probably stands in its place."""
+    missing = (_path(error, fields) for error in found if error["type"] == "missing")
+    return next((_dotted(each) for each in missing if each[:-1] == path[:-1] and len(each) > 1), None)
 
 
 def _nearest(path: list[int | str], fields: Fields) -> str | None:

@@ -106,6 +106,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "response_format.type",
         "response_format.type is 'xml'; it is one of text, json_object, json_schema",
     ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema", "schema": {}}},  # as the responses endpoint has it
+        "response_format.json_schema",
+        "unknown parameter response_format.schema; did you mean response_format.json_schema, which is missing?",
+    ),
     ("chat/completions", {"response_format": {}}, "response_format.type", "response_format.type is missing"),
     ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type is 'xml'; it is one of"),
     ("chat/completions", {"structured_outputs": {}}, "structured_outputs", "has no key; give one of json, json_object"),

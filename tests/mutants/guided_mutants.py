@@ -11,7 +11,7 @@ from backend.guided import llguidance_backend, vocabulary
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
-from gateway import errors, translate
+from gateway import errors, invalid, translate
 from tests.mutants.changes import change
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
@@ -103,6 +103,14 @@ MUTANTS = {
     "what_was_written_is_not_told": (
         change(errors, "from_triton", ("field = origin.field_at(place[1])", "field = None")),
         GATEWAY,
+    ),
+    "what_is_missing_beside_is_not_told": (
+        change(invalid, "_missing_beside", ("each[:-1] == path[:-1]", "False")),
+        ["tests/gateway/test_errors.py"],
+    ),
+    "a_form_that_is_not_named_is_another": (
+        change(invalid, "_other_form", ('if "tag" not in context:', "if False:")),
+        ["tests/gateway/test_errors.py"],
     ),
     "triggers_may_overlap": (
         change(
