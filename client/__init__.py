@@ -14,6 +14,7 @@ from client.errors import (
     Unavailable,
     Unreachable,
 )
+from client.guide import Guide
 from client.messages import Completion, GenerateRequest, Session, TextChunk
 from client.options import GenerateOptions
 from client.retry import Retry
@@ -27,6 +28,7 @@ __all__ = [
     "EverbatchClient",
     "GenerateOptions",
     "GenerateRequest",
+    "Guide",
     "InvalidArgument",
     "NotFound",
     "Retry",

@@ -23,6 +23,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest; 1 is greedy.")]
+LoraName = Annotated[str | None, typer.Option(metavar="NAME", help="LoRA adapter of the server (serve --lora).")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same text (exactly so in float32).")]
 Protocol = Annotated[str | None, typer.Option(help="grpc or http; taken from the URL when left out.")]
 Namespace = Annotated[
@@ -59,6 +60,7 @@ def generate_command(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    lora_name: LoraName = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this string; may be repeated.")] = None,
     min_tokens: Annotated[
         int | None, typer.Option(min=0, help="Minimum number of tokens before the reply may end.")
@@ -78,7 +80,7 @@ def generate_command(
     text = _prompt(prompt)
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
-        stop_words=list(stop or ()),
+        stop_words=list(stop or ()), lora_name=lora_name,
     )  # fmt: skip
 
     _run(
@@ -94,6 +96,7 @@ def chat_command(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    lora_name: LoraName = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
@@ -105,7 +108,9 @@ def chat_command(
     """Talk with the model; every turn reuses the KV cache of those before. /help, /reset, /exit; Ctrl-C ends a reply."""
     from client.chat import run_chat
 
-    options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    options = GenerateOptions(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, lora_name=lora_name
+    )
     _run(
         lambda: connect(url, protocol, model_name, namespace, api_key, ca_file),
         lambda client: run_chat(client, system, options),

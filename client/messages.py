@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client.checks import check_messages, check_namespace, check_texts, check_type, check_value
+from client.guide import Guide
 
 Message = Mapping[str, Any]  # role and content, and whatever else the model's chat template reads; JSON can hold it
 # wire name -> (datatype, attribute of GenerateRequest)
@@ -34,6 +35,7 @@ INPUTS: dict[str, tuple[str, str]] = {
     "bad_words": ("BYTES", "bad_words"),
     "exclude_input_in_output": ("BOOL", "exclude_input"),
     "return_log_probs": ("BOOL", "return_log_probs"),
+    "lora_name": ("BYTES", "lora_name"),
 }
 WORD_LISTS = ("stop_words", "bad_words")
 
@@ -88,6 +90,8 @@ class GenerateRequest:
     exclude_input: bool = True
     return_log_probs: bool | None = None
     stream: bool = True
+    lora_name: str | None = None
+    guide: Guide | None = None
     session: Session | None = None
     namespace: str | None = None  # None stands for the client's own namespace
 
@@ -129,6 +133,9 @@ class GenerateRequest:
             found["messages"] = ("BYTES", [self._messages_json()])
         for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
             found[name] = ("BOOL", [True])
+        if self.guide is not None:
+            check_type("guide", self.guide, Guide, "a Guide")
+            found |= self.guide.tensors()
         if self.session is not None:
             check_type("session", self.session, Session, "a Session")
             found |= self.session.tensors()

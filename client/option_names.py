@@ -19,6 +19,7 @@ OPTIONS = {
     "top_p": "--top-p",
     "seed": "--seed",
     "stop_words": "--stop",
+    "lora_name": "--lora-name",
 }
 _NAMES = "|".join(OPTIONS)
 # The argument that an error is about comes first in it; a remedy holds what to give, as in url=HOST:PORT.

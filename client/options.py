@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from client.guide import Guide
 from client.messages import GenerateRequest, Message, Session
 
 
@@ -30,6 +31,8 @@ class GenerateOptions(TypedDict, total=False):
     exclude_input: bool  # False: the output begins with the prompt
     return_log_probs: bool | None
     stream: bool  # one response per token, or one in all
+    lora_name: str | None  # an adapter of the server (lora.adapters)
+    guide: Guide | None  # the form of the output
     session: Session | None
     namespace: str | None  # None: the client's own
 

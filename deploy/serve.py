@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from backend.api.config import EngineConfig, check_config, load_config
-from backend.api.errors import ConfigError
+from backend.api.errors import ConfigError, EverbatchError
 from backend.api.gguf import SUFFIX
-from backend.api.lora import ADAPTER_CONFIG
+from backend.api.lora import check_adapter_files
 from deploy import passed_flags, rundir
 from deploy.errors import UserError
 from deploy.gateway import GatewayOptions, ServerWithGateway
@@ -78,7 +78,7 @@ def effective_config(options: ServeOptions) -> EngineConfig:
 def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
     """The configuration with these LoRA adapters (NAME=DIRECTORY) besides its own. All directories become absolute.
 
-    Raises ConfigError, and UserError for a directory without an adapter.
+    Raises ConfigError, and UserError for a directory without an adapter, or one of a kind that is not served.
     """
     adapters = (*config.lora.adapters, *given)
     if not adapters:
@@ -87,10 +87,10 @@ def with_adapters(config: EngineConfig, given: tuple[str, ...]) -> EngineConfig:
     config = msgspec.structs.replace(config, lora=lora)
     check_config(config)
     for name, directory in lora.directories.items():
-        if not Path(directory, ADAPTER_CONFIG).is_file():
-            raise UserError(
-                f"--lora {name}={directory}: there is no {ADAPTER_CONFIG}; give the directory of a PEFT adapter"
-            )
+        try:
+            check_adapter_files(Path(directory))
+        except EverbatchError as error:
+            raise UserError(f"--lora {name}={directory}: {error}") from None
     absolute = tuple(f"{name}={Path(directory).resolve()}" for name, directory in lora.directories.items())
     return msgspec.structs.replace(config, lora=msgspec.structs.replace(lora, adapters=absolute))
 

@@ -66,17 +66,17 @@ class Gateway:
             text = f"there is no model {name[:80]!r}; /v1/models lists those that are served"
             raise GatewayError(404, text, "model", "model_not_found")
 
-    def jobs(self, requests: list[dict[str, Any]], visit: Visit, model: str) -> list[Job]:
+    def jobs(self, asked: list[translate.Asked], visit: Visit, model: str) -> list[Job]:
         """The replies to generate, by prompts, with the adapter that `model` names. Raises GatewayError for too many."""
         limit = min(self.settings.max_choices_per_request, self.settings.max_choices)
-        generated = replies_generated(requests)
+        generated = replies_generated([each.request for each in asked])
         if generated > limit:
             text = f"prompts times n, or best_of, is {generated}, the limit is {limit}; ask for fewer"
             raise GatewayError(400, text, "n", "invalid_value")
         adapter = {"lora_name": model} if model in self.settings.adapters else {}
         return [
-            Job(request | adapter, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1))
-            for i, request in enumerate(requests)
+            Job(request | adapter, f"{visit.request_id}-{i}", visit.namespace, request.get("n", 1), origin)
+            for i, (request, origin) in enumerate(asked)
         ]
 
     def answer(self, work: Work, jobs: list[Job], on_error: ErrorEvent = error_event) -> Answer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gateway.origin import GuideOrigin
+
 RETRY_OVERLOAD_S = 1
 RETRY_UNAVAILABLE_S = 2
 
@@ -31,6 +33,8 @@ _STATUS_OF_CODE = {
     "CANCELLED": 503,
 }
 _OVERLOAD = re.compile(r"queue|max_queue_size|overload|too many", re.IGNORECASE)
+_GUIDE = re.compile(r"guide((?:\.\w+|\[\d+\])*): ")  # what the model says of a guide begins with the place in it
+_NO_GUIDES = "GuidedDecoder"  # the first word where no guide is taken at all
 _CODED = re.compile(r"\[([A-Z_]+)\] ?(.*)", re.DOTALL)
 # keys of the Triton model that clients know, and what OpenAI calls those that have another name there
 _SAME_NAME = (
@@ -50,6 +54,8 @@ _SAME_NAME = (
 )
 _PARAMETERS = {name: name for name in _SAME_NAME} | {
     "prompt_token_ids": "prompt",
+    "lora_name": "model",
+    "LoRA": "model",
     "num_return_sequences": "n",
     "beam_width": "n",
     "include_stop_in_output": "include_stop_str_in_output",
@@ -101,8 +107,11 @@ def failed(request_id: str) -> GatewayError:
     return GatewayError(500, text, code="internal_error")
 
 
-def from_triton(text: str) -> GatewayError:
-    """The error that Triton answered with, by the code its text begins with. A text without one is not passed on."""
+def from_triton(text: str, origin: GuideOrigin | None = None) -> GatewayError:
+    """The error that Triton answered with, by the code its text begins with. A text without one is not passed on.
+
+    `origin`: what the guide of the request was made of.
+    """
     found = _CODED.match(text)
     if found is None:
         if "unknown model" in text or "is not ready" in text or "unavailable" in text:
@@ -114,9 +123,13 @@ def from_triton(text: str) -> GatewayError:
         return overloaded(message)
     if status == 503:
         return unavailable(message)
-    first_word = re.match(r"\w*", message)
-    param = _PARAMETERS.get(first_word.group()) if first_word else None
-    return GatewayError(status, message, param, _openai_code(status, message))
+    if origin is not None and (place := _GUIDE.match(message)):
+        field = origin.field_at(place[1])
+        return GatewayError(status, f"{field}: {message[place.end() :]}", field, origin.code)
+    first_word = re.split(r"\W", message, maxsplit=1)[0]
+    if origin is not None and first_word == _NO_GUIDES:
+        return GatewayError(status, message, origin.field, "unsupported_parameter")
+    return GatewayError(status, message, _PARAMETERS.get(first_word), _openai_code(status, message))
 
 
 def _openai_code(status: int, message: str) -> str | None:

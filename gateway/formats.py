@@ -5,29 +5,30 @@ structured_outputs.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.messages import Completing, JsonObjectFormat, JsonSchema, JsonSchemaFormat, StructuredOutputs, TextFormat
+from gateway.origin import OF_SCHEMAS, Form, GuideOrigin
 from gateway.response_messages import SchemaFormat
 
 Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | SchemaFormat
 
 
-def asked_guide(message: Completing) -> dict[str, Any]:
+def asked_form(message: Completing) -> Form | None:
     """What a request asks for by either name. Raises GatewayError for both."""
-    by_format = guide(message.response_format)
+    by_format = form_of(message.response_format, "response_format")
     if message.structured_outputs is None:
         return by_format
     if by_format:
         text = "response_format and structured_outputs both say what the answer looks like; leave one out"
         raise GatewayError(400, text, "structured_outputs", "invalid_value")
-    return {"guide": _structured(message.structured_outputs)}
+    return _structured(message.structured_outputs)
 
 
-def _structured(asked: StructuredOutputs) -> dict[str, str]:
+def _structured(asked: StructuredOutputs) -> Form:
     given = asked.model_dump(by_alias=True, exclude_none=True)
     if len(given) != 1:
         text = (
@@ -35,29 +36,37 @@ def _structured(asked: StructuredOutputs) -> dict[str, str]:
         )
         raise GatewayError(400, text + "grammar, structural_tag", "structured_outputs", "invalid_value")
     ((key, value),) = given.items()
+    origin = GuideOrigin(f"structured_outputs.{key}", OF_SCHEMAS if key == "json" else "invalid_value")
     match key:
         case "json_object":
-            return {"type": "json"}
+            return Form({"type": "json"}, origin)
         case "choice":
-            return {"type": "regex", "text": "|".join(map(re.escape, value))}
+            return Form({"type": "regex", "text": "|".join(map(re.escape, value))}, origin)
     kind = {"json": "json_schema", "grammar": "ebnf_grammar"}.get(key, key)
-    return {"type": kind, "text": value if isinstance(value, str) else msgspec.json.encode(value).decode()}
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return Form({"type": kind, "text": text}, origin)
 
 
-def guide(format: Format | None) -> dict[str, Any]:
-    """The field of the request; empty for plain text."""
-    if format is None or isinstance(format, TextFormat):
-        return {}
-    if isinstance(format, JsonObjectFormat):
-        return {"guide": {"type": "json"}}
-    return schema_guide(format.json_schema if isinstance(format, JsonSchemaFormat) else format)
+def form_of(format: Format | None, field: str) -> Form | None:
+    """What an answer must look like by its format, which the client wrote as `field`; None for plain text."""
+    match format:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return Form({"type": "json"}, GuideOrigin(field))
+        case JsonSchemaFormat():
+            return _of_schema(format.json_schema, f"{field}.json_schema.schema")
+        case SchemaFormat():
+            return _of_schema(format, f"{field}.schema")
+    assert_never(format)
 
 
-def schema_guide(schema: JsonSchema) -> dict[str, Any]:
+def _of_schema(schema: JsonSchema, field: str) -> Form:
     """Without a schema any JSON object will do."""
+    origin = GuideOrigin(field, OF_SCHEMAS)
     if schema.schema_ is None:
-        return {"guide": {"type": "json"}}
-    return {"guide": {"type": "json_schema", "text": msgspec.json.encode(schema.schema_).decode()}}
+        return Form({"type": "json"}, origin)
+    return Form({"type": "json_schema", "text": msgspec.json.encode(schema.schema_).decode()}, origin)
 
 
 def shown_format(format: Format | None) -> dict[str, Any]:

@@ -51,6 +51,7 @@ _SAME = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
     ("messages", "input", "prompt"),
     ("stop", "stop_sequences", "stop_words"),
+    ("model", "lora_name", "lora", "lora_request", "adapter_id"),
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
@@ -63,7 +64,7 @@ def parse(kind: type[_Message], body: bytes) -> _Message:
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
+        found = error.errors(include_url=False)
     raise _refusal(found, _fields_of(kind))
 
 
@@ -87,6 +88,8 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
     path = _path(worst, fields)
     name = _dotted(path)
     logged = _dotted([part for part in path if isinstance(part, int) or part in fields])
+    if worst["type"].startswith("union_tag"):
+        return _other_form(name, worst["ctx"])
     is_unknown = worst["type"] == "extra_forbidden"
     refused = _refused(path, is_unknown, fields)
     if refused is not None:
@@ -94,6 +97,10 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         return GatewayError(400, text, name, "unsupported_parameter", logged=refused)
     if is_unknown:
         nearest = _nearest(path, fields)
+        missing = _missing_beside(path, found, fields) if nearest in (None, path[-1]) else None
+        if missing is not None:
+            text = f"unknown parameter {name}; did you mean {missing}, which is missing?"
+            return GatewayError(400, text, missing, "missing_required_parameter")
         return _unknown(name, None if nearest == path[-1] else nearest)
     if worst["type"] == "missing":
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
@@ -101,6 +108,17 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         return GatewayError(400, "the body is no JSON object", code="invalid_json")
     text = f"{name} is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
     return GatewayError(400, text, name, "invalid_value", logged=logged)
+
+
+def _other_form(name: str, context: dict[str, Any]) -> GatewayError:
+    """The key that says the form of an object is missing, or says one that there is not."""
+    key = context["discriminator"].strip("'")
+    place = f"{name}.{key}"
+    if "tag" not in context:
+        return GatewayError(400, f"{place} is missing", place, "missing_required_parameter")
+    forms = context["expected_tags"].replace("'", "")
+    text = f"{place} is {_shown(context['tag'])}; it is one of {forms}"
+    return GatewayError(400, text, place, "invalid_value")
 
 
 def _refused(path: list[int | str], is_unknown: bool, fields: Fields) -> str | None:
@@ -118,6 +136,12 @@ def _unknown(name: str, nearest: str | None) -> GatewayError:
     logged = "" if nearest is None else f"like {nearest}"
     text = f"unknown parameter {name or repr(name)}; {remedy}"
     return GatewayError(400, text, name, "unknown_parameter", logged=logged)
+
+
+def _missing_beside(path: list[int | str], found: list[Any], fields: Fields) -> str | None:
+    """The required name that is missing in the object of an unknown key, which probably stands in its place."""
+    missing = (_path(error, fields) for error in found if error["type"] == "missing")
+    return next((_dotted(each) for each in missing if each[:-1] == path[:-1] and len(each) > 1), None)
 
 
 def _nearest(path: list[int | str], fields: Fields) -> str | None:

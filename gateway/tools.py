@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.messages import ChatMessage, ChatRequest, FunctionChoice, TextFormat, Tool, ToolChoice
+from gateway.origin import OF_FUNCTIONS, Form, GuideOrigin
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -29,32 +30,40 @@ def wants_calls(message: ChatRequest) -> bool:
     return bool(message.tools) and message.tool_choice != "none"
 
 
-def tool_fields(message: ChatRequest) -> dict[str, Any]:
-    """The fields `tools` and `guide` of the request; none where no tool may be called. Raises GatewayError."""
+def form_of_tools(message: ChatRequest) -> Form | None:
+    """What makes the answer one with calls; None where no tool may be called. Raises GatewayError."""
     choice = message.tool_choice
     if not message.tools:
         if choice not in (None, "none", "auto"):
             raise GatewayError(
                 400, "tool_choice asks for a call, and there are no tools", "tool_choice", "invalid_value"
             )
-        return {}
+        return None
     names = [tool.function.name for tool in message.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise GatewayError(400, f"two tools have the same name, {twice}; rename one", "tools", "invalid_value")
     if choice == "none":
-        return {}
+        return None
     other = next((name for name in ("response_format", "structured_outputs") if _asks(message, name)), None)
     if other is not None:
         text = f"{other} and tools both say what the answer looks like; leave one out, or send tool_choice none"
         raise GatewayError(400, text, other, "invalid_value")
     tools = _chosen(message.tools, choice.function if isinstance(choice, ToolChoice) else None)
-    tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools]}
+    tag: dict[str, Any] = {"type": "structural_tag", "structures": [_structure(tool) for tool in tools.values()]}
     tag |= {"triggers": [OPENING]} if choice in (None, "auto") else {"free_text": False}
     if message.parallel_tool_calls is False and "triggers" in tag:
         tag["at_most_one"] = True
-    shown = [tool.model_dump(exclude_none=True) for tool in message.tools]
-    return {"tools": shown, "guide": {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}}
+    fields = tuple(f"tools[{i}].function.parameters" for i in tools)
+    guide = {"type": "structural_tag", "text": msgspec.json.encode(tag).decode()}
+    return Form(guide, GuideOrigin("tools", OF_FUNCTIONS, fields))
+
+
+def shown_tools(message: ChatRequest) -> dict[str, Any]:
+    """The field `tools` of the request, which its chat template shows to the model; none where no tool may be called."""
+    if not message.tools or not wants_calls(message):
+        return {}
+    return {"tools": [tool.model_dump(exclude_none=True) for tool in message.tools]}
 
 
 def _asks(message: ChatRequest, name: str) -> bool:
@@ -62,11 +71,10 @@ def _asks(message: ChatRequest, name: str) -> bool:
     return value is not None and not isinstance(value, TextFormat)
 
 
-def _chosen(tools: list[Tool], named: FunctionChoice | None) -> list[Tool]:
-    if named is None:
-        return tools
-    found = [tool for tool in tools if tool.function.name == named.name]
-    if not found:
+def _chosen(tools: list[Tool], named: FunctionChoice | None) -> dict[int, Tool]:
+    """The tools that may be called, by their places among all. Raises GatewayError."""
+    found = {i: tool for i, tool in enumerate(tools) if named is None or tool.function.name == named.name}
+    if named is not None and not found:
         text = f"tool_choice names {named.name!r}, which is none of the tools"
         raise GatewayError(400, text, "tool_choice.function.name", "invalid_value")
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.errors import GatewayError
-from gateway.formats import asked_guide, guide
+from gateway.formats import asked_form, form_of
 from gateway.messages import ChatMessage, ChatRequest, Completing, CompletionRequest, Sampling
+from gateway.origin import Form, GuideOrigin
 from gateway.response_messages import InputMessage, ResponseRequest
-from gateway.tools import template_fields, tool_fields
+from gateway.tools import form_of_tools, shown_tools, template_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default of /v1/completions
 _SAME_NAME = (
@@ -18,7 +19,18 @@ _SAME_NAME = (
 _OF_BEAMS = ("use_beam_search", "length_penalty", "early_stopping")
 
 
-def chat(message: ChatRequest) -> dict[str, Any]:
+class Asked(NamedTuple):
+    """A request of the Triton model, and what its guide was made of."""
+
+    request: dict[str, Any]
+    origin: GuideOrigin | None
+
+
+def _asked(request: dict[str, Any], form: Form | None) -> Asked:
+    return Asked(request, None) if form is None else Asked({**request, "guide": form.guide}, form.origin)
+
+
+def chat(message: ChatRequest) -> Asked:
     """One request, for all choices."""
     if message.top_logprobs is not None and not message.logprobs:
         raise GatewayError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
@@ -31,14 +43,14 @@ def chat(message: ChatRequest) -> dict[str, Any]:
         "messages": [chat_turn(turn, i) for i, turn in enumerate(message.messages)],
         **sampling(message),
         **_choices(message),
-        **asked_guide(message),
-        **tool_fields(message),
+        **shown_tools(message),
     }
+    form = asked_form(message)
     if limits:
         request["max_tokens"] = limits.pop()
     if message.logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return request
+    return _asked(request, form_of_tools(message) or form)
 
 
 def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
@@ -55,13 +67,13 @@ def chat_turn(turn: ChatMessage, index: int) -> dict[str, Any]:
     return {"role": _template_role(turn.role), "content": text, **name, **template_fields(turn)}
 
 
-def completions(message: CompletionRequest) -> list[dict[str, Any]]:
+def completions(message: CompletionRequest) -> list[Asked]:
     """One request for each prompt, for all its choices."""
     if message.echo and message.logprobs is not None:
         text = "echo with logprobs asks for log-probabilities of the prompt, which are not served; leave one out"
         raise GatewayError(400, text, "logprobs", "unsupported_parameter")
     _check_stream_options(message)
-    common = {**sampling(message), **_choices(message), **asked_guide(message)}
+    common = {**sampling(message), **_choices(message)}
     common["max_tokens"] = message.max_tokens or DEFAULT_COMPLETION_TOKENS
     if message.best_of is not None and message.best_of > 1:
         common["best_of"] = message.best_of
@@ -69,7 +81,8 @@ def completions(message: CompletionRequest) -> list[dict[str, Any]]:
         common["logprobs"] = message.logprobs
     if message.echo:
         common["echo"] = True
-    return [{**prompt, **common} for prompt in _prompts(message)]
+    form = asked_form(message)
+    return [_asked({**prompt, **common}, form) for prompt in _prompts(message)]
 
 
 def _choices(message: Completing) -> dict[str, Any]:
@@ -87,7 +100,7 @@ def _prompts(message: CompletionRequest) -> list[dict[str, Any]]:
     return [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompt]
 
 
-def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> Asked:
     """The one request of /v1/responses; `earlier`: the turns that previous_response_id stands for."""
     if message.stream_options is not None and message.stream_options.include_usage is not None:
         text = "stream_options.include_usage belongs to chat completions; the last event has the usage anyway"
@@ -95,12 +108,11 @@ def response(message: ResponseRequest, earlier: list[dict[str, Any]]) -> dict[st
     _check_stream_options(message)
     system = [] if message.instructions is None else [{"role": "system", "content": message.instructions}]
     request: dict[str, Any] = {"messages": [*system, *earlier, *input_turns(message)], **sampling(message)}
-    request |= guide(None if message.text is None else message.text.format)
     if message.max_output_tokens is not None:
         request["max_tokens"] = message.max_output_tokens
     if message.include or message.top_logprobs:
         request["logprobs"] = message.top_logprobs or 0
-    return request
+    return _asked(request, form_of(None if message.text is None else message.text.format, "text.format"))
 
 
 def input_turns(message: ResponseRequest) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from gateway.errors import GatewayError, from_triton, unavailable
+from gateway.origin import GuideOrigin
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -32,12 +33,15 @@ _READY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, and how many there are."""
+    """The replies to one prompt: the JSON object for the model, the id under which Triton knows it, how many there are, and what
+    its guide was made of.
+    """
 
     request: dict[str, Any]
     request_id: str
     namespace: str
     choices: int = 1
+    origin: GuideOrigin | None = None
 
 
 class TopToken(msgspec.Struct, gc=False):
@@ -94,7 +98,7 @@ class TritonLink:
         try:
             open_choices = job.choices
             while (answer := await call.read()) is not grpc.aio.EOF:
-                for piece in _pieces(answer):
+                for piece in _pieces(answer, job.origin):
                     yield piece
                     open_choices -= piece.finish_reason is not None
                 if not open_choices:
@@ -135,10 +139,10 @@ async def _once(message: Any) -> AsyncIterator[Any]:
     yield message
 
 
-def _pieces(answer: Any) -> list[Piece]:
+def _pieces(answer: Any, origin: GuideOrigin | None) -> list[Piece]:
     """The elements of the tensor `response`: each is preceded by its length in four bytes."""
     if answer.error_message:
-        raise from_triton(answer.error_message)
+        raise from_triton(answer.error_message, origin)
     contents = answer.infer_response.raw_output_contents
     if not contents:
         raise unavailable("the server ended this reply early; try again")

@@ -31,6 +31,15 @@ class Guide(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     text: str = ""
 
 
+class InvalidGuide(InvalidRequest):
+    """A guide is refused. The message begins with the place in the request that is meant, as in
+    `guide.structures[1].schema: ...`, by which whoever made the guide of other fields (gateway/) can name those.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"guide{place}: {reason}")
+
+
 def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | None) -> None:
     """Raise InvalidRequest for a guide that nobody should try to compile. `refusal`: why no guide is taken at all, or ''."""
     if refusal:
@@ -42,23 +51,21 @@ def check_guide(guide: Guide, refusal: str, max_bytes: int, min_tokens: int | No
         )
     if guide.type is GuideType.JSON:
         if guide.text:
-            raise InvalidRequest("a guide of type json has no text; use json_schema for a schema")
+            raise InvalidGuide("type json has no text; use json_schema for a schema")
         return
     if not guide.text:
-        raise InvalidRequest(f"a guide of type {guide.type.value} needs a text; give one")
+        raise InvalidGuide(f"type {guide.type.value} needs a text; give one")
     try:
         num_bytes = len(guide.text.encode("utf-8"))
     except UnicodeEncodeError:
-        raise InvalidRequest("the guide has a lone surrogate, only Unicode can be compiled; remove it") from None
+        raise InvalidGuide("it has a lone surrogate, only Unicode can be compiled; remove it") from None
     if num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"the guide has {num_bytes} bytes, the limit is {max_bytes} (guided.max_bytes); shorten it"
-        )
+        raise InvalidGuide(f"it has {num_bytes} bytes, the limit is {max_bytes} (guided.max_bytes); shorten it")
     if "\0" in guide.text:
-        raise InvalidRequest("the guide has a zero character; remove it")
+        raise InvalidGuide("it has a zero character; remove it")
     depth = nesting(guide.text)
     if depth > MAX_NESTING:
-        raise InvalidRequest(f"the guide has brackets nested {depth} deep, the limit is {MAX_NESTING}; flatten it")
+        raise InvalidGuide(f"it has brackets nested {depth} deep, the limit is {MAX_NESTING}; flatten it")
 
 
 def nesting(text: str) -> int:

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from msgspec import Struct
 
-from backend.api.errors import InvalidRequest, Unsupported
+from backend.api.errors import ConfigError, InvalidRequest, Unsupported
+from backend.api.model_files import read_object, shown
 from backend.api.tensor import TensorData
 
 UINT64 = 1 << 64
 ADAPTER_CONFIG = "adapter_config.json"  # in the directory of a PEFT adapter
+CONFIG_ROWS = "model.lora_config.npy"  # in a directory that TensorRT-LLM's hf_lora_convert.py has written
+# Keys of adapter_config.json -> the values with which an adapter is plain LoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "fan_in_fan_out": (None, False),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    "megatron_config": (None,),
+    "target_parameters": (None, []),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    # The others change the base model's weights: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA. PEFT can convert such an adapter.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+MAX_NAME_SHOWN = 256
 DTYPES = ("float16", "bfloat16", "float32")  # of weights in a request
 
 
@@ -18,6 +43,7 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     `weights` [rows, width]: each row is one projection of one layer, A [rank, k] and behind it B [n, rank], both in C order,
     filled up with anything; the factor alpha / rank is part of B. `config`: for each row its module id, layer and rank, and
     perhaps a 1 for DoRA, which is refused. `path`: instead of both a PEFT directory on the engine's machine.
+    `name`: what its client calls it, for errors; empty: its task id.
     `content` is the engine's: the hash of what the weights are. Whatever a client says there is overwritten.
 
     After TensorRT-LLM's LoraConfig.
@@ -27,18 +53,25 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     weights: TensorData | None = None
     config: tuple[tuple[int, ...], ...] = ()
     path: str = ""
+    name: str = ""
     content: str = ""
 
     @property
     def brings_weights(self) -> bool:
         return self.weights is not None or bool(self.path)
 
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return repr(self.name[:MAX_NAME_SHOWN]) if self.name else str(self.task_id)
+
 
 def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
     """Raise InvalidRequest (or Unsupported) for what can be seen to be wrong without the model."""
     if not is_enabled:
         raise Unsupported(
-            f"LoRA is not enabled, the request asks for adapter {lora.task_id}; start with --set lora.enabled=true"
+            f"LoRA is not enabled, the request asks for adapter {lora.shown}; set lora.enabled=true (in the LLM API "
+            f"enable_lora=True), or leave it out"
         )
     if not 0 <= lora.task_id < UINT64:
         raise InvalidRequest(f"lora task id {lora.task_id} is no unsigned 64-bit number")
@@ -61,3 +94,24 @@ def check_lora(lora: LoraConfig, is_enabled: bool) -> None:
     num_bytes = weights.shape[0] * weights.shape[1] * (4 if weights.dtype == "float32" else 2)
     if len(weights.data) != num_bytes:
         raise InvalidRequest(f"lora_weights have {len(weights.data)} bytes, their shape needs {num_bytes}")
+
+
+def check_adapter_files(directory: Path) -> None:
+    """Raise ConfigError (or Unsupported) for an adapter that cannot be served, as far as can be seen without its weights."""
+    if not (directory / CONFIG_ROWS).is_file():
+        read_peft_config(directory)
+
+
+def read_peft_config(directory: Path) -> dict[str, Any]:
+    """What adapter_config.json says of a plain LoRA adapter. Raises ConfigError without one, Unsupported for another kind."""
+    raw = read_object(directory, ADAPTER_CONFIG)
+    if raw is None:
+        raise ConfigError(
+            f"{shown(directory.name)}: {ADAPTER_CONFIG}: File does not exist; put a PEFT adapter there, or name another one"
+        )
+    for key, plain in _PLAIN.items():
+        if raw.get(key) not in plain:
+            raise Unsupported(
+                f"{ADAPTER_CONFIG}: {key} is {shown(raw.get(key))}, which is not served; train a plain LoRA adapter"
+            )
+    return raw

@@ -257,7 +257,7 @@ class Antechamber:
         except EverbatchError as error:
             outcome = error
         except Exception as error:  # whatever a file or a tensor does: the client must be answered
-            outcome = InvalidRequest(f"LoRA adapter {lora.task_id} cannot be read ({type(error).__name__}: {error})")
+            outcome = InvalidRequest(f"LoRA adapter {lora.shown} cannot be read ({type(error).__name__}: {error})")
         self._tell((waiting, outcome))
 
     def _tell(self, news: tuple[RequestId, str] | tuple[Waiting, PreparedAdapter | EverbatchError]) -> None:

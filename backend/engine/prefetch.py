@@ -11,7 +11,7 @@ from pathlib import Path
 
 from backend.api.config import EngineConfig
 from backend.api.errors import ConfigError, EverbatchError
-from backend.api.lora import UINT64, LoraConfig
+from backend.api.lora import UINT64, LoraConfig, check_adapter_files
 from backend.core.step import ModelInfo, WorkerGroup
 from backend.scheduler.adapters import AdapterCache
 
@@ -19,8 +19,15 @@ log = logging.getLogger("everbatch.engine")
 
 
 def make_adapters(config: EngineConfig, model: ModelInfo, workers: WorkerGroup, free_bytes: int) -> AdapterCache:
-    """The cache, with the adapters of `lora.prefetch_dir`. Raises ConfigError when one cannot be read, or not all are held."""
+    """The cache, with the adapters of `lora.prefetch_dir`. Raises ConfigError when one cannot be read, or not all are held, and
+    for named adapters (`lora.adapters`) that cannot be served, as far as their small files tell.
+    """
     adapters = AdapterCache(config.lora, model, free_bytes)
+    for name, directory in config.lora.directories.items():
+        try:
+            check_adapter_files(Path(directory))
+        except EverbatchError as error:
+            raise ConfigError(f"lora.adapters: {name}={directory}: {error.message}") from None
     if config.lora.prefetch_dir and not model.lora_module_bytes:
         raise ConfigError("lora.prefetch_dir is given and LoRA is not enabled; set lora.enabled=true, or leave it out")
     for task_id, path in _folders(config.lora.prefetch_dir).items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from backend.api.config import GuidedConfig
 from backend.api.errors import EverbatchError, Overloaded
-from backend.api.guide import NOT_SET_UP, Guide
+from backend.api.guide import NOT_SET_UP, Guide, InvalidGuide
 from backend.api.request import RequestId
 from backend.guided.protocol import CompiledGuide, GuideBackend, GuideError, Matcher
 
@@ -132,17 +132,21 @@ class GuideCompiler:
                 log.info("guided decoding: %s, ready in %.1f s", self._backend.name, time.monotonic() - started)
             return self._backend.compile(guide), ""
         except GuideError as error:
-            return None, str(error)
+            return None, InvalidGuide(str(error), error.place).message
         except EverbatchError as error:
             return None, f"{NOT_SET_UP}: {error.message}"
         except Exception as error:  # a library's failure ends the requests with this guide, and nobody else
             log.error("a guide of type %s failed", guide.type.value, exc_info=error)
-            return None, f"the guide cannot be compiled ({type(error).__name__}); the engine's log says why"
+            return None, InvalidGuide(
+                f"it cannot be compiled ({type(error).__name__}); the engine's log says why"
+            ).message
 
     def _watch(self) -> None:
         """Answer those whose time is up. The thread sleeps until the next one's is, or until somebody waits at all."""
         limit_s = self._config.compile_timeout_s
-        error = f"the guide was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it"
+        error = InvalidGuide(
+            f"it was not compiled within {limit_s:g} s (guided.compile_timeout_s); simplify it"
+        ).message
         while True:
             with self._lock:
                 while not (late := self._take_late()):

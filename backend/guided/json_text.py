@@ -15,23 +15,23 @@ def parse_json(text: str) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            raise GuideError(f"the guide has the key {twice[:80]!r} twice in one object; remove one")
+            raise GuideError(f"it has the key {twice[:80]!r} twice in one object; remove one")
         return found
 
     def refuse(name: str) -> NoReturn:
-        raise GuideError(f"the guide holds {name}, which is no JSON; remove it")
+        raise GuideError(f"it holds {name}, which is no JSON; remove it")
 
     try:
         return json.loads(text, object_pairs_hook=members, parse_constant=refuse)
     except GuideError:
         raise
     except (ValueError, RecursionError) as error:
-        raise GuideError(f"the guide is no JSON ({str(error)[:120]}); correct it") from None
+        raise GuideError(f"it is no JSON ({str(error)[:120]}); correct it") from None
 
 
-def check_schema(schema: Any) -> None:
-    """Raise GuideError for a schema that is neither an object nor true."""
+def check_schema(schema: Any, place: str = "") -> None:
+    """Raise GuideError for a schema that is neither an object nor true; `place`: where it stands in the guide."""
     if schema is False:
-        raise GuideError("the schema is false, which nothing satisfies; give another")
+        raise GuideError("the schema is false, which nothing satisfies; give another", place)
     if schema is not True and not isinstance(schema, dict):
-        raise GuideError(f"the schema is a {type(schema).__name__}, an object is needed; correct it")
+        raise GuideError(f"the schema is {json.dumps(schema)[:80]}, an object is needed; correct it", place)

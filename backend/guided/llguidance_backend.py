@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -45,10 +45,12 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-_PLACE = re.compile(r"^at \d+\(\d+\): ")  # line and column in a grammar that was made of what the client wrote
+_OBVIOUS = "failed to compile JSON schema: "  # what "it cannot be compiled" has said before
+_LINE = re.compile(r"at (\d+)\(\d+\): ")  # line and column in a grammar that was made of what the client wrote
 # What is found in errors -> what stands in its place and what follows it; {} is what there was.
 _SENTENCES = (
     ("Unimplemented keys", "{}; leave them out"),
+    ("Invalid type", "{}; give null, boolean, integer, number, string, array or object"),
     ("Unknown format", "{}; leave it out, or use pattern"),
     ("oneOf constraints", "oneOf is held only where no value fits two of its branches; use anyOf"),
     ("Default retriever", "$ref leads within a schema only; put what it names there"),
@@ -104,21 +106,21 @@ class LLGuidanceBackend:
         self._stop_bits = bits_of(ends)
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
-        grammar = _grammar(guide)
+        grammar, places = _grammar(guide)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            sentence = _sentence(matcher.get_error())
-            if guide.type is not GuideType.EBNF_GRAMMAR:
-                sentence = _PLACE.sub("", sentence)
-            raise GuideError(f"the guide cannot be compiled: {sentence}")
+            sentence, place = _sentence(matcher.get_error()), ""
+            if guide.type is not GuideType.EBNF_GRAMMAR and (found := _LINE.match(sentence)):
+                sentence, place = sentence[found.end() :], places.get(int(found[1]), "")
+            raise GuideError(f"it cannot be compiled: {sentence}", place)
         warnings = matcher.get_grammar_warnings()
         if warnings:
-            raise GuideError(f"the guide cannot be held in full: {_sentence(warnings[0])}")
+            raise GuideError(f"it cannot be held in full: {_sentence(warnings[0])}")
         mask = bytearray(4 * ((self._tokenizer.vocab_size + 31) // 32))
         twin = matcher.deep_copy()
         mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
         if twin.is_error():
-            raise GuideError(f"the guide cannot be compiled: {_sentence(twin.get_error())}")
+            raise GuideError(f"it cannot be compiled: {_sentence(twin.get_error())}")
         return LLGuidanceGuide(twin, self._stop_bits, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
 
 
@@ -154,19 +156,20 @@ class LLGuidanceMatcher:
         return _sentence(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-def _grammar(guide: Guide) -> str:
-    """The guide in llguidance's terms. Raises GuideError."""
+def _grammar(guide: Guide) -> tuple[str, dict[int, str]]:
+    """The guide in llguidance's terms, and what of the guide's text some lines of it are made of. Raises GuideError."""
     match guide.type:
         case GuideType.JSON:
-            return _of_schema(_ANY_OBJECT)
+            return _of_schema(_ANY_OBJECT), {}
         case GuideType.JSON_SCHEMA:
-            return _of_schema(guide.text)
+            return _of_schema(guide.text), {}
         case GuideType.REGEX:
-            return llguidance.LLMatcher.grammar_from_regex(guide.text)
+            return llguidance.LLMatcher.grammar_from_regex(guide.text), {}
         case GuideType.EBNF_GRAMMAR:
-            return llguidance.LLMatcher.grammar_from_lark(_lark(guide.text))
+            return llguidance.LLMatcher.grammar_from_lark(_lark(guide.text)), {}
         case GuideType.STRUCTURAL_TAG:
-            return _of_tags(parse_structural_tag(guide.text))
+            lines = list(_of_tags(parse_structural_tag(guide.text)))
+            return "\n".join(line.text for line in lines), {i: line.place for i, line in enumerate(lines, 1)}
 
 
 def _of_schema(text: str) -> str:
@@ -175,7 +178,7 @@ def _of_schema(text: str) -> str:
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:
-        raise GuideError(f"the schema cannot be compiled: {_sentence(str(error))}") from None
+        raise GuideError(f"it cannot be compiled: {_sentence(str(error))}") from None
 
 
 def _lark(text: str) -> str:
@@ -184,28 +187,44 @@ def _lark(text: str) -> str:
     try:
         return str(any_to_lark(text))
     except Exception as error:  # the converter's own class, and whatever its recursion ends in
-        raise GuideError(f"the grammar cannot be read: {_sentence(str(error))}") from None
+        raise GuideError(f"it cannot be read: {_sentence(str(error))}") from None
 
 
-def _of_tags(tag: StructuralTag) -> str:
+class _Line(NamedTuple):
+    text: str
+    place: str = ""
+
+
+def _of_tags(tag: StructuralTag) -> Iterator[_Line]:
     """Any text in which each trigger begins one of the structures that begin with it, or such a text up to the end of the first
-    one; without triggers one structure.
+    one; without triggers one structure. Each structure is a rule in a line of its own, which errors name.
     """
+    yield _Line("%llguidance {}")
     if not tag.triggers:
-        return "%llguidance {}\nstart: " + " | ".join(_body(each, each.begin) for each in tag.structures)
+        yield from _rule("start", tag, "")
+        return
     tags = " | ".join(f"tag_{i}" for i in range(len(tag.triggers)))
-    rules = ["%llguidance {}", f"start: {tags} | tag_end" if tag.at_most_one else f"start: ({tags})* tag_end"]
-    rules += ["tag_end: TAG_TEXT", r"TAG_TEXT: /(.|\n)*/"]
+    yield _Line(f"start: {tags} | tag_end" if tag.at_most_one else f"start: ({tags})* tag_end")
+    yield _Line("tag_end: TAG_TEXT")
+    yield _Line(r"TAG_TEXT: /(.|\n)*/")
     for i, trigger in enumerate(tag.triggers):
-        bodies = [_body(each, each.begin[len(trigger) :]) for each in tag.of_trigger(trigger)]
-        rules.append(f"tag_{i}_head[lazy]: TAG_TEXT {_quoted(trigger)}")
-        rules.append(f"tag_{i}: tag_{i}_head (" + " | ".join(bodies) + ")")
-    return "\n".join(rules)
+        yield _Line(f"tag_{i}_head[lazy]: TAG_TEXT {_quoted(trigger)}")
+        yield _Line(f"tag_{i}: tag_{i}_head tag_{i}_body")
+        yield from _rule(f"tag_{i}_body", tag, trigger)
 
 
-def _body(structure: Structure, begin: str) -> str:
+def _rule(name: str, tag: StructuralTag, trigger: str) -> Iterator[_Line]:
+    """A rule for one of the structures that begin with a trigger, which stands ahead of it."""
+    begun = [i for i, structure in enumerate(tag.structures) if structure.begin.startswith(trigger)]
+    yield _Line(f"{name}: " + " | ".join(f"{name}_{i}" for i in begun))
+    for i in begun:
+        structure, place = tag.structures[i], f".structures[{i}].schema"
+        yield _Line(f"{name}_{i}: {_body(structure, structure.begin[len(trigger) :], place)}", place)
+
+
+def _body(structure: Structure, begin: str, place: str) -> str:
     """A structure of which `begin` is still to come."""
-    check_schema(structure.schema)
+    check_schema(structure.schema, place)
     schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
     text = json.dumps({**schema, "x-guidance": _OPTIONS})
     return f"{_quoted(begin)} %json {text} {_quoted(structure.end)}"
@@ -219,7 +238,7 @@ def _sentence(text: str) -> str:
     """An error of llguidance as one sentence: its first line, a reason that stands further below, and what to do about it."""
     lines = text.split("\n")
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
-    sentence = " ".join(f"{lines[0]} {reason}".split())
+    sentence = " ".join(f"{lines[0]} {reason}".split()).replace(_OBVIOUS, "")
     for start, replacement in _SENTENCES:
         if start in sentence:
             sentence = sentence[: sentence.index(start)] + replacement.format(sentence[sentence.index(start) :])

@@ -19,7 +19,13 @@ from backend.api.guide import Guide
 
 
 class GuideError(Exception):
-    """A guide cannot be compiled, or an output cannot go on under it. The text is a sentence for the client."""
+    """A guide cannot be compiled. The text is a sentence for the client; `place`: what of the guide's text it is about, as in
+    `.structures[1].schema`, or '' for all of it.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(reason)
+        self.place = place
 
 
 class Matcher(Protocol):

@@ -39,7 +39,7 @@ class XGrammarBackend:
             raise
         except Exception as error:  # whatever the library raises for a guide that it cannot read
             line = str(error).strip().rpartition("\n")[2]
-            raise GuideError(f"the guide cannot be compiled: {line[:300]}") from None
+            raise GuideError(f"it cannot be compiled: {line[:300]}") from None
 
     def _compiled(self, guide: Guide) -> xgrammar.CompiledGrammar:
         match guide.type:

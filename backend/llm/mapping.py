@@ -153,6 +153,8 @@ def guide(params: GuidedDecodingParams | None) -> Guide | None:
     """The form of the output. A schema may be a dictionary, or a class of pydantic's, whose schema it then is."""
     if params is None:
         return None
+    if not isinstance(params, GuidedDecodingParams):
+        raise TypeError(f"guided_decoding is a {type(params).__name__}, a GuidedDecodingParams is needed")
     if params.json is not None and params.json != "":
         schema: Any = params.json
         if hasattr(schema, "model_json_schema"):
@@ -171,7 +173,7 @@ def lora_config(given: LoRARequest | None) -> LoraConfig | None:
         return None
     if not isinstance(given, LoRARequest):
         raise TypeError(f"lora_request is a {type(given).__name__}, a LoRARequest is needed")
-    return LoraConfig(given.adapter_id, path=given.path)
+    return LoraConfig(given.adapter_id, path=given.path, name=given.name)
 
 
 def end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: ModelInfo) -> tuple[int, ...]:

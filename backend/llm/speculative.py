@@ -18,10 +18,15 @@ DRAFT_MODEL_FIELDS = ("speculative_model_dir", "speculative_model")
 def speculation_fields(given: Any) -> dict[str, Any]:
     """Fields of SpeculationConfig. Of NGram's, how its pool is kept has no meaning here.
 
-    Raises NotHere for other ways of decoding, and ParameterError for a draft model without a checkpoint.
+    Raises NotHere for other ways of decoding, ParameterError for a draft model without a checkpoint and
+    where nothing says the way.
     """
     if given is None:
         return {}
+    if isinstance(given, Mapping) and not given.get("decoding_type"):
+        raise ParameterError(
+            "speculative_config has no decoding_type; give one of NGram, Lookahead, AUTO and Draft_Target"
+        )
     name = str(_field(given, "decoding_type") or type(given).__name__.removesuffix("DecodingConfig"))
     kind = name.replace("_", "").upper()
     if kind not in MODES:

@@ -19,43 +19,21 @@ import torch
 from torch import Tensor
 
 from backend.api.errors import ConfigError, InvalidRequest, Unsupported
-from backend.api.lora import ADAPTER_CONFIG, LoraConfig, check_lora
-from backend.api.model_files import find_file, read_object, shown
+from backend.api.lora import ADAPTER_CONFIG, CONFIG_ROWS, LoraConfig, check_lora, read_peft_config
+from backend.api.model_files import find_file, shown
 from backend.api.tensor import TensorData
 from backend.models.config import ModelConfig
 from backend.models.loader import open_tensors
 from kernels.common.adapter import LINEARS, Part
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
-CONFIG_ROWS, WEIGHT_ROWS = (
-    "model.lora_config.npy",
-    "model.lora_weights.npy",
-)  # as TensorRT-LLM's hf_lora_convert.py writes
+WEIGHT_ROWS = "model.lora_weights.npy"  # beside CONFIG_ROWS
 MAX_WEIGHTS_BYTES = 8 << 30
 Layers = list[dict[str, list[Part]]]
 
 # TensorRT-LLM's module ids; its names are attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate.
 MODULES = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 _TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
-# Keys of adapter_config.json -> the values with which an adapter is plain LoRA.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (None, False),
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "fan_in_fan_out": (None, False),
-    "use_qalora": (None, False),
-    "alora_invocation_tokens": (None, []),
-    "layer_replication": (None, []),
-    "megatron_config": (None,),
-    "target_parameters": (None, []),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    # The others change the base model's weights: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA. PEFT can convert such an adapter.
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
-}
 
 
 class Place(NamedTuple):
@@ -100,16 +78,14 @@ def widest_module(config: ModelConfig) -> int:
 
 def read_adapter(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """The adapter that a request brings, in `dtype`. Raises InvalidRequest (or Unsupported)."""
-    if lora.path:
-        try:
-            layers = _read_directory(lora, config, dtype, max_rank)
-        except ConfigError as error:
-            raise InvalidRequest(f"LoRA adapter {lora.task_id}: {error}") from None
-    else:
-        layers = read_rows(lora, config, dtype, max_rank)
+    try:
+        layers = (_read_directory if lora.path else read_rows)(lora, config, dtype, max_rank)
+    except (ConfigError, InvalidRequest) as error:
+        kind = Unsupported if isinstance(error, Unsupported) else InvalidRequest
+        raise kind(f"LoRA adapter {lora.shown}: {error}") from None
     for part in parts_of(layers):
         if not (part.a.isfinite().all() and part.b.isfinite().all()):
-            raise InvalidRequest(f"LoRA adapter {lora.task_id} holds numbers that are not finite in {dtype}")
+            raise InvalidRequest(f"LoRA adapter {lora.shown} holds numbers that are not finite in {dtype}")
     return layers
 
 
@@ -175,14 +151,7 @@ def read_rows(lora: LoraConfig, config: ModelConfig, dtype: torch.dtype, max_ran
 
 def read_peft(directory: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Layers:
     """A directory that PEFT's save_pretrained has written. Raises ConfigError, InvalidRequest and Unsupported."""
-    raw = read_object(directory, CONFIG)
-    if raw is None:
-        raise ConfigError(
-            f"{shown(directory.name)}: {CONFIG}: File does not exist; give the directory of a PEFT adapter"
-        )
-    for key, plain in _PLAIN.items():
-        if raw.get(key) not in plain:
-            raise Unsupported(f"{CONFIG}: {key} is {shown(raw[key])}, which is not served; train a plain LoRA adapter")
+    raw = read_peft_config(directory)
     path = find_file(directory, WEIGHTS, MAX_WEIGHTS_BYTES)
     if path is None:
         raise ConfigError(f"{shown(directory.name)}: {WEIGHTS}: File does not exist; save it as safetensors")
@@ -253,18 +222,16 @@ def _add(
     found: dict[tuple[int, str], Part], layer: int, module: str, part: Part, config: ModelConfig, max_rank: int
 ) -> None:
     if layer >= config.num_layers:
-        raise InvalidRequest(
-            f"the LoRA adapter has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}"
-        )
+        raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
     if part.rank > max_rank:
         raise InvalidRequest(
-            f"the LoRA adapter has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
+            f"it has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
         )
     same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
         module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()
     )
     if any((layer, each) in found for each in (module, *same)):
-        raise InvalidRequest(f"the LoRA adapter has layer {layer}, {module} twice")
+        raise InvalidRequest(f"it has layer {layer}, {module} twice; leave one out")
     found[layer, module] = part
 
 

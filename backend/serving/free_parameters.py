@@ -50,9 +50,10 @@ _SAME = (
     "top_log_probs top_logprobs",
     "embedding_bias_words embedding_bias logit_bias",
     "exclude_input_in_output echo return_full_text",
-    "guided_decoding_guide response_format guided_json guided_regex guided_choice guided_grammar structured_outputs",
+    "guided_decoding_guide guide response_format json_schema guided_json guided_regex guided_choice guided_grammar "
+    "structured_outputs",
     "skip_special_tokens",
-    "lora_task_id lora_name",
+    "lora_name lora lora_request adapter_id lora_task_id lora_id",
     "sampling_parameters",
 )
 _GROUP = {name: group.split() for group in _SAME for name in group.split()}

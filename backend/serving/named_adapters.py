@@ -9,14 +9,31 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from backend.api import ConfigError, Unsupported
 from backend.api.lora import LoraConfig
 
 FILE = "multi_lora.json"
 MAX_BYTES = 1 << 20
-NOT_ENABLED = "LoRA feature is not enabled."
+MAX_SHOWN = 256
+
+
+class Refusals(NamedTuple):
+    """What is told of a `name` where there are no adapters, and of one that is none of the `known`."""
+
+    without_any: str
+    unknown: str
+
+
+OURS = Refusals(
+    "lora_name is {name!r}, and no adapter has a name here; start the server with --lora {name}=DIRECTORY, or with lora.enabled "
+    "and lora.adapters, or leave lora_name out",
+    "lora_name is {name!r}, there are {known}; name one of them, or leave lora_name out",
+)
+# Triton's vLLM backend's own words, in which its clients read them.
 NOT_SUPPORTED = "is not supported, we currently support"
+VLLMS = Refusals("LoRA feature is not enabled.", f"LoRA {{name}} {NOT_SUPPORTED} {{known}}")
 
 
 def read_adapters(directory: Path) -> dict[str, str]:
@@ -35,14 +52,16 @@ def read_adapters(directory: Path) -> dict[str, str]:
     return {name: str(directory / path) for name, path in given.items()}
 
 
-def named_adapter(name: str | None, adapters: Mapping[str, str], is_enabled: bool) -> LoraConfig | None:
-    """The adapter of a request that names one. Raises Unsupported with the texts of Triton's vLLM backend."""
+def named_adapter(
+    name: str | None, adapters: Mapping[str, str], is_enabled: bool, words: Refusals = OURS
+) -> LoraConfig | None:
+    """The adapter of a request that names one. Raises Unsupported where there are none, or none of this name."""
     if name is None:
         return None
     if not is_enabled or not adapters:
-        raise Unsupported(NOT_ENABLED)
+        raise Unsupported(words.without_any.format(name=name[:MAX_SHOWN]))
     if name not in adapters:
-        raise Unsupported(f"LoRA {name[:256]} {NOT_SUPPORTED} {list(adapters)}")
+        raise Unsupported(words.unknown.format(name=name[:MAX_SHOWN], known=list(adapters)))
     # An id that no client is likely to have chosen.
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return LoraConfig(int.from_bytes(digest, "little") | 1 << 63, path=adapters[name])
+    return LoraConfig(int.from_bytes(digest, "little") | 1 << 63, path=adapters[name], name=name)

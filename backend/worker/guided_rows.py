@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.api.guide import Guide
+from backend.api.guide import Guide, InvalidGuide
 from backend.core.step import NewRow, Row, SampledToken, SlotId
 from backend.guided.protocol import Matcher, bits_of
 from kernels.common.transfer import place
@@ -94,7 +94,8 @@ class GuidedRow:
             self.is_over = True
         elif not self._matcher.accept(token_id):
             limit = self._matcher.error
-            self.error = f"the guide cannot be followed any further: {limit}" if self.is_limit(limit) else _STUCK
+            too_much = InvalidGuide(f"it cannot be followed any further: {limit}").message
+            self.error = too_much if self.is_limit(limit) else _STUCK
         else:
             self._output.append(token_id)
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backend.api.guide import GuideType
 from client.async_client import AsyncEverbatchClient
 from client.client import EverbatchClient
 from client.conversation import Conversation
+from client.guide import GUIDE_TYPES, Guide
 from client.messages import GenerateRequest, Session
 from client.options import GenerateOptions
 
@@ -37,6 +39,12 @@ WRONG_TYPES = [
     ({"session": 7}, "session is an int, a Session is expected"),
     ({"session": Session("7")}, r"session\.id is a str, an int is expected"),  # type: ignore[arg-type]
     ({"session": Session(7, start=1)}, r"session\.start is an int, a bool is expected"),  # type: ignore[arg-type]
+    ({"lora_name": 7}, "lora_name is an int, a str is expected"),
+    ({"guide": "json"}, "guide is a str, a Guide is expected"),
+    ({"guide": Guide(5)}, r"guide\.type is an int, a str is expected"),  # type: ignore[arg-type]
+    ({"guide": Guide("regex", {"a": 1})}, r"guide\.text is a dict, for type regex a str is expected"),
+    ({"guide": Guide("json_schema", {"a": {1}})}, r"guide\.text holds a value that JSON cannot say"),
+    ({"guide": Guide("regex", 5)}, r"guide\.text is an int, a str is expected"),  # type: ignore[arg-type]
     ({"namespace": 5}, "namespace is an int, a str is expected"),
     ({"timeout_s": "1"}, "timeout_s is a str, a number of seconds is expected"),
     ({"request_id": 5}, "request_id is an int, a str is expected"),
@@ -46,6 +54,9 @@ WRONG_TYPES = [
 WRONG_VALUES = [
     ({"seed": -1}, "seed is -1, allowed is 0 to"),
     ({"session": Session(2**64)}, r"session\.id is 18446744073709551616, allowed is 0 to"),
+    ({"guide": Guide("xml", "x")}, r"guide\.type is 'xml', allowed are json, json_schema, regex,"),  # type: ignore[arg-type]
+    ({"guide": Guide("regex")}, r"guide\.text is empty beside type regex; give one"),
+    ({"guide": Guide("json", "{}")}, r"guide\.text is a text beside type json; give none, or type json_schema"),
     ({"timeout_s": 0}, "timeout_s is 0, more than 0"),
     ({"timeout_s": float("nan")}, "timeout_s is nan"),
     ({"timeout_s": float("inf")}, "timeout_s is inf"),
@@ -106,6 +117,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     request = GenerateRequest("x", max_tokens=np.int64(5), temperature=np.float32(0.5))  # type: ignore[arg-type]
     assert request.json_body()["max_tokens"] == 5 and type(request.json_body()["max_tokens"]) is int
     assert type(request.json_body()["temperature"]) is float
+
+
+def test_the_types_of_a_guide_are_the_server_s() -> None:
+    assert GUIDE_TYPES == tuple(each.value for each in GuideType)
 
 
 def test_the_options_are_the_fields_of_a_request() -> None:

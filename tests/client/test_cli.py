@@ -25,19 +25,23 @@ def run(*arguments: str, typed: str = "") -> Any:
 
 def test_the_options_of_generate_reach_the_server() -> None:
     options = ["--max-tokens", "7", "--stop", "a", "--stop", "b", "--namespace", "alice", "--top-k", "1", "--quiet"]
+    options += ["--lora-name", "doll"]
     with http_server(ANSWER) as server:
         done = run("generate", "-", "--url", server.url, "--timeout", "2", *options, typed="from a pipe")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "hi\n", "")
     ((_, body),) = server.requests
     wanted = {"text_input": "from a pipe", "max_tokens": 7, "stop_words": ["a", "b"], "top_k": 1, "cache_salt": "alice"}
+    wanted["lora_name"] = "doll"
     assert {name: body[name] for name in wanted} == wanted and body["timeout"] == 2_000_000
 
 
 def test_every_turn_of_a_chat_and_its_end_are_in_the_namespace() -> None:
     with http_server(ANSWER) as server:
-        done = run("chat", "--url", server.url, "--namespace", "alice", typed="one\n/reset\ntwo\n")
+        options = ["--namespace", "alice", "--lora-name", "doll"]
+        done = run("chat", "--url", server.url, *options, typed="one\n/reset\ntwo\n")
     assert done.exit_code == 0
     bodies = [body for _, body in server.requests]
+    assert [body.get("lora_name") for body in bodies] == ["doll", None, "doll", None], "to end a session takes none"
     assert [body["cache_salt"] for body in bodies] == ["alice"] * 4
     assert [body["STOP"] for body in bodies] == [0, 1, 0, 1]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from client.guide import Guide
 from client.messages import INPUTS, Completion, GenerateRequest, Session, TextChunk
 from deploy import ROOT
 
@@ -99,13 +100,25 @@ def test_json_has_scalars_and_keeps_word_lists_as_lists() -> None:
     assert body["stop_words"] == ["a"] and body["bad_words"] == ["b", "c"]
 
 
+def test_a_guide_and_an_adapter_are_named_on_the_wire() -> None:
+    """As TensorRT-LLM's inputs have it; a schema may be a dict, and any JSON object needs no text."""
+    request = GenerateRequest("x", lora_name="doll", guide=Guide("json_schema", {"type": "integer"}))
+    body = request.json_body()
+    assert body["lora_name"] == "doll" and body["guided_decoding_guide_type"] == "json_schema"
+    assert json.loads(body["guided_decoding_guide"]) == {"type": "integer"}
+    assert GenerateRequest("x", guide=Guide("regex", "[a-z]+")).json_body()["guided_decoding_guide"] == "[a-z]+"
+    plain = GenerateRequest("x", guide=Guide("json")).json_body()
+    assert plain["guided_decoding_guide_type"] == "json" and "guided_decoding_guide" not in plain
+    assert not {"lora_name", "guided_decoding_guide_type"} & set(GenerateRequest("x").json_body())
+
+
 def test_every_input_is_declared_by_the_text_model_with_the_same_type() -> None:
     config = ROOT / "model_repository" / "ensemble" / "config.pbtxt"
     declared = dict(re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', config.read_text().split("output [")[0]))
     sent = GenerateRequest(prompt="x", session=Session(1)).tensors() | {
         name: (kind, []) for name, (kind, _) in INPUTS.items()
     }
-    sent["messages"] = ("BYTES", [])
+    sent |= {"messages": ("BYTES", [])} | Guide("regex", "a").tensors()
     for name, (datatype, _) in sent.items():
         assert declared[name] == {"BYTES": "STRING"}.get(datatype, datatype), name
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from backend.api import EngineConfig
 from deploy import serve
 from deploy.cli import app
 from deploy.gateway import GatewayOptions
 from deploy.ports import Ports
 from deploy.repository import profiles
+from deploy.serve import with_adapters
 from deploy.triton_server import TritonServer
 from tests.deploy.test_cli import on_free_ports, refused
 from tests.deploy.test_repository import OURS, add_model, names
@@ -91,7 +94,7 @@ def test_adapters_reach_the_engine_and_the_endpoint_by_name(
     """With --lora and with --set; in the configuration, and as names that the OpenAI endpoint takes for models."""
     for name in ("doll", "sheep"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     monkeypatch.chdir(tmp_path)
     settings = ("--set", "lora.enabled=true", "--set", 'lora.adapters=["doll=doll"]')
     lora = asked(served, *settings, "--lora", f"sheep={tmp_path}/sheep").config.lora
@@ -102,8 +105,30 @@ def test_adapters_reach_the_engine_and_the_endpoint_by_name(
     ports = [*on_free_ports()[:-1], str(Ports.free().http)]
     CliRunner().invoke(app, ["serve", *ports, "--lora", "doll=doll", "--lora", "sheep=sheep"])
     assert made[0].adapters == ("doll", "sheep")
-    assert "--lora cow=cow: there is no adapter_config.json" in refused("serve", *on_free_ports(), "--lora", "cow=cow")
+    said = refused("serve", *on_free_ports(), "--lora", "cow=cow")
+    assert "--lora cow=cow: cow: adapter_config.json: File does not exist; put a PEFT adapter there" in said
     assert "write it as NAME=DIRECTORY" in refused("serve", *on_free_ports(), "--lora", "doll")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("use_dora", True, "use_dora is true, which is not served"),
+        ("peft_type", "IA3", "peft_type is IA3, which is"),
+        ("peft_type", None, "peft_type is null"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused_before_anything_is_started(
+    key: str, value: object, sentence: str, tmp_path: Path
+) -> None:
+    """By --lora and by --set alike. What TensorRT-LLM's converter has written has no such file, and is left to the engine."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", key: value}))
+    listed = json.dumps([f"doll={tmp_path}"])
+    for given in (("--lora", f"doll={tmp_path}"), ("--set", "lora.enabled=true", "--set", f"lora.adapters={listed}")):
+        said = " ".join(refused("serve", *on_free_ports(), *given).split())
+        assert sentence in said and "doll=" in said, said
+    (tmp_path / "adapter_config.json").rename(tmp_path / "model.lora_config.npy")
+    assert with_adapters(EngineConfig(), (f"doll={tmp_path}",)).lora.directories == {"doll": str(tmp_path)}
 
 
 def test_the_help_names_every_profile() -> None:

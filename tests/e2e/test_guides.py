@@ -74,7 +74,7 @@ GUIDES: dict[str, tuple[str, Judge]] = {
     "structural_tag": (json.dumps(TAG), has_the_structures),
 }
 BAD = [
-    ("json_schema", '{"type": ', "the guide is no JSON"),
+    ("json_schema", '{"type": ', "guide: it is no JSON"),
     ("json_schema", '{"type": "integr"}', "integr"),
     ("json_schema", '{"not": {}}', "not"),
     ("json_schema", '{"type": "object", "dependentRequired": {"a": ["b"]}}', "dependentRequired"),
@@ -254,8 +254,16 @@ def test_a_schema_that_cannot_be_held_is_a_400_that_names_why(
 ) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    for values in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}, {"tools": [tool]}):
+    free: Any = {"type": "function", "function": {"name": "free"}}
+    of_tool = {"param": "tools[1].function.parameters", "code": "invalid_function_parameters"}
+    of_form = {"param": "response_format.json_schema.schema", "code": "invalid_json_schema"}
+    for values, expected in (
+        ({"response_format": form}, of_form),
+        ({"tools": [free, tool], "tool_choice": "required"}, of_tool),
+        ({"tools": [free, tool]}, of_tool),
+    ):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:
                 calls_of(client, stream, **values, **GREEDY)
             assert sentence in caught.value.message
+            assert {"param": caught.value.param, "code": caught.value.code} == expected

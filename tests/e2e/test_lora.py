@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from backend.api import load_config
 from backend.api.config import EngineConfig
 from backend.text.tokenizer import Tokenizer
+from client import ClientError, EverbatchClient
 from deploy import ROOT
 from deploy.serve import with_adapters
 from deploy.triton_server import TritonServer
@@ -150,6 +151,20 @@ def test_vllms_clients_name_adapters(server: TritonServer, adapters: Adapters) -
     assert error.message() == "LoRA cow is not supported, we currently support ['doll', 'sheep']"
 
 
+@pytest.mark.parametrize("protocol", ["grpc_url", "http_url"])
+def test_our_own_client_names_adapters(server: TritonServer, adapters: Adapters, protocol: str) -> None:
+    with EverbatchClient(getattr(server, protocol)) as client:
+        options: Any = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "end_id": -1}
+        for name in (*NAMES, None):
+            assert client.generate(PROMPT, lora_name=name, **options).text == adapters.texts[name]
+        with pytest.raises(ClientError, match="lora_name is 'cow', there are"):
+            client.generate(PROMPT, lora_name="cow", **options)
+        talk = client.conversation(lora_name="doll", max_tokens=4)
+        for _ in range(2):
+            assert list(talk.say("hello"))[-1].final
+        talk.end()
+
+
 @pytest.fixture(scope="module")
 def served(server: TritonServer) -> Iterator[Served]:
     with serving(server.grpc_url, adapters=NAMES) as served:
@@ -170,5 +185,8 @@ def test_openais_clients_name_adapters_as_models(served: Served, adapters: Adapt
 
 def test_a_gateway_whose_server_does_not_know_the_adapter_passes_its_words_on(server: TritonServer) -> None:
     with serving(server.grpc_url, adapters=("cow",)) as served, served.client() as client:
-        with pytest.raises(openai.APIStatusError, match="LoRA cow is not supported, we currently support"):
+        with pytest.raises(
+            openai.BadRequestError, match=r"lora_name is 'cow', there are \['doll', 'sheep'\]"
+        ) as caught:
             client.completions.create(model="cow", prompt=PROMPT)
+    assert caught.value.param == "model", "which is how this client names an adapter"

@@ -31,6 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"tempersture": 0}, "tempersture", "parameter tempersture; did you mean temperature?"),
     ("chat/completions", {"maxTokens": 5}, "maxTokens", "did you mean max_tokens?"),
     ("chat/completions", {"prompt": "hi"}, "prompt", "did you mean messages?"),
+    ("chat/completions", {"lora_name": "doll"}, "lora_name", "unknown parameter lora_name; did you mean model?"),
     ("chat/completions", {"stop_sequences": ["a"]}, "stop_sequences", "did you mean stop?"),
     ("chat/completions", {"Foo": 1}, "Foo", "unknown parameter Foo; leave it out"),
     ("chat/completions", {"int": 1}, "int", "unknown parameter int; "),
@@ -99,6 +100,20 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "text.format.name",
         "text.format.name is missing",
     ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "response_format.type is 'xml'; it is one of text, json_object, json_schema",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema", "schema": {}}},  # as the responses endpoint has it
+        "response_format.json_schema",
+        "unknown parameter response_format.schema; did you mean response_format.json_schema, which is missing?",
+    ),
+    ("chat/completions", {"response_format": {}}, "response_format.type", "response_format.type is missing"),
+    ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type is 'xml'; it is one of"),
     ("chat/completions", {"structured_outputs": {}}, "structured_outputs", "has no key; give one of json, json_object"),
     ("chat/completions", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex;"),
     ("chat/completions", {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
@@ -220,6 +235,7 @@ def test_an_error_of_the_model_becomes_a_status(
 def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     assert from_triton("[INVALID_ARGUMENT] prompt_token_ids holds 99").param == "prompt"
     assert from_triton("[INVALID_ARGUMENT] timeout_s is 0").param is None
+    assert from_triton("[INVALID_ARGUMENT] LoRA adapter 'doll': doll: adapter_config.json: ...").param == "model"
 
 
 def test_a_stream_that_fails_later_ends_with_an_error_event(client: openai.OpenAI) -> None:

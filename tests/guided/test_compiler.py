@@ -29,7 +29,7 @@ class Stub:
     def compile(self, guide: Guide) -> CompiledGuide:
         self.gate.wait(10)
         if guide.text == "bad":
-            raise GuideError("the guide is bad")
+            raise GuideError("it is bad", ".structures[3]")
         if guide.text == "crash":
             raise RuntimeError("/secret/path")
         self.compiled.append(guide.text)
@@ -86,8 +86,8 @@ def test_a_guide_that_cannot_be_compiled_is_told_in_a_sentence_without_paths() -
     compiler.begin(RequestId(1), guide("bad"))
     compiler.begin(RequestId(2), guide("crash"))
     news = dict(told.wait(2))
-    assert news[1] == "the guide is bad"
-    assert "RuntimeError" in news[2] and "secret" not in news[2]
+    assert news[1] == "guide.structures[3]: it is bad"
+    assert news[2].startswith("guide: it cannot be compiled (RuntimeError)") and "secret" not in news[2]
 
 
 def test_who_waits_too_long_is_told_so_though_nobody_waited_for_a_while() -> None:

@@ -78,7 +78,13 @@ def test_a_structural_tag_leaves_text_free_and_binds_what_follows_a_trigger() ->
     guide = compiled("structural_tag", json.dumps(TAG))
     for text in ("plain text", 'so: <f=add>{"n": 1}</f> done', "<f=no>null</f>", '<f=no>null</f><f=add>{"n":2}</f>'):
         assert accepts(guide, text), text
-    for text in ("<f=mul>{}</f>", '<f=add>{"n": "x"}</f>', '<f=add>{"n": 1}', "<f=no>  null</f>"):
+    for text in (
+        "<f=mul>{}</f>",
+        '<f=add>{"n": "x"}</f>',
+        '<f=add>{"n": 1}',
+        "<f=no>  null</f>",
+        '<f=add>{"n":   1}</f>',
+    ):
         assert not accepts(guide, text), text
 
 
@@ -114,6 +120,11 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
         ("regex", "(a", 'invalid regex "(a" (in regex): regex parse error: unclosed group'),
         ("regex", "(?=a)a", "look-around, including look-ahead and look-behind, is not supported"),
         ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]; leave them out'),
+        (
+            "json_schema",
+            '{"type": "integr"}',
+            "Invalid type: integr; give null, boolean, integer, number, string, array or object",
+        ),
         ("json_schema", '{"format": "phone"}', "Unknown format: phone; leave it out, or use pattern"),
         (
             "json_schema",
@@ -126,7 +137,23 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
 def test_an_error_says_why_and_what_to_do(kind: str, text: str, sentence: str) -> None:
     with pytest.raises(GuideError) as caught:
         compiled(kind, text)
-    assert str(caught.value).startswith("the guide cannot be compiled: ") and str(caught.value).endswith(sentence)
+    assert str(caught.value).startswith("it cannot be compiled: ") and str(caught.value).endswith(sentence)
+
+
+@pytest.mark.parametrize("change", [{}, {"at_most_one": True}, {"triggers": [], "free_text": False}])
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "integr"}, {"pattern": "(?=a)"}, 5])
+def test_an_error_of_one_structure_says_of_which(change: dict[str, object], schema: object) -> None:
+    """The bad schema is put in place of each one in turn; the first structures begin with other triggers than the last."""
+    good = [{"begin": f"<{kind}={i}>", "schema": {"type": "null"}, "end": "</>"} for kind in "fg" for i in range(2)]
+    for i in range(len(good)):
+        structures = [each | {"schema": schema} if at == i else each for at, each in enumerate(good)]
+        tag = {"triggers": ["<g=", "<f="], "structures": structures, **change}
+        with pytest.raises(GuideError) as caught:
+            compiled("structural_tag", json.dumps(tag))
+        assert caught.value.place == f".structures[{i}].schema"
+        said = str(caught.value)
+        assert not re.search(r"at \d", said), "a place in a grammar that nobody wrote"
+        assert said.count("compile") == (schema != 5), said
 
 
 def test_special_tokens_are_no_text() -> None:

@@ -14,10 +14,13 @@ from backend.api import EngineConfig, OutputConfig, Request, Response, SamplingC
 from backend.api.config import GuidedConfig, KvCacheConfig, ModelConfigSection, SchedulerConfig
 from backend.api.guide import Guide, GuideType
 from backend.api.response import FinishReason, Result
+from backend.core.step import NewRow, Row, SlotId
 from backend.executor import Executor
+from backend.guided.protocol import Matcher
+from backend.worker.guided_rows import GuidedRows
 from tests.executor.helpers import drain
 from tests.guided.test_grammars import ARITHMETIC, ARITHMETIC_IN_LARK
-from tests.guided.tools import MODEL, tokenizer
+from tests.guided.tools import MODEL, VOCAB, backend, tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -258,3 +261,19 @@ def test_an_engine_without_guided_decoding_says_so() -> None:
     off = EngineConfig(config().model, config().kv_cache, config().scheduler, guided=GuidedConfig(backend="none"))
     with Executor.from_directory(MODEL, off) as made:
         assert error_of(made, request(CODE)).startswith("GuidedDecoder is not setup")
+
+
+def test_who_takes_a_slot_without_a_guide_has_none() -> None:
+    """The sequence that had the slot before has left its matcher there."""
+
+    class Source:
+        def matcher(self, guide: Guide) -> Matcher:
+            return backend().compile(guide).matcher()
+
+    rows = GuidedRows(Source(), num_slots=1, vocab_size=VOCAB)
+    slot, step = SlotId(0), [Row(SlotId(0), 0, 1, True)]
+    taken = NewRow(slot, [1], 1, 0, [], SamplingConfig(), guide=Guide(GuideType.REGEX, "a"))
+    rows.set_row(taken)
+    assert rows.of_step(step) is not None
+    rows.set_row(NewRow(slot, [1], 1, 0, [], SamplingConfig()))
+    assert rows.of_step(step) is None

@@ -112,7 +112,7 @@ def test_a_guide_of_type_json_is_any_object() -> None:
     ("text", "sentence"),
     [
         ("{", "no JSON"),
-        ("[]", "a list, an object is needed"),
+        ("[]", r"the schema is \[\], an object is needed"),
         ("false", "nothing satisfies"),
         ('{"type": "string", "type": "integer"}', "'type' twice"),
         ('{"minimum": NaN}', "NaN"),

@@ -137,6 +137,10 @@ def test_speculative_configurations(given: object, expected: SpeculationConfig) 
 def test_a_draft_target_needs_a_draft() -> None:
     with pytest.raises(ParameterError, match="give speculative_model_dir"):
         LlmArguments({"speculative_config": {"decoding_type": "Draft_Target"}})
+    with pytest.raises(
+        ParameterError, match="has no decoding_type; give one of NGram, Lookahead, AUTO and Draft_Target"
+    ):
+        LlmArguments({"speculative_config": {"method": "ngram"}})  # as vLLM writes it
 
 
 @pytest.mark.feature("002-45")

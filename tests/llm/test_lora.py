@@ -80,7 +80,7 @@ def test_what_is_not_there_or_too_large_is_an_error_of_its_request(
 ) -> None:
     with pytest.raises(RequestError, match="LoRA task 99 not found in cache"):
         adapted.generate(PROMPT, FEW, lora_request=LoRARequest("unknown", 99))
-    with pytest.raises(RequestError, match="none: adapter_config.json: File does not exist"):
+    with pytest.raises(RequestError, match="LoRA adapter 'none': none: adapter_config.json: File does not exist; put"):
         adapted.generate(PROMPT, FEW, lora_request=LoRARequest("none", 3, str(tmp_path / "none")))
     wide = make_adapter(model_dir, tmp_path / "wide", 1, rank=9, target_modules=["o_proj"])
     with pytest.raises(RequestError, match=r"has rank 9 in layer 0, o_proj, the limit is 8 \(lora.max_rank\)"):

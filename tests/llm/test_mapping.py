@@ -206,7 +206,7 @@ def test_what_a_request_brings_besides_is_refused_by_its_name(fields: dict) -> N
 @pytest.mark.feature("002-07", "002-45")
 def test_an_adapter_is_known_by_its_id_and_read_from_its_directory() -> None:
     request = GenerationRequest([1], SamplingParams(), lora_request=LoRARequest("math", 7, "dir"))
-    assert core_request(request, None, MODEL, 20).lora == LoraConfig(7, path="dir")
+    assert core_request(request, None, MODEL, 20).lora == LoraConfig(7, path="dir", name="math")
 
 
 def test_what_a_prompt_brings_besides_tokens_travels_with_it() -> None:
@@ -256,3 +256,8 @@ def test_retention_comes_as_our_own_or_with_the_fields_of_tensorrt_llm() -> None
 )
 def test_guided_decoding_params_are_a_guide(given: dict[str, Any], guide: Guide | None) -> None:
     assert mapped(guided_decoding=GuidedDecodingParams(**given)).guide == guide
+
+
+def test_a_guide_that_is_no_guided_decoding_params_is_named() -> None:
+    with pytest.raises(TypeError, match="guided_decoding is a dict, a GuidedDecodingParams is needed"):
+        mapped(guided_decoding={"json": {}})

@@ -150,7 +150,10 @@ def test_a_model_that_was_not_prepared_for_lora_refuses(checkpoint: Callable[[st
     with Executor.from_directory(checkpoint("llama2"), config(TORCH, enabled=False)) as executor:
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(3)))
     assert code is ErrorCode.UNSUPPORTED
-    assert message == "LoRA is not enabled, the request asks for adapter 3; start with --set lora.enabled=true"
+    assert message == (
+        "LoRA is not enabled, the request asks for adapter 3; set lora.enabled=true (in the LLM API enable_lora=True), or "
+        "leave it out"
+    )
 
 
 @pytest.mark.feature("001-40")
@@ -163,11 +166,11 @@ def test_an_adapter_of_the_highest_rank_fits_and_one_more_is_refused(
         run(executor, request(PROMPTS[0], LoraConfig(1, path=str(paths[0]))))
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(2, path=str(paths[1]))))
     assert code is ErrorCode.INVALID_ARGUMENT
-    assert message == "the LoRA adapter has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); raise it"
+    assert message == "LoRA adapter 2: it has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); raise it"
 
 
 REFUSED = {
-    "dora": (dict(use_dora=True), "use_dora is true"),
+    "dora": (dict(use_dora=True), "LoRA adapter 1: adapter_config.json: use_dora is true"),
     "bias": (dict(bias="lora_only"), "bias is lora_only"),
     "head": (dict(target_modules=["lm_head"]), "base_model.model.lm_head."),
     "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save is"),

@@ -95,9 +95,13 @@ def test_what_cannot_be_read_or_held_ends_the_start_with_a_sentence(
     too_many = refusal(base, prefetched, host_bytes=50_000)
     assert too_many.startswith(f"lora.prefetch_dir: folder {(1 << 64) - 1}: the LoRA adapters up to this one take")
     (tmp_path / "5").mkdir()
+    (tmp_path / "dora").mkdir()
+    (tmp_path / "dora" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    named = refusal(base, prefetched, adapters=(f"doll={tmp_path / 'dora'}",))
+    assert named.startswith(f"lora.adapters: doll={tmp_path / 'dora'}: adapter_config.json: use_dora is true, which is")
     assert refusal(base, tmp_path) == (
-        "lora.prefetch_dir: folder 5: LoRA adapter 5: 5: adapter_config.json: File does not exist; give the directory of a "
-        "PEFT adapter"
+        "lora.prefetch_dir: folder 5: LoRA adapter 5: 5: adapter_config.json: File does not exist; put a PEFT adapter there, or "
+        "name another one"
     )
 
 

@@ -23,7 +23,7 @@ def change(owner: object, name: str, *replacements: tuple[str, str]) -> Plant:
             source = source.replace(old, new)
         code = compile(source, f"<mutant of {name}>", "exec", flags=__future__.annotations.compiler_flag)
         found: dict[str, object] = {}
-        exec(code, function.__globals__, found)
+        exec(code, inspect.unwrap(function).__globals__, found)
         set_attribute(owner, name, found[function.__name__])
 
     return plant

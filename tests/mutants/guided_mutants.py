@@ -7,10 +7,11 @@ from backend.engine import beam_step
 from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
-from backend.guided import json_text, llguidance_backend, structural_tag, vocabulary
+from backend.guided import llguidance_backend, vocabulary
 from backend.guided.compiler import GuideCompiler
-from backend.guided.llguidance_backend import LLGuidanceMatcher
+from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
+from gateway import errors, invalid, translate
 from tests.mutants.changes import change
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
@@ -19,6 +20,7 @@ COMPILER = ["tests/guided/test_compiler.py"]
 WAITING = ["tests/engine/test_antechamber_guides.py"]
 SCHEMAS = ["tests/guided/test_schemas.py"]
 GRAMMARS = ["tests/guided/test_grammars.py"]
+GATEWAY = ["tests/gateway/test_guides.py"]
 VOCABULARY = ["tests/guided/test_vocabulary.py"]
 
 MUTANTS = {
@@ -52,7 +54,7 @@ MUTANTS = {
         change(GuidedStep, "mask", ("[each.logits for each in self._places]", "[*range(len(self._places))]")),
         OUTPUTS,
     ),
-    "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if row.error:", "if False:")), OUTPUTS),
+    "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if each.row.error:", "if False:")), OUTPUTS),
     "beams_without_a_token_end_the_engine": (
         change(beam_step, "take_further", (" if search.ended else RowFailure(_STUCK)", "")),
         OUTPUTS,
@@ -89,7 +91,10 @@ MUTANTS = {
     ),
     "any_number_of_requests_waits": (change(Antechamber, "enter", (">= self._max_size", ">= 1e9")), WAITING),
     "no_end_id_is_needed": (change(Intake, "ready_to_wait", ("if not self._model.eos_ids:", "if False:")), WAITING),
-    "keys_twice_are_one": (change(json_text, "parse_json", ("if len(found) < len(pairs):", "if False:")), SCHEMAS),
+    "keys_twice_are_one": (
+        change(llguidance_backend, "parse_json", ("if len(found) < len(pairs):", "if False:")),
+        SCHEMAS,
+    ),
     "a_client_s_options_hold": (
         change(llguidance_backend, "_of_schema", (", overrides=_OPTIONS", "")),
         SCHEMAS,
@@ -98,9 +103,37 @@ MUTANTS = {
         change(llguidance_backend, "_body", ('{**schema, "x-guidance": _OPTIONS}', "schema")),
         GRAMMARS,
     ),
+    "places_in_our_own_grammar_are_told": (
+        change(LLGuidanceBackend, "compile", ("and (found := _LINE.match(sentence))", "and (found := None)")),
+        GRAMMARS,
+    ),
+    "places_are_those_of_the_line_before": (
+        change(LLGuidanceBackend, "compile", ("int(found[1])", "int(found[1]) - 1")),
+        GATEWAY,
+    ),
+    "the_compiler_tells_no_place": (
+        change(GuideCompiler, "_compile", ("InvalidGuide(str(error), error.place)", "InvalidGuide(str(error))")),
+        COMPILER,
+    ),
+    "the_tool_is_counted_among_the_chosen": (
+        change(translate, "form_of_tools", ("for i in tools)", "for i in range(len(tools)))")),
+        GATEWAY,
+    ),
+    "what_was_written_is_not_told": (
+        change(errors, "from_triton", ("field = origin.field_at(place[1])", "field = None")),
+        GATEWAY,
+    ),
+    "what_is_missing_beside_is_not_told": (
+        change(invalid, "_missing_beside", ("each[:-1] == path[:-1]", "False")),
+        ["tests/gateway/test_errors.py"],
+    ),
+    "a_form_that_is_not_named_is_another": (
+        change(invalid, "_other_form", ('if "tag" not in context:', "if False:")),
+        ["tests/gateway/test_errors.py"],
+    ),
     "triggers_may_overlap": (
         change(
-            structural_tag, "parse_structural_tag", ("if any(other != trigger", "if False and any(other != trigger")
+            llguidance_backend, "parse_structural_tag", ("if any(other != trigger", "if False and any(other != trigger")
         ),
         GRAMMARS,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.api import lora as api_lora
 from backend.api.request import Request
 from backend.engine.antechamber import Antechamber
 from backend.engine.intake import Intake
@@ -10,6 +11,8 @@ from backend.kvcache.prefix_trie import PrefixTrie
 from backend.models import lora
 from backend.scheduler.adapters import AdapterCache, Level
 from backend.scheduler.scheduler import Scheduler
+from backend.serving.fronts import llmapi, trtllm_tokens
+from deploy import serve
 from gateway.core import Gateway
 from tests.mutants.changes import change
 
@@ -92,6 +95,22 @@ MUTANTS = {
         EVENTS,
     ),
     "alpha_is_one_for_all": (change(lora, "_scale", ("alpha = value", "pass")), MODEL),
+    "adapters_of_other_kinds_begin": (
+        change(serve, "with_adapters", ("check_adapter_files(Path(directory))", "pass")),
+        ["tests/deploy/test_serve_options.py"],
+    ),
+    "other_kinds_are_plain_adapters": (
+        change(api_lora, "read_peft_config", ("if raw.get(key) not in plain:", "if False:")),
+        ["tests/model/test_lora_prefetch.py"],
+    ),
+    "a_name_is_forgotten": (
+        change(trtllm_tokens, "read_lora", ("    if name:", "    if False:")),
+        ["tests/serving/test_trtllm_inputs.py"],
+    ),
+    "an_id_beside_a_name_counts": (
+        change(llmapi, "_adapter", ("    if name:", "    if name and not task_id:")),
+        ["tests/serving/test_llmapi_model.py"],
+    ),
     "the_endpoint_forgets_the_adapter": (change(Gateway, "jobs", ("request | adapter", "request")), GATEWAY),
     "an_adapter_has_no_parent": (change(Gateway, "card", ("card if name in", "card if True or name in")), GATEWAY),
     "the_rank_is_not_divided_by": (change(lora, "_scale", ("else rank)", "else 1)")), MODEL),

@@ -10,7 +10,7 @@ from tests.serving import conftest  # noqa: F401
 from backend.serving import cancellation, model_server, requests
 from backend.serving.cancellation import CancellationPoller
 from backend.serving.environment import RunDirectory
-from backend.serving.fronts import llmapi, trtllm_tokens
+from backend.serving.fronts import llmapi, named_sampling, trtllm_tokens, vllm_engine_args
 from backend.serving.housekeeper import Housekeeper
 from backend.serving.metrics import MetricsPublisher
 from backend.serving.model_server import ModelServer
@@ -26,6 +26,14 @@ SEVERAL = "tests/serving/test_several_sequences.py::"
 RACES = "tests/serving/test_pump_races.py::"
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "the_draft_model_is_not_told": (
+        change(vllm_engine_args, "_of_speculation", ('if method == "draft_model":', "if False:")),
+        ["tests/serving/test_vllm_backend.py"],
+    ),
+    "of_what_may_stand_there_nothing_is_told": (
+        change(named_sampling, "_sentence", ("if place else", "if not place else")),
+        ["tests/serving/test_everbatch_model.py"],
+    ),
     "sweeps_take_all_the_time": (
         change(cancellation, "pause_s", ("min(sweep_s / SHARE - sweep_s, MAX_PAUSE_S), ", "")),
         ["tests/serving/test_cancellation_gate.py"],

@@ -88,6 +88,13 @@ def test_sampling_follows_vllms_defaults_and_names(tools: TextTools) -> None:
         ({"raw": "[1]"}, "request: expected `object`, got `array`"),
         ({"prompt": "a", "stop": ["s" * 5000]}, "stop has 5000 bytes"),
         ({"prompt": "a" * 30_000}, "bytes, the limit is"),
+        (
+            {"prompt": "a", "guide": {"type": "xml"}},
+            r"^request\.guide\.type: invalid enum value 'xml'; allowed are json, json_schema, regex, ebnf_grammar, struct",
+        ),
+        ({"prompt": "a", "guide": "json"}, r"^request\.guide: expected `object .*got `str`; its keys are type, text$"),
+        ({"prompt": "a", "guide": {"schema": {}}}, r"^request\.guide: object .* field `.*`; its keys are type, text$"),
+        ({"prompt": "a", "guide": {"type": "json", "text": 5}}, r"^request\.guide\.text: expected `str`, got `int`$"),
     ],
 )
 def test_what_is_wrong_is_named(tools: TextTools, fields: dict[str, Any], message: str) -> None:
@@ -110,10 +117,12 @@ def test_an_adapter_is_named_as_the_configuration_has_it(tools: TextTools) -> No
     lora = work(tools, config=config, prompt="a", lora_name="doll").request.lora
     assert lora is not None and lora.path == "/loras/doll"
     assert work(tools, config=config, prompt="a").request.lora is None
-    with pytest.raises(Unsupported, match=r"^LoRA cow is not supported, we currently support \['doll'\]$"):
+    assert lora.shown == "'doll'", "errors name it as its client does"
+    with pytest.raises(Unsupported, match=r"^lora_name is 'cow', there are \['doll'\]; name one of them"):
         work(tools, config=config, prompt="a", lora_name="cow")
-    with pytest.raises(Unsupported, match=r"^LoRA feature is not enabled\.$"):
-        work(tools, prompt="a", lora_name="doll")
+    for without in (EngineConfig(), EngineConfig(lora=LoraSection(enabled=True))):
+        with pytest.raises(Unsupported, match=r"^lora_name is 'doll', .*; start the server with --lora doll=DIRECTORY"):
+            work(tools, config=without, prompt="a", lora_name="doll")
 
 
 def test_a_stream_tells_deltas_and_its_end_the_usage(tools: TextTools) -> None:

@@ -39,6 +39,9 @@ NOT_READ = "came as a request parameter, which this model does not read; "
         (TOKEN_MODEL, "diversity_penalty", 0.5, "here the input is called beam_search_diversity_rate (FP32)"),
         (EVERBATCH, "best_of", 2, "put it into the JSON of the input request"),
         (EVERBATCH, "temperature", 0.5, "put it into the JSON of the input request"),
+        (ENSEMBLE, "lora", "doll", "here the input is called lora_name (STRING)"),
+        (ENSEMBLE, "adapter_id", "doll", "here the input is called lora_name (STRING)"),
+        (ENSEMBLE, "json_schema", "{}", "here the input is called guided_decoding_guide (STRING)"),
         (LLMAPI, "stop", "x", "here the input is called sampling_param_stop (STRING)"),
     ],
 )

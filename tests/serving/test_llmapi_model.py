@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, ErrorCode, FinishReason, InvalidRequest, PerfMetrics, Result, Unsupported
+from backend.api.config import LoraSection
+from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.llmapi import LLMAPI
@@ -44,11 +46,12 @@ def arrays(**values: Any) -> dict[str, np.ndarray]:
 ENDED = {"is_final": False, "is_sequence_final": True}
 
 
-def work(tools: TextTools, decoupled: bool = True, **values: Any) -> Work:
+def work(tools: TextTools, decoupled: bool = True, adapters: tuple[str, ...] = (), **values: Any) -> Work:
     tensors = [Tensor(*item) for item in arrays(**{"text_input": "x = 1", **values}).items()]
     batch = Batch.read(LLMAPI.tensors, tensors, 64)
     info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
-    context = ServingContext(EngineConfig(), info, decoupled)
+    config = EngineConfig(lora=LoraSection(enabled=bool(adapters), adapters=adapters))
+    context = ServingContext(config, info, decoupled, adapters=config.lora.directories)
     LLMAPI.check(batch, context)
     (only,) = LLMAPI.parse(batch, context, Parameters(timeout_s=3.0, namespace="mine"), tools)
     return only
@@ -85,7 +88,10 @@ def test_sampling_parameters_fill_the_engines_fields(tools: TextTools) -> None:
     config = work(tools, **values, max_tokens=5).request.sampling_config
     assert {name: getattr(config, name) for name in values} == values
     assert work(tools, top_p=0.0).request.sampling_config.top_p is None
-    assert work(tools, best_of=1, beam_width=1, lora_id=0, image_url="", logits_post_processor_name="") is not None
+    assert (
+        work(tools, best_of=1, beam_width=1, lora_id=0, lora_name="", image_url="", logits_post_processor_name="")
+        is not None
+    )
 
 
 @pytest.mark.feature("W-10")
@@ -171,8 +177,13 @@ def test_performance_metrics_have_the_declared_types(tools: TextTools) -> None:
         ),
         ({"best_of": 2**31 - 1, "top_k": 5}, InvalidRequest, "allowed is 1 to 2048"),
         ({"image_url": "x"}, Unsupported, "image_url asks for image input"),
-        ({"lora_id": 1}, Unsupported, "lora_id asks for LoRA"),
-        ({"lora_path": "/x"}, Unsupported, "lora_path asks for LoRA"),
+        ({"lora_name": "doll"}, Unsupported, "start the server with --lora doll=DIRECTORY"),
+        (
+            {"lora_path": "/x"},
+            Unsupported,
+            "lora_path asks for an adapter at a path of the client's .*; send lora_name",
+        ),
+        ({"lora_ckpt_source": "nemo"}, Unsupported, "lora_ckpt_source asks for an adapter at a path"),
         ({"streaming": True, "decoupled": False}, InvalidRequest, "decoupled mode"),
     ],
 )
@@ -267,3 +278,15 @@ def test_an_error_of_the_engine_has_the_protocols_words_in_front(
     assert executor.submitted.acquire(timeout=10)
     executor.error(1, "it broke", ErrorCode.INTERNAL)
     assert request.sender.error() == "[INTERNAL] Error generating request: it broke"
+
+
+def test_an_adapter_is_one_of_the_server_s_by_name_or_one_that_the_engine_knows_by_id(tools: TextTools) -> None:
+    """Beside a name the id is the client's own number for it, as in a LoRARequest."""
+    served = {"adapters": ("doll=/loras/doll",)}
+    for more in ({}, {"lora_id": 7}, {"lora_ckpt_source": "hf"}):
+        lora = work(tools, **served, lora_name="doll", **more).request.lora
+        assert (lora.path, lora.name) == ("/loras/doll", "doll") and lora.task_id != 7
+    assert work(tools, **served, lora_id=7).request.lora == LoraConfig(7)
+    assert work(tools, **served).request.lora is None
+    with pytest.raises(Unsupported, match=r"lora_name is 'cow', there are \['doll'\]"):
+        work(tools, **served, lora_name="cow")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backend.api import EngineConfig, FinishReason, InvalidRequest, Request, Result
-from backend.api.config import LimitsConfig, TritonConfig
+from backend.api.config import LimitsConfig, LoraSection, TritonConfig
 from backend.api.errors import EverbatchError
 from backend.api.lora import LoraConfig
 from backend.api.request import RetentionConfig, TokenRangeRetention
@@ -26,6 +26,7 @@ from tests.serving.fake_triton import Tensor
 from tests.serving.helpers import MODEL_DIRECTORY, bools, floats, ints, strings, token_inputs, uint64
 
 MODEL = ModelInfo("m", vocab_size=100, max_seq_len=64)
+LORA = LoraSection(enabled=True, adapters=("doll=/loras/doll",))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def tools() -> TextTools:
 
 def token_work(prompt: list[int] = [7, 8], decoupled: bool = True, **inputs: np.ndarray) -> Work:  # noqa: B006, only read
     tensors = [Tensor(name, array) for name, array in token_inputs([prompt], **inputs).items()]
-    config = EngineConfig(limits=LimitsConfig(max_extra_bytes=1024))
-    context = ServingContext(config, MODEL, decoupled)
+    config = EngineConfig(limits=LimitsConfig(max_extra_bytes=1024), lora=LORA)
+    context = ServingContext(config, MODEL, decoupled, adapters=LORA.directories)
     (work,) = parse_token_requests(Batch.read(TOKEN_MODEL, tensors, 64), context, Parameters())
     return work
 
@@ -51,7 +52,7 @@ def text_work(tools: TextTools, accumulate: bool = False, **inputs: np.ndarray) 
     inputs = {"text_input": strings("x ="), "max_tokens": ints(4), **inputs}
     triton = TritonConfig(accumulate_tokens=accumulate)
     info = ModelInfo("m", tools.tokenizer.vocab_size, 64, eos_ids=(3,))
-    context = ServingContext(EngineConfig(triton=triton), info)
+    context = ServingContext(EngineConfig(triton=triton, lora=LORA), info, adapters=LORA.directories)
     batch = Batch.read(BLS, [Tensor(name, array) for name, array in inputs.items()], 64)
     (work,) = parse_text_requests(batch, context, Parameters(), tools)
     return work
@@ -68,6 +69,18 @@ def test_an_adapter_comes_with_its_weights_or_by_its_id_alone(tools: TextTools) 
     assert asked(**given | {"lora_task_id": uint64(0)}).lora == msgspec.structs.replace(expected, task_id=0)
     with pytest.raises(InvalidRequest, match="need the lora_task_id"):
         asked(lora_weights=weights, lora_config=config)
+
+
+def test_an_adapter_of_the_server_s_is_named_instead(tools: TextTools) -> None:
+    named, nobody = strings("doll"), strings("cow")
+    for lora in (asked(lora_name=named).lora, text_work(tools, lora_name=named).request.lora):
+        assert (lora.path, lora.name) == ("/loras/doll", "doll")
+    assert asked(lora_name=strings("")).lora is None
+    assert asked(lora_name=strings(""), lora_task_id=uint64(7)).lora == LoraConfig(7)
+    assert asked(lora_name=named, lora_task_id=uint64(0)).lora == asked(lora_name=named).lora
+    for wrong in (dict(lora_name=nobody), dict(lora_name=named, lora_task_id=uint64(7))):
+        with pytest.raises(InvalidRequest, match="there are|send one of them"):
+            asked(**wrong)
 
 
 def told(output: RowOutput) -> list[dict[str, Any]]:

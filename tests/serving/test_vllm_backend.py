@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backend.api import ConfigError
+from backend.api import ConfigError, load_config
 from backend.serving import assembly
 from backend.serving.fronts.vllm import TENSORS
 from backend.serving.fronts.vllm_engine_args import MAX_BYTES, OUR_KEYS, read_engine_args, remarks
@@ -126,6 +127,35 @@ def test_the_model_that_is_named_and_served_needs_no_remark(served: str) -> None
 def test_another_model_than_the_served_one_is_said() -> None:
     (remark,) = remarks({"model": "facebook/opt-125m"}, "/models/llama")
     assert remark == "model is facebook/opt-125m, but llama is served (--model or model.path); it answers"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+            "asks for ngram, and is not looked at; set speculation.mode=lookup, speculation.max_draft_tokens=5 of the engine",
+        ),
+        ({"model": "[ngram]"}, "asks for [ngram], and is not looked at; set speculation.mode=lookup of the engine"),
+        (
+            {"model": "small/draft", "num_speculative_tokens": 3},
+            "set speculation.mode=draft_model, speculation.draft_model=small/draft, speculation.max_draft_tokens=3 of the",
+        ),
+        (
+            {"method": "eagle3", "model": "x"},
+            "asks for the method eagle3, which this engine does not have; it has ngram",
+        ),
+        ("x", "asks for the method x, which this engine does not have"),
+    ],
+)
+def test_speculation_as_vllm_has_it_is_told_in_keys_of_this_engine(asked: Any, sentence: str) -> None:
+    """The engine is one for all models, so that a model's file cannot set it. What is told can be set as it stands."""
+    (remark,) = remarks({"speculative_config": asked}, "/models/llama")
+    assert remark.startswith("speculative_config ") and sentence in remark
+    settings = re.findall(r"speculation\.\w+=[^, ]+", remark) if "set " in remark else []
+    config = load_config(overrides=settings).speculation
+    names = [each.partition("=")[0].removeprefix("speculation.") for each in settings]
+    assert [f"speculation.{name}={getattr(config, name)}" for name in names] == settings
 
 
 def test_the_keys_that_remarks_name_exist() -> None:

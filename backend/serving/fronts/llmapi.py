@@ -16,9 +16,11 @@ import numpy as np
 
 from backend.api import InvalidRequest, OutputConfig, PerfMetrics, Request, SamplingConfig
 from backend.api.limits import check_num_sequences
+from backend.api.lora import LoraConfig
 from backend.serving.dialect import Dialect, prefixed
 from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, prompt_too_long
+from backend.serving.named_adapters import named_adapter
 from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, BeamsOutput, JointOutput, Render, text_array
 from backend.serving.reading import Batch
@@ -31,6 +33,7 @@ from backend.text.words import words_token_ids
 DEFAULT_MAX_TOKENS = 32
 CANCELLED = "Request cancelled by client"
 PREFIX = "sampling_param_"
+_BY_PATH = "an adapter at a path of the client's (the server names adapters, --lora NAME=DIRECTORY; send lora_name)"
 
 TENSORS = ModelTensors(
     "llmapi",
@@ -55,14 +58,12 @@ TENSORS = ModelTensors(
         Input(PREFIX + "beam_width", "INT32", ONE, "sampling.beam_width"),
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
-        *refused("LoRA", ("lora_id", "UINT64", ONE), neutral=(0,)),
-        *refused(
-            "LoRA",
-            ("lora_name", "STRING", ONE),
-            ("lora_path", "STRING", ONE),
-            ("lora_ckpt_source", "STRING", ONE),
-            neutral=("",),
-        ),
+        Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters
+        Input(
+            "lora_id", "UINT64", ONE, "request"
+        ),  # alone a task id that the engine knows; beside a name the client's own
+        *refused(_BY_PATH, ("lora_path", "STRING", ONE), neutral=("",)),
+        *refused(_BY_PATH, ("lora_ckpt_source", "STRING", ONE), neutral=("", "hf")),
     ),
     outputs=(
         Output("text_output", "STRING", ANY, "always"),
@@ -123,6 +124,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
         logits_post_processor=batch.scalar(PREFIX + "logits_post_processor_name", 0) or "",
+        lora=_adapter(batch, context),
     )
     echoes = batch.scalar(PREFIX + "exclude_input_from_output", 0) is False and not streaming
 
@@ -139,6 +141,13 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         return [Work(request, BeamsOutput(new_reporter, render, streaming=streaming))]
     reporters = [new_reporter() for _ in range(best_of)]
     return [Work(request, JointOutput(reporters, lambda told: render([_most_likely(told)]), streaming=streaming))]
+
+
+def _adapter(batch: Batch, context: ServingContext) -> LoraConfig | None:
+    name, task_id = batch.scalar("lora_name", 0), batch.scalar("lora_id", 0)
+    if name:
+        return named_adapter(name, context.adapters, context.config.lora.enabled)
+    return LoraConfig(int(task_id)) if task_id else None
 
 
 def _most_likely(told: Sequence[News]) -> News:

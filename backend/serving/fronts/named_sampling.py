@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any, Literal
 
 import msgspec
+import msgspec.inspect
 from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
@@ -15,6 +17,7 @@ from backend.text.tokenizer import Tokenizer
 
 MAX_NAMED = 4  # unknown names that one error lists
 MAX_CHOICES = 128  # sequences for one prompt, as in OpenAI's API: the answer may hold the prompt so many times
+_PLACE = re.compile(r"\.(\w+)")  # a name in msgspec's path of an error
 _EARLY_STOPPING: dict[bool | str, int] = {True: 1, False: 0, "never": 2}  # as the engine has it
 
 
@@ -155,7 +158,7 @@ def from_json(name: str, value: Any, kind: type[Any], strict: bool = True) -> An
     except (msgspec.ValidationError, RecursionError) as error:
         if isinstance(value, dict) and (unknown := sorted(set(value) - set(kind.__struct_fields__))):
             raise Unsupported(f"{name}: {_unknown(unknown, kind)}; leave out what is not known") from None
-        raise InvalidRequest(_sentence(name, error)) from None
+        raise InvalidRequest(_sentence(name, error, kind)) from None
 
 
 def _unknown(names: list[str], kind: type[Any]) -> str:
@@ -166,7 +169,23 @@ def _unknown(names: list[str], kind: type[Any]) -> str:
     )
 
 
-def _sentence(name: str, error: Exception) -> str:
-    """msgspec's sentence, with the place in front: the types that are expected and found, never a value."""
+def _sentence(name: str, error: Exception, kind: type[Any]) -> str:
+    """msgspec's sentence, with the place in front and what may stand there behind: types and names, of values only an
+    enumeration's.
+    """
     problem, _, place = str(error).partition(" - at `$")
-    return f"{name}{place.rstrip('`')}: {problem[:1].lower()}{problem[1:]}"
+    place = place.rstrip("`")
+    choices = _choices(msgspec.inspect.type_info(kind), _PLACE.findall(place)) if place else ""
+    return f"{name}{place}: {problem[:1].lower()}{problem[1:]}{choices}"
+
+
+def _choices(found: msgspec.inspect.Type, path: list[str]) -> str:
+    """What a list of names leads to: the keys of an object, the values of an enumeration; '' for anything else."""
+    if isinstance(found, msgspec.inspect.UnionType):
+        return next((text for each in found.types if (text := _choices(each, path))), "")
+    if isinstance(found, msgspec.inspect.StructType):
+        inner = {field.encode_name: field.type for field in found.fields}
+        return _choices(inner[path[0]], path[1:]) if path else f"; its keys are {', '.join(inner)}"
+    if isinstance(found, msgspec.inspect.EnumType):
+        return f"; allowed are {', '.join(each.value for each in found.cls)}"
+    return ""

@@ -11,7 +11,9 @@ from backend.api.lora import LoraConfig
 from backend.api.prompt_limits import FLOAT_BYTES
 from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
 from backend.api.tensor import TensorData
+from backend.serving.named_adapters import named_adapter
 from backend.serving.reading import Batch
+from backend.serving.requests import ServingContext
 
 _RANGES = "retention_token_range_"
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
@@ -90,10 +92,15 @@ def read_guide(batch: Batch, row: int) -> Guide | None:
         raise InvalidRequest(f"guided_decoding_guide_type is {kind[:80]!r}, allowed are {known}") from None
 
 
-def read_lora(batch: Batch, row: int) -> LoraConfig | None:
-    """The row's adapter; None without one. Raises InvalidRequest for weights without an id."""
+def read_lora(batch: Batch, row: int, context: ServingContext) -> LoraConfig | None:
+    """The row's adapter; None without one. Raises InvalidRequest for weights without an id, and for an id beside a name."""
     task_id = batch.scalar("lora_task_id", row)
     weights, config = (batch.matrix(name, row) for name in ("lora_weights", "lora_config"))
+    name = batch.scalar("lora_name", row)
+    if name:
+        if task_id or weights is not None or config is not None:
+            raise InvalidRequest("lora_name and lora_task_id both say which adapter is meant; send one of them")
+        return named_adapter(name, context.adapters, context.config.lora.enabled)
     if weights is None and config is None:
         return LoraConfig(task_id) if task_id else None
     if task_id is None:

@@ -1,7 +1,7 @@
 """The tensors of tensorrt_llm, ensemble and tensorrt_llm_bls.
 
 Names, types and meaning follow tensorrtllm_backend (v0.5 to v0.21); START, END, STOP, CORRID, step and session_len
-follow LMDeploy's TurboMind backend; top_log_probs is this project's own.
+follow LMDeploy's TurboMind backend; messages, top_log_probs and lora_name are this project's own.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ _LORA = (
     Input("lora_task_id", "UINT64", ONE, "request"),  # 0 without weights names no adapter
     Input("lora_weights", "FP16", (-1, -1), "request"),
     Input("lora_config", "INT32", (-1, 3), "request"),
+    Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters, instead of these
 )
 
 _GUIDE = (

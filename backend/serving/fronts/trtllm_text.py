@@ -97,7 +97,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         cache_salt=parameters.namespace,
         guide=read_guide(batch, row),
         prompt_embeddings=read_embeddings(batch, row, context.config.limits.max_extra_bytes),
-        lora=read_lora(batch, row),
+        lora=read_lora(batch, row, context),
     )
     # The prompt of a chat was written by the template, so it is echoed only if the request asks for that.
     echo = not streaming and echoes_prompt(batch, row, default_exclude=triton.exclude_input_in_output or prompt.is_chat)

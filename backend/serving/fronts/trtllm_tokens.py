@@ -58,7 +58,7 @@ def _parse_row(batch: Batch, row: int, context: ServingContext, parameters: Para
         retention=read_retention(batch, row),
         prompt_embeddings=embeddings,
         guide=read_guide(batch, row),
-        lora=read_lora(batch, row),
+        lora=read_lora(batch, row, context),
         draft_tokens=[] if drafts is None else drafts.tolist(),
         max_draft_tokens=read_lookahead(batch, row),
     )

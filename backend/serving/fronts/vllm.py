@@ -20,7 +20,7 @@ from backend.serving.fronts.front import TextFront, TextTools
 from backend.serving.fronts.limits import MAX_TOKEN_BYTES, fitting_tokens, prompt_too_long
 from backend.serving.fronts.vllm_log_probs import log_probs_json
 from backend.serving.fronts.vllm_sampling import TENSOR, VllmSampling, read_sampling
-from backend.serving.named_adapters import NOT_ENABLED, NOT_SUPPORTED, named_adapter
+from backend.serving.named_adapters import NOT_SUPPORTED, VLLMS, named_adapter
 from backend.serving.news import News, TextReporter
 from backend.serving.outputs import Arrays, Render, text_array
 from backend.serving.reading import Batch
@@ -114,7 +114,7 @@ def parse(batch: Batch, context: ServingContext, parameters: Parameters, tools: 
         timeout_s=parameters.timeout_s,
         cache_salt=parameters.namespace,
         guide=asked.guide(),
-        lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled),
+        lora=named_adapter(asked.lora_name, context.adapters, context.config.lora.enabled, VLLMS),
     )
     prefix = "" if streaming or batch.scalar("exclude_input_in_output", 0) else text
 
@@ -197,7 +197,7 @@ def finish_name(finish: FinishReason | None) -> str:
 
 def error_text(code: ErrorCode, message: str) -> str:
     """An error as vLLM's backend words it."""
-    is_whole = message in (NOT_ENABLED, CANCELLED) or NOT_SUPPORTED in message
+    is_whole = message in (VLLMS.without_any, CANCELLED) or NOT_SUPPORTED in message
     return message if is_whole else f"Error generating stream: {message}"
 
 

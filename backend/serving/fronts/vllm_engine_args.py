@@ -17,6 +17,7 @@ from backend.serving.free_parameters import did_you_mean
 
 MAX_BYTES = 1 << 20
 NAMED_MODEL = "model"
+SPECULATION = "speculative_config"
 DEFAULT_MODEL = "the default model"
 
 # Engine arguments that have a key here.
@@ -36,7 +37,16 @@ OUR_KEYS = {
     "max_num_seqs": "scheduler.max_batch_size",
     "max_num_batched_tokens": "scheduler.max_num_tokens",
     "max_logprobs": "limits.max_top_log_probs",
+    "enable_lora": "lora.enabled",
+    "max_lora_rank": "lora.max_rank",
+    "lora_modules": "lora.adapters",
+    "guided_decoding_backend": "guided.backend",
+    "speculative_config": "speculation.mode",
+    "speculative_model": "speculation.draft_model",
+    "num_speculative_tokens": "speculation.max_draft_tokens",
 }
+# Ways of guessing in vLLM's speculative_config -> speculation.mode
+_MODES = {"ngram": "lookup", "[ngram]": "lookup", "draft_model": "draft_model"}
 # The others of vLLM 0.2 to 0.11.
 OTHERS = frozenset(
     """
@@ -50,31 +60,31 @@ OTHERS = frozenset(
     disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
     disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization disable_sliding_window
     distributed_executor_backend download_dir enable_dbo enable_eplb enable_expert_parallel enable_log_requests
-    enable_lora enable_lora_bias enable_mm_embeds enable_multimodal_encoder_data_parallel enable_prompt_adapter
+    enable_lora_bias enable_mm_embeds enable_multimodal_encoder_data_parallel enable_prompt_adapter
     enable_prompt_embeds enable_sleep_mode engine_use_ray eplb_config eplb_log_balancedness eplb_step_interval
-    eplb_window_size expert_placement_strategy fully_sharded_loras generation_config guided_decoding_backend
+    eplb_window_size expert_placement_strategy fully_sharded_loras generation_config
     guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace
     guided_decoding_disable_fallback hf_config_path hf_overrides hf_token ignore_patterns image_feature_size
     image_input_shape image_input_type image_token_id interleave_mm_strings io_processor_plugin
     kv_cache_memory_bytes kv_events_config kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill
     kv_transfer_config limit_mm_per_prompt load_format logits_processor_pattern logits_processors logprobs_mode
-    long_lora_scaling_factors long_prefill_token_threshold lora_dtype lora_extra_vocab_size lora_modules
+    long_lora_scaling_factors long_prefill_token_threshold lora_dtype lora_extra_vocab_size
     mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype max_context_len_to_capture max_cpu_loras max_log_len
-    max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_paddings
+    max_long_partial_prefills max_loras max_num_partial_prefills max_paddings
     max_parallel_loading_workers max_prompt_adapter_token max_prompt_adapters max_seq_len_to_capture media_io_kwargs
     mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
     mm_processor_kwargs mm_shm_cache_max_object_size_mb model_impl model_loader_extra_config model_weights
     multi_step_stream_outputs ngram_prompt_lookup_max ngram_prompt_lookup_min nnodes node_rank num_lookahead_slots
-    num_redundant_experts num_scheduler_steps num_speculative_tokens observability_config optimization_level
+    num_redundant_experts num_scheduler_steps observability_config optimization_level
     otlp_traces_endpoint override_attention_dtype override_generation_config override_neuron_config
     override_pooler_config override_tensor_parallel_size pipeline_parallel_size pooler_config preemption_mode
     prefill_context_parallel_size prefix_caching_hash_algo pt_load_map_location qlora_adapter_name_or_path
     quantization_param_path ray_workers_use_nsight reasoning_parser reasoning_parser_plugin revision rope_scaling
     rope_theta runner safetensors_load_strategy scheduler_cls scheduler_delay_factor scheduler_reserve_full_isl
     scheduling_policy seed served_model_name show_hidden_metrics_for_version skip_mm_profiling skip_tokenizer_init
-    spec_decoding_acceptance_method speculative_config speculative_disable_by_batch_size
+    spec_decoding_acceptance_method speculative_disable_by_batch_size
     speculative_disable_mqa_scorer speculative_draft_tensor_parallel_size speculative_max_model_len
-    speculative_model speculative_model_quantization stream_interval structured_outputs_config swap_space task
+    speculative_model_quantization stream_interval structured_outputs_config swap_space task
     tensor_parallel_size tokenizer_mode tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type
     tokenizer_revision trust_remote_code typical_acceptance_sampler_posterior_alpha
     typical_acceptance_sampler_posterior_threshold ubatch_size use_tqdm_on_load use_v2_block_manager
@@ -120,10 +130,28 @@ def remarks(engine_args: dict[str, Any], served_model: str) -> Iterator[str]:
             if not _is_same_model(str(value), served_model):
                 served = PurePath(served_model).name or DEFAULT_MODEL
                 yield f"model is {shown}, but {served} is served (--model or model.path); it answers"
+        elif name == SPECULATION:
+            yield _of_speculation(value)
         elif name in OUR_KEYS:
             yield f"{name} is {shown}, which is not looked at; set {OUR_KEYS[name]} of the engine instead"
         else:
             yield f"{name} is {shown}, which means nothing to this engine and is not looked at"
+
+
+def _of_speculation(given: Any) -> str:
+    """What of the engine's configuration asks for the same: lookup for n-grams, a draft model for another model's guesses."""
+    fields = given if isinstance(given, dict) else {"method": given}
+    model = fields.get("model")
+    method = str(fields.get("method") or (model if model in _MODES else "draft_model" if model else None))
+    if method not in _MODES:
+        known = "ngram (speculation.mode=lookup) and draft_model"
+        return f"{SPECULATION} asks for the method {method[:200]}, which this engine does not have; it has {known}"
+    keys = [f"speculation.mode={_MODES[method]}"]
+    if method == "draft_model":
+        keys.append(f"speculation.draft_model={str(model)[:200]}")
+    if fields.get("num_speculative_tokens") is not None:
+        keys.append(f"speculation.max_draft_tokens={str(fields['num_speculative_tokens'])[:200]}")
+    return f"{SPECULATION} asks for {method}, and is not looked at; set {', '.join(keys)} of the engine instead"
 
 
 def _is_same_model(named: str, served: str) -> bool:

@@ -1,0 +1,35 @@
+"""Of which field of a client's request its guide was made, so that what the model refuses of it gets that name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_STRUCTURE = re.compile(r"\.structures\[(\d+)\]")
+OF_SCHEMAS, OF_FUNCTIONS = "invalid_json_schema", "invalid_function_parameters"  # OpenAI's codes
+
+
+@dataclass(frozen=True)
+class GuideOrigin:
+    """`field`: as in `structured_outputs.regex`. `structures`: the fields that the structures of a tag were made of, where the
+    gateway has made the tag itself. `code`: of the error when the model refuses the guide.
+    """
+
+    field: str
+    code: str = "invalid_value"
+    structures: tuple[str, ...] = ()
+
+    def field_at(self, place: str) -> str:
+        """The field for a place in the guide, as in `.structures[1].schema`; '' is the whole guide."""
+        if not self.structures:
+            return self.field + place
+        found = _STRUCTURE.match(place)
+        return self.field if found is None else self.structures[int(found[1])]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like: the `guide` of the Triton model's request, and where it came from."""
+
+    guide: dict[str, str]
+    origin: GuideOrigin
