@@ -82,8 +82,6 @@ class DraftModel:
         for row in rows:
             end = _known(row)
             start = self._first_missing(row.slot, end)
-            if row.num_guesses:
-                start = min(start, end - 1)  # its newest token runs in any case, for the first guess
             while start < end:
                 count = min(end - start, room)
                 some.append(Row(row.slot, start, count, bool(row.num_guesses) and start + count == end))

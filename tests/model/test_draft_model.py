@@ -36,7 +36,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafting_core(model: Path, draft: Path, kernels: str, asks: bool = True, **pool: int) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(model), dtype="float32", device="cpu", kernels=kernels, num_threads=1),
-        KvCacheConfig(block_size=32, max_tokens=pool.get("pool_tokens", 32 * 60)),
+        KvCacheConfig(
+            block_size=32, max_tokens=pool.get("pool_tokens", 32 * 60), chunk_blocks=pool.get("chunk_blocks", -1)
+        ),
         SchedulerConfig(max_batch_size=8, max_num_tokens=pool.get("max_num_tokens", 256), policy="max_utilization"),
         speculation=SpeculationConfig(mode="draft_model", draft_model=str(draft)),
     )
@@ -71,16 +73,16 @@ def greedy_requests(count: int, num_tokens: int = 50) -> dict[int, Request]:
     }
 
 
-@pytest.mark.parametrize("evict_every", [None, 4])
+@pytest.mark.parametrize(("evict_every", "chunk_blocks"), [(None, -1), (4, -1), (None, 1)])
 def test_all_guesses_of_the_model_at_itself_are_right(
-    checkpoint: Callable[[str], Path], kernels: str, evict_every: int | None
+    checkpoint: Callable[[str], Path], kernels: str, evict_every: int | None, chunk_blocks: int
 ) -> None:
     """Eight at once, greedy. A wrong one would mean that the draft model has read KV of other tokens than the model has, or none:
-    after an eviction, behind a common prefix, in a block that was copied, behind steps without guesses.
+    after an eviction, behind a common prefix, in a block that was copied, behind steps without guesses, in a pool that grows.
     """
     model, requests = checkpoint("llama2"), greedy_requests(8)
     plain = answers(make_core(model, kernels), requests)
-    core = drafting_core(model, model, kernels)
+    core = drafting_core(model, model, kernels, chunk_blocks=chunk_blocks)
     check_same(answers(core, requests, evict_every), plain, kernels)
     assert core.counters.draft_tokens_total > 100
     assert core.counters.accepted_draft_tokens_total == core.counters.draft_tokens_total

@@ -11,9 +11,11 @@ TOKENS = [DRAFTS + "test_drafts_change_no_token"]
 LOGITS = [DRAFTS + "test_beside_rows_that_want_more_than_tokens"]
 PROCESSORS = [DRAFTS + "test_beside_rows_with_a_post_processor"]
 GUIDES = [DRAFTS + "test_beside_rows_with_guides"]
+FAILURES = [DRAFTS + "test_a_post_processor_that_fails_beside_drafts_ends_its_own_request"]
 OWN = [DRAFTS + "test_a_request_brings_its_own"]
 RUNNER = "tests/kernels/interpreted/test_device_runner.py::"
 STEPS = [RUNNER + "test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_asked"]
+KINDS = [RUNNER + "test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_tier_s_tokens"]
 
 
 def _drafts(*replacements: tuple[str, str]) -> Plant:
@@ -50,7 +52,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "who_fails_beside_drafts_goes_on": (
         _drafts(("fetch_all(gathered), failed,", "fetch_all(gathered), [],")),
-        PROCESSORS,
+        FAILURES,
     ),
     "guides_do_not_see_drafts_by": (_drafts(("logits = self._masked(logits, guided)", "pass")), GUIDES),
     "guides_do_not_go_on_beside_drafts": (_drafts(("failed += guided.accept(sampled)", "pass")), GUIDES),
@@ -68,11 +70,11 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     ),
     "all_kinds_are_greedy": (
         change(DeviceRunner, "_generation_step", ("kind=kind", "kind=Kind.GREEDY")),
-        STEPS,
+        KINDS,
     ),
     "tokens_of_the_graph_are_not_appended": (
         change(DeviceRunner, "_tokens", ("self._append(inputs.device_numbers, tokens)", "pass")),
-        STEPS,
+        KINDS,
     ),
     "each_graph_keeps_its_logits": (
         change(

@@ -132,6 +132,16 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
     assert capture.count > 3
 
 
+def test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_tier_s_tokens(directory: Path) -> None:
+    """Without a row that needs more, tokens are chosen and appended within the graph. The random rows end first."""
+    requests = [request(9, 9), *(request(5 + 4 * n, 6, n, **ASKED[n]) for n in (1, 2))]
+    capture = Replays()
+    measured = finish(make_core(directory, "triton", capture, look_ahead=True), requests)
+    expected = finish(make_core(directory, "torch"), requests)
+    assert [result.output_token_ids for result in measured] == [result.output_token_ids for result in expected]
+    assert capture.count > 3
+
+
 @pytest.mark.parametrize("kv", ["auto", "int4"])
 def test_a_pool_that_is_too_small_pauses_and_recomputes_without_a_trace(directory: Path, kv: str) -> None:
     requests = [request(16, 18, n) for n in (1, 2)]
