@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -12,13 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from backend.api import ConfigError, EngineConfig, OutputConfig, Request, SessionConfig, TensorData
-from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api import ConfigError, EngineConfig, OutputConfig, Request, Result, SessionConfig, TensorData
+from backend.api.config import KvCacheConfig, LoraSection, ModelConfigSection, SchedulerConfig, SpeculationConfig
+from backend.api.lora import LoraConfig
 from backend.core.step import Row
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
 from tests.fakes.drafters import Asker
+from tests.model.adapters import make_adapter
 from tests.model.test_speculation import answers, check_same, make_core, one_of_each
 from tools.make_draft_pair import make_draft_pair
 from tools.make_random_model import make_random_model
@@ -33,16 +36,21 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(directory, "qwen3", seed=99, num_hidden_layers=1, hidden_size=32)
 
 
-def drafting_core(model: Path, draft: Path, kernels: str, asks: bool = True, **pool: int) -> EngineCore:
+def drafting_core(
+    model: Path, draft: Path, kernels: str, asks: bool = True, lora: bool = False, **pool: int
+) -> EngineCore:
     config = EngineConfig(
         ModelConfigSection(path=str(model), dtype="float32", device="cpu", kernels=kernels, num_threads=1),
         KvCacheConfig(
             block_size=32, max_tokens=pool.get("pool_tokens", 32 * 60), chunk_blocks=pool.get("chunk_blocks", -1)
         ),
         SchedulerConfig(max_batch_size=8, max_num_tokens=pool.get("max_num_tokens", 256), policy="max_utilization"),
+        lora=LoraSection(enabled=lora),
         speculation=SpeculationConfig(mode="draft_model", draft_model=str(draft)),
     )
-    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, speculation=config.speculation)
+    workers = InProcessWorkerGroup(
+        config.model, config.scheduler, config.kv_cache, lora=config.lora, speculation=config.speculation
+    )
     core = EngineCore(config, workers)
     if asks:
         core.scheduler._drafter = Asker()
@@ -60,6 +68,21 @@ def positions_of(core: EngineCore) -> list[int]:
 
     draft._tier = SimpleNamespace(run=noting)
     return positions
+
+
+def finish(core: EngineCore, requests: dict[int, Request]) -> dict[int, Result]:
+    """The results of requests whose adapters are read by other threads."""
+    told: dict[int, Result] = {}
+    for request_id, request in requests.items():
+        core.enqueue(request_id, request)
+    until = time.monotonic() + 20
+    while len(told) < len(requests):
+        core.begin_poll()
+        for response in [*core.take_responses(), *core.step()]:
+            assert not response.has_error(), response.error_msg
+            told[response.request_id] = response.result
+        assert time.monotonic() < until
+    return told
 
 
 def greedy_requests(count: int, num_tokens: int = 50) -> dict[int, Request]:
@@ -156,6 +179,29 @@ def test_a_pool_that_is_too_small_and_steps_that_cut_prompts(checkpoint: Callabl
     check_same(answers(core, requests), plain, kernels)
     assert core.counters.recomputed_tokens_total > 0
     assert core.counters.accepted_draft_tokens_total == core.counters.draft_tokens_total > 50
+
+
+def test_rows_with_adapters_say_what_they_say_without_guesses(
+    checkpoint: Callable[[str], Path], kernels: str, tmp_path: Path
+) -> None:
+    """The draft model is the model without adapters: of rows that have none all guesses are right, of the others some are not. Two
+    adapters, of two and three rows, beside two plain ones; all have a common beginning, whose KV is another for each adapter.
+    """
+    model, requests = checkpoint("llama2"), greedy_requests(7)
+    paths = [make_adapter(model, tmp_path / str(seed), seed) for seed in (1, 2)]
+    output = OutputConfig(exclude_input_from_output=True, return_perf_metrics=True)
+    for number, request in requests.items():
+        lora = LoraConfig(number % 3, path=str(paths[number % 3])) if number % 3 < 2 else None
+        requests[number] = msgspec.structs.replace(request, lora=lora, output_config=output, cache_salt="one client")
+    plain, core = (drafting_core(model, model, kernels, asks, lora=True) for asks in (False, True))
+    plain.scheduler._drafter = None
+    expected, told = finish(plain, requests), finish(core, requests)
+    for number, result in told.items():
+        assert result.output_token_ids == expected[number].output_token_ids
+        metrics = result.perf_metrics
+        assert (metrics.num_accepted_draft_tokens == metrics.num_draft_tokens) == (number % 3 == 2)
+        assert metrics.num_draft_tokens > 10
+    assert len({tuple(result.output_token_ids[0]) for result in told.values()}) == 7
 
 
 def test_the_draft_model_lets_embeddings_pass_and_runs_what_takes_their_slot(
