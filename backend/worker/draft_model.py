@@ -106,7 +106,7 @@ class DraftModel:
         if sampling:
             if greedy is None:
                 assert logits is not None  # a tier computes one of the two
-                greedy = logits.argmax(dim=-1).numpy()
+                greedy = logits.argmax(dim=-1).cpu().numpy()
             for slot, token_id in zip(sampling, greedy.tolist(), strict=True):
                 guesses[slot].append(token_id)
 

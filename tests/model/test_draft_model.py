@@ -184,8 +184,8 @@ def test_a_pool_that_is_too_small_and_steps_that_cut_prompts(checkpoint: Callabl
 def test_rows_with_adapters_say_what_they_say_without_guesses(
     checkpoint: Callable[[str], Path], kernels: str, tmp_path: Path
 ) -> None:
-    """The draft model is the model without adapters: of rows that have none all guesses are right, of the others some are not. Two
-    adapters, of two and three rows, beside two plain ones; all have a common beginning, whose KV is another for each adapter.
+    """The draft model is the model without adapters: of rows that have none all guesses are right, of the others some are not.
+    Two adapters, of two and three rows, beside two plain ones; all begin alike, which is other KV for each adapter.
     """
     model, requests = checkpoint("llama2"), greedy_requests(7)
     paths = [make_adapter(model, tmp_path / str(seed), seed) for seed in (1, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.worker import device_runner
 from backend.worker.device_runner import DeviceRunner
+from backend.worker.group import InProcessWorkerGroup
 from tests.mutants.changes import Plant, change
 
 DRAFTS = "tests/kernels/interpreted/test_drafts.py::"
@@ -21,6 +22,8 @@ KINDS = [RUNNER + "test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_t
 def _drafts(*replacements: tuple[str, str]) -> Plant:
     return change(DeviceRunner, "_run_with_drafts", *replacements)
 
+
+DRAFT_MODEL = ["tests/kernels/interpreted/test_draft_model.py::test_who_was_paused_is_computed_again_by_both_models"]
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
     "drafts_run_as_if_there_were_none": (
@@ -83,5 +86,13 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
             ("self._kept_logits[: inputs.rows].copy_(logits)", "logits[:1].expand_as(logits)"),
         ),
         STEPS,
+    ),
+    "the_draft_model_guesses_in_vain": (
+        change(DeviceRunner, "launch", ("step = self.draft_model.guess(step)", "self.draft_model.guess(step)")),
+        DRAFT_MODEL,
+    ),
+    "the_draft_model_of_a_gpu_is_left_out": (
+        change(InProcessWorkerGroup, "_make_draft_model", ("if self._draft is None:", "if True:")),
+        DRAFT_MODEL,
     ),
 }

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, KvCacheConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
+from backend.api.config import (
+    DEBUG_INPUTS,
+    KvCacheConfig,
+    ModelConfigSection,
+    RecordsConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from backend.engine.core import EngineCore
 from backend.executor.tensors import as_tensor
 from backend.worker.debug_tensors import DebugFetch
@@ -66,6 +73,7 @@ def make_core(
     blocks: int = 60,
     attention: Mapping[str, object] = MappingProxyType({}),
     records: RecordsConfig = RecordsConfig(),  # noqa: B008 (immutable)
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
     **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
@@ -81,9 +89,16 @@ def make_core(
         KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0, **attention),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
         records=records,
+        speculation=speculation,
     )
-    debug = DebugFetch.of(config)
-    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors, debug=debug)
+    workers = InProcessWorkerGroup(
+        config.model,
+        config.scheduler,
+        config.kv_cache,
+        processors=processors,
+        debug=DebugFetch.of(config),
+        speculation=speculation,
+    )
     workers._graphs = lambda: Graphs(capture and (lambda: capture))
     return EngineCore(config, workers)
 
