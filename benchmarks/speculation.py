@@ -1,19 +1,23 @@
-"""What guessing at tokens wins: the engine with `speculation.mode` lookup against none, in one process, in turns.
+"""What guessing at tokens wins: `speculation.mode` lookup or draft_model against none, in one process, in turns.
 
     ./everbatch bench speculation --model DIR --rows 1,8,32           DIR: a checkpoint, best one of random weights
     ./everbatch bench speculation                                     the model that comes along, which is tiny
+    ./everbatch bench speculation --model DIR/model --draft-model DIR/draft      DIR: what -m tools.make_draft_pair made
 
-A model of random weights quotes nobody, so the traces are made: first the model says what it says behind each prompt, by plain
-greedy decoding. Then an *earlier version* of that text is written by script. The lookup of each row sees it as if it stood ahead
-of the prompt or, with --source others, finds it among the outputs that the namespace has seen. What is measured is therefore
-everything but a language model's own habit of quoting: lookup, choice of lengths, verification, bookkeeping. What the earlier
-version shares with the text, each kind says:
+**Lookup.** A model of random weights quotes nobody, so the traces are made: first the model says what it says behind each prompt,
+by plain greedy decoding. Then an *earlier version* of that text is written by script. The lookup of each row sees it as if it
+stood ahead of the prompt or, with --source others, finds it among the outputs that the namespace has seen. What is measured is
+therefore everything but a language model's own habit of quoting: lookup, choice of lengths, verification, bookkeeping. What the
+earlier version shares with the text, each kind says:
 
     edit         runs of 60 tokens on average, between them 1 to 4 tokens that differ: a file with some lines changed
     summary      runs of 12 tokens, between them 1 to 3 others. Prompt lookup alone, without returning to where a match was
                  left, gets 2.5 tokens of a step here; published for summaries by Vicuna are 2.3 - 2.4 (Spec-Bench)
     paraphrase   runs of 12 tokens, between them 4 to 12 others
     chat         nothing: no run of three tokens. What guesses there are come of chance, and this column is their cost
+
+**Draft models.** Two models of random weights never agree, so tools/make_draft_pair.py makes pairs that agree as often as one
+likes. Off is the engine as if it had no draft model: prompts do not run through it, either.
 
 All figures are ratios of tokens/s, on : off, medians over rounds in which both run the same requests; above 1 is faster.
 `accepted`: drafts that were right, of those tried. `per step`: tokens that a row gets from a step. The texts of on and off are
@@ -43,6 +47,7 @@ from backend.executor.engine_process import calm_garbage_collector
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup
 from backend.worker.group import InProcessWorkerGroup
+from backend.worker.model_runner import ModelRunner
 
 RESULTS = Path(__file__).parent / "results" / "speculation.json"
 DEFAULT_MODEL = Path(__file__).parents[1] / "models" / "default"
@@ -50,6 +55,7 @@ PROMPT_TOKENS = 64
 NAMESPACE = "bench"
 # Mean length of a run, tokens that differ.
 KINDS = {"edit": (60, (1, 4)), "summary": (12, (1, 3)), "paraphrase": (12, (4, 12)), "chat": (0, (1, 1))}
+DRAFT_MODEL = "draft model"
 console = Console()
 
 
@@ -111,16 +117,30 @@ class QuotingDrafter(Drafter):
 
 class Bench:
     def __init__(
-        self, model: Path, dtype: str, quantization: str, max_rows: int, num_tokens: int, source: Source
+        self,
+        model: Path,
+        dtype: str,
+        quantization: str,
+        max_rows: int,
+        num_tokens: int,
+        source: Source = Source.PROMPT,
+        draft_model: Path | None = None,
     ) -> None:
+        """source: of lookup; `draft_model`: guesses in place of lookup."""
         self._source = source
         length = PROMPT_TOKENS + num_tokens
         config = EngineConfig(
             ModelConfigSection(path=str(model), dtype=dtype, quantization=quantization, max_seq_len=length + 1),
             KvCacheConfig(max_tokens=max_rows * (length + 64), enable_block_reuse=False),
             SchedulerConfig(max_batch_size=max_rows),
+            speculation=SpeculationConfig("lookup", max_shared_tokens=1 << 20)
+            if draft_model is None
+            else SpeculationConfig("draft_model", str(draft_model)),
         )
-        self.core = EngineCore(config, InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache))
+        workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, speculation=config.speculation)
+        self.core, self._speculation = EngineCore(config, workers), config.speculation
+        assert isinstance(workers.runner, ModelRunner)  # draft models run on CPUs only
+        self._runner, self._draft_model = workers.runner, workers.runner.draft_model
         calm_garbage_collector()
         self.vocab, self.num_tokens, self._next_id = self.core.model.vocab_size, num_tokens, 1
 
@@ -128,6 +148,7 @@ class Bench:
         """Texts, seconds from the first step in which all rows generate to the end, and steps of that."""
         core = self.core
         core.scheduler._drafter = drafter
+        self._runner.draft_model = None if drafter is None else self._draft_model
         first = self._next_id
         for row, prompt in enumerate(self._prompts(rows)):
             sampling = SamplingConfig(temperature=0.7, seed=row) if sampled else SamplingConfig()
@@ -187,11 +208,13 @@ class Bench:
 
     def _fresh(self, kind: str, truth: list[list[int]]) -> Drafter:
         """A drafter that has seen nothing but the earlier versions."""
-        config, rng = SpeculationConfig(mode="lookup", max_shared_tokens=1 << 20), random.Random(1)
+        if self._draft_model is not None:
+            return Drafter(self._speculation)
+        rng = random.Random(1)
         versions = [earlier_version(text, kind, rng, self.vocab) for text in truth]
         if self._source is Source.PROMPT:
-            return QuotingDrafter(config, dict(zip(map(tuple, self._prompts(len(truth))), versions)))
-        drafter = Drafter(config)
+            return QuotingDrafter(self._speculation, dict(zip(map(tuple, self._prompts(len(truth))), versions)))
+        drafter = Drafter(self._speculation)
         assert drafter.others is not None  # the mode is lookup
         for version in versions:
             drafter.others.add(NAMESPACE, version)
@@ -203,7 +226,10 @@ def main(
     dtype: Annotated[str, typer.Option(help="model.dtype")] = "auto",
     quantization: Annotated[str, typer.Option(help="model.quantization")] = "none",
     rows: Annotated[str, typer.Option(help="rows that generate together")] = "1,8,32",
-    kinds: Annotated[str, typer.Option(help="of texts")] = ",".join(KINDS),
+    kinds: Annotated[str, typer.Option(help="of texts that lookup finds")] = ",".join(KINDS),
+    draft_model: Annotated[
+        Path | None, typer.Option(help="checkpoint directory; it guesses in place of lookup")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="of output of each row")] = 256,
     rounds: Annotated[int, typer.Option(help="pairs of runs in a figure")] = 5,
     source: Annotated[Source, typer.Option(help="where the earlier versions stand")] = Source.PROMPT,
@@ -212,10 +238,10 @@ def main(
 ) -> None:
     """Compare, and print a table."""
     sizes = [int(each) for each in rows.split(",")]
-    bench = Bench(model, dtype, quantization, max(sizes), tokens, source)
+    bench = Bench(model, dtype, quantization, max(sizes), tokens, source, draft_model)
     figures = []
     for size in sizes:
-        for kind in kinds.split(","):
+        for kind in kinds.split(",") if draft_model is None else [DRAFT_MODEL]:
             figures.append(bench.measure(kind, size, sampled, rounds))
             print(json.dumps(asdict(figures[-1])), flush=True)
     table = Table("rows", "kind", "on : off", "least", "greatest", "accepted", "per step", "plain tokens/s", "equal")

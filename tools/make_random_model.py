@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,8 @@ def make_random_model(
     an index. `tokenizer_from`: a checkpoint directory whose tokenizer is copied. ValueError for an unknown name.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    config = _config(family, shape, overrides)
-    save_weights(random_weights(config, seed), directory, num_shards)
-    config.save_pretrained(directory)
-    GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id).save_pretrained(directory)
+    config = make_config(family, shape, overrides)
+    write_model(directory, config, random_weights(config, seed), num_shards)
     for path in Path(tokenizer_from).glob("*") if tokenizer_from else ():
         if path.name.startswith(("tokenizer", "chat_template", "special_tokens", "vocab", "merges")):
             shutil.copy(path, directory)
@@ -134,6 +132,14 @@ def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
         for name, tensor in sorted(model.state_dict().items())
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
+
+
+def write_model(directory: Path, config: PretrainedConfig, weights: dict[str, Tensor], num_shards: int = 1) -> None:
+    """Write a checkpoint directory without a tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_weights(weights, directory, num_shards)
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=config.bos_token_id).save_pretrained(directory)
 
 
 def save_weights(weights: dict[str, Tensor], directory: Path, num_shards: int = 1) -> None:
@@ -153,7 +159,8 @@ def save_weights(weights: dict[str, Tensor], directory: Path, num_shards: int = 
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _config(family: str, shape: str | None, overrides: dict[str, Any]) -> PretrainedConfig:
+def make_config(family: str, shape: str | None, overrides: dict[str, Any]) -> PretrainedConfig:
+    """`shape` sets the sizes, else they are tiny; `overrides` are keys of config.json. ValueError for an unknown name."""
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}; use one of {', '.join(FAMILIES)}")
     if shape is not None and shape not in SHAPES:
@@ -163,6 +170,18 @@ def _config(family: str, shape: str | None, overrides: dict[str, Any]) -> Pretra
     config = AutoConfig.for_model(model_type, **values)
     config.architectures = [architecture]
     return config
+
+
+def read_overrides(items: Iterable[str]) -> dict[str, Any]:
+    """KEY=JSON, or KEY=TEXT, of a command line."""
+    overrides = {}
+    for item in items:
+        key, _, text = item.partition("=")
+        try:
+            overrides[key] = json.loads(text)
+        except json.JSONDecodeError:
+            overrides[key] = text
+    return overrides
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -186,13 +205,6 @@ def main() -> None:
     parser.add_argument("--tokenizer-from", type=Path, help="checkpoint directory whose tokenizer is copied")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="a key of config.json")
     arguments = parser.parse_args()
-    overrides = {}
-    for item in arguments.set:
-        key, _, text = item.partition("=")
-        try:
-            overrides[key] = json.loads(text)
-        except json.JSONDecodeError:
-            overrides[key] = text
     make_random_model(
         arguments.directory,
         arguments.family,
@@ -200,7 +212,7 @@ def main() -> None:
         arguments.shape,
         arguments.num_shards,
         arguments.tokenizer_from,
-        **overrides,
+        **read_overrides(arguments.set),
     )
 
 

@@ -2,11 +2,11 @@
 
     generation step    every row runs one token and samples; padded to a size of LADDER and replayed as a CUDA graph
     mixed step         any other step, and each with a LoRA adapter; a flat batch that runs eagerly, as the torch tier runs it
-    with drafts        likewise, and `launch` waits for it: what follows depends on how many of the drafts are right
+    with drafts        likewise, and `launch` waits for it, and for a draft model's guesses: what follows depends on the tokens
 
-Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks,
-run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step that change lie in
-one buffer (`_Inputs`), which one copy sends to the device.
+Effects in order, all in one stream: let adapters go and come, grow the KV pool, copy blocks, store new rows, append blocks, let
+the draft model guess, run the model, choose tokens, append each chosen token to its slot's ids. All inputs of a generation step
+that change lie in one buffer (`_Inputs`), which one copy sends to the device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from backend.models.lora import Layers, stack_shapes
 from backend.sampling.device_choice import Chosen, DeviceChoice, FetchedSamples, Kind, Number
 from backend.sampling.slots import SlotParameters
 from backend.worker.adapters import DeviceAdapters
+from backend.worker.draft_model import DraftModel
 from backend.worker.extras import Extras, ExtraWork, FetchedRows, fetch_all
 from backend.worker.graphs import Graphs
 from backend.worker.guided_rows import GuidedRows, GuidedStep
@@ -93,6 +94,7 @@ class DeviceRunner:
         extras: Extras | None = None,
         guided: GuidedRows | None = None,
         max_lora_rank: int = 1,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`batch` has one slot more than the scheduler knows: the last one takes the writes of padding rows."""
         self.storage = storage
@@ -106,6 +108,7 @@ class DeviceRunner:
         self._split = split_for(self._pad_slot, model.config.num_kv_heads)
         self._extras = extras or Extras()
         self._guided = guided or GuidedRows(None, 0, 0)
+        self.draft_model = draft_model
         self._guided_before: QueuedStep | None = None  # the step ahead, if it had guided rows
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._kept_logits: Tensor | None = None
@@ -126,6 +129,8 @@ class DeviceRunner:
             self._views = [self._layout.view(pool) for pool in self.storage.pools]
             self.graphs.clear()
         prepare(step, self.storage, self.batch, self._parameters.set_row, self._extras, self._guided)
+        if self.draft_model is not None:
+            step = self.draft_model.guess(step)
         passes, guided = self._extras.of_step(step.rows), self._guided.of_step(step.rows)
         if any(row.drafts for row in step.rows):
             return self._run_with_drafts(step, passes, guided)
@@ -311,10 +316,8 @@ class DeviceRunner:
             config.sink_tokens,
         )
         adapted = self._adapted(rows)
-        return (
-            self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views, adapted=adapted),
-            flat,
-        )
+        hidden = self._model.forward(flat.token_ids, flat.positions, flat.cells, plans, self._views, adapted=adapted)
+        return hidden, flat
 
     def _place(self, adapter: PreparedAdapter) -> int:
         layers: Layers = adapter.weights  # type: ignore[assignment]  # what the group packs for this tier

@@ -82,8 +82,6 @@ class DraftModel:
         for row in rows:
             end = _known(row)
             start = self._first_missing(row.slot, end)
-            if row.num_guesses:
-                start = min(start, end - 1)  # its newest token runs in any case, for the first guess
             while start < end:
                 count = min(end - start, room)
                 some.append(Row(row.slot, start, count, bool(row.num_guesses) and start + count == end))
@@ -108,7 +106,7 @@ class DraftModel:
         if sampling:
             if greedy is None:
                 assert logits is not None  # a tier computes one of the two
-                greedy = logits.argmax(dim=-1).numpy()
+                greedy = logits.argmax(dim=-1).cpu().numpy()
             for slot, token_id in zip(sampling, greedy.tolist(), strict=True):
                 guesses[slot].append(token_id)
 

@@ -254,24 +254,28 @@ class InProcessWorkerGroup:
         loaded, slots, device = self._ready, self._num_slots, self.device
         model, max_len, vocab_size = loaded.model, loaded.max_seq_len, loaded.config.vocab_size
         storage = loaded.storage(block_size, num_blocks)
+        extras = Extras(self._processors, self._debug)
         if loaded.tier_name == "triton":
             batch = InputBatch(slots + 1, max_len, block_size, device)
             parameters = SlotParameters(slots, vocab_size, device)
-            extras = Extras(self._processors, self._debug)
             guided = GuidedRows(self.guides, slots + 1, vocab_size)
             layout = loaded.layout(block_size)
             graphs, rank = self._graphs(), self._lora.max_rank
-            return DeviceRunner(model, layout, storage, batch, parameters, graphs, extras, guided, rank)
+            draft = self._make_draft_model(batch, block_size, num_blocks)
+            return DeviceRunner(model, layout, storage, batch, parameters, graphs, extras, guided, rank, draft)
         prompts = None if loaded.tier_name == "native" else PromptInputs(vocab_size, model.dtype, device)
         batch = InputBatch(slots, max_len, block_size, device, prompts)
         sampler = Sampler(slots, vocab_size, device, loaded.choice.library)
         guided = GuidedRows(self.guides, slots, vocab_size)
-        extras = Extras(self._processors, self._debug)
-        draft = None
-        if self._draft is not None:
-            draft_storage = self._draft.storage(block_size, num_blocks)
-            draft = DraftModel(self._draft.tier(block_size), draft_storage, batch, block_size, self._max_num_tokens)
+        draft = self._make_draft_model(batch, block_size, num_blocks)
         return ModelRunner(loaded.tier(block_size), storage, batch, sampler, extras, guided, draft)
+
+    def _make_draft_model(self, batch: InputBatch, block_size: int, num_blocks: int) -> DraftModel | None:
+        """`batch`: of the model, whose rows it guesses for."""
+        if self._draft is None:
+            return None
+        storage = self._draft.storage(block_size, num_blocks)
+        return DraftModel(self._draft.tier(block_size), storage, batch, block_size, self._max_num_tokens)
 
     def _graphs(self) -> Graphs:
         return Graphs(CudaCapture if self._section.cuda_graphs and self.device.type == "cuda" else None)

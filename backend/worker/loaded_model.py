@@ -82,7 +82,7 @@ class LoadedModel:
         return storage
 
     def tier(self, block_size: int) -> Tier:
-        """What runs steps on the native and torch tiers."""
+        """What runs steps on the native and torch tiers, and those of a draft model on every tier."""
         if self.tier_name == "native":
             return self._native_tier(block_size)
         return TorchTier(self.model, self.layout(block_size))
@@ -109,12 +109,6 @@ def load_draft_model(
     path: str, model: LoadedModel, section: ModelConfigSection, kv_cache: KvCacheConfig
 ) -> LoadedModel:
     """The checkpoint of speculation.draft_model, held like the model's. Raises ConfigError when the two do not go together."""
-    device = model.model.embedding.device
-    if model.tier_name == "triton" or device.type != "cpu":
-        raise ConfigError(
-            f"speculation.mode is draft_model, and the model runs on {device}: draft models run on CPUs only in this version; "
-            f"use --set speculation.mode=none, or model.device=cpu"
-        )
     if model.config.sliding_window is not None:
         raise ConfigError(
             f"speculation.mode is draft_model, and the model's sliding window of {model.config.sliding_window} tokens lets KV go "
@@ -136,7 +130,7 @@ def load_draft_model(
             f"use --set model.max_seq_len={config.max_position}"
         )
     section = msgspec.structs.replace(section, path=path, max_seq_len=model.max_seq_len, additional_outputs=())
-    return LoadedModel(checkpoint, section, kv_cache, device)
+    return LoadedModel(checkpoint, section, kv_cache, model.model.embedding.device)
 
 
 def linear_options(choice: Choice, quantization: Quantization, dtype: torch.dtype) -> LinearOptions:

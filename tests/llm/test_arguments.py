@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from backend.api import ConfigError, EngineConfig
+from backend.api import ConfigError, EngineConfig, InvalidRequest
 from backend.api.config import (
     KvCacheConfig,
     LimitsConfig,
@@ -114,6 +115,12 @@ class NGramDecodingConfig:
     is_public_pool = False
 
 
+class DraftTargetDecodingConfig:
+    """Likewise; some versions name the draft model so."""
+
+    speculative_model = Path("small")
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -123,6 +130,9 @@ class NGramDecodingConfig:
         ({"decoding_type": "AUTO"}, SpeculationConfig("lookup")),
         ({"decoding_type": "Lookahead"}, SpeculationConfig("lookup", max_draft_tokens=2)),
         ({"decoding_type": "Lookahead", "max_ngram_size": 7}, SpeculationConfig("lookup", max_draft_tokens=6)),
+        ({"decoding_type": "Lookahead", "max_ngram_size": 1}, SpeculationConfig("lookup", max_draft_tokens=1)),
+        ({"decoding_type": "NGram", "is_public_pool": True}, SpeculationConfig("lookup")),
+        (DraftTargetDecodingConfig(), SpeculationConfig("draft_model", "small")),
         (
             {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model_dir": "small"},
             SpeculationConfig("draft_model", "small", max_draft_tokens=3),
@@ -130,8 +140,14 @@ class NGramDecodingConfig:
     ],
 )
 def test_speculative_configurations(given: object, expected: SpeculationConfig) -> None:
-    """Lookahead's n-grams have 3 tokens unless it is said, and one of them is known."""
+    """Lookahead's n-grams have 3 tokens unless it is said, and one of them is known. The least is one guess."""
     assert config(speculative_config=given).speculation == expected
+
+
+@pytest.mark.parametrize("name", ["max_window_size", "max_ngram_size"])
+def test_a_size_of_lookahead_that_is_0_is_not_one_that_is_left_out(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="the least are 1, 1 and 0"):
+        LlmArguments({"speculative_config": {"decoding_type": "Lookahead", name: 0}})
 
 
 def test_a_draft_target_needs_a_draft() -> None:

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from backend.api import EngineConfig, OutputConfig, Request, SamplingConfig
 from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfig, SpeculationConfig
-from backend.core.sequence import Sequence
-from backend.core.step import SequenceId
 from backend.engine.core import EngineCore
-from backend.scheduler.drafting import Draft, Drafter
 from backend.scheduler.scheduler import StepPlan
 from backend.worker.group import InProcessWorkerGroup
+from tests.fakes.drafters import Prompter
 from tests.model.conftest import Oracle
 
 NUM_TOKENS = 40
@@ -33,28 +31,6 @@ WITH_STATE = {
     ),
     "ngrams": SamplingConfig(no_repeat_ngram_size=2, min_tokens=12, logit_bias={3: 2.0}),
 }
-
-
-class Prompter(Drafter):
-    """Guesses from what plain decoding has said: all of it right, or with a wrong token somewhere, by chance."""
-
-    def __init__(self, truths: dict[int, list[int]]) -> None:
-        super().__init__(SpeculationConfig())
-        self._truths = truths
-
-    def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
-        drafts = {}
-        for seq in generation:
-            rng, num_output = Random(f"{seq.request_id} {seq.num_tokens}"), seq.num_output_tokens
-            count = min(rng.randint(0, 7), room, seq.max_output_tokens - num_output - 1)
-            token_ids = self._truths[seq.request_id][num_output : num_output + count]
-            if token_ids and rng.random() < 0.5:
-                wrong = rng.randrange(len(token_ids))
-                token_ids[wrong] = (token_ids[wrong] + 1) % 131
-            if token_ids:
-                drafts[seq.seq_id] = Draft(token_ids)
-                room -= len(token_ids)
-        return drafts
 
 
 def make_core(directory: Path, kernels: str, speculation: SpeculationConfig | None = None) -> EngineCore:

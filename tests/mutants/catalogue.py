@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SetAttribute = Callable[[object, str, object], None]
 TIMEOUT_S = 120.0
+INTERPRETED = "tests/kernels/interpreted/"  # tests that Triton's interpreter runs, which it decides when it is imported
 TESTS_FAILED = 1  # pytest's exit status; any other one but 0 means that the tests could not be run
 
 
@@ -45,7 +47,10 @@ def find(name: str) -> Mutant:
 
 
 def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:
-    """pytest's exit status and output, with a bug planted or without. A run beyond TIMEOUT_S counts as failed tests."""
+    """pytest's exit status and output, with a bug planted or without. A run beyond TIMEOUT_S counts as failed tests.
+
+    Of `tests` all must be INTERPRETED, or none.
+    """
     command = [
         sys.executable,
         "-m",
@@ -60,8 +65,11 @@ def run_tests(tests: list[str], mutant: str = "") -> tuple[int, str]:
     ]
     if mutant:
         command += ["--mutant", mutant]
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if tests[0].startswith(INTERPRETED) else {})
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return TESTS_FAILED, f"no end within {TIMEOUT_S:.0f} s"
     return done.returncode, done.stdout + done.stderr

@@ -263,6 +263,28 @@ def test_what_is_known_of_guesses_fades_while_there_are_none() -> None:
     assert acceptance.confidence(0) == pytest.approx(0.7 - (0.7 - bad) * 0.995**100)
 
 
+def test_what_was_seen_of_former_requests_is_not_of_this_one() -> None:
+    """A session's turn before has had 50 guesses, all wrong. Of this one 3 are right: 1 - 0.3 * 0.9^3. None of them is wrong."""
+    seq = Told().step(50, 0)
+    acceptance = Acceptance(seq)
+    assert acceptance.confidence(0) == 0.7
+    acceptance.see(seq.step(3, 3))
+    assert acceptance.confidence(0) == pytest.approx(1 - 0.3 * 0.9**3)
+
+
+def test_tokens_without_guesses_fade_alike_however_often_it_looks() -> None:
+    """One step of three wrong guesses, then ten tokens without any, in one look and in ten."""
+    seqs = Told(), Told()
+    once, often = map(Acceptance, seqs)
+    for seq, acceptance in zip(seqs, (once, often)):
+        acceptance.see(seq.step(3, 0))
+    seqs[0].num_tokens += 10
+    once.see(seqs[0])
+    for _ in range(10):
+        often.see(seqs[1].step(0, 0))
+    assert once.confidence(0) == pytest.approx(often.confidence(0)) == pytest.approx(0.7 - 0.07 * 0.995**10)
+
+
 def test_before_any_step_a_token_is_a_twentieth_of_a_step() -> None:
     assert StepCost().seconds(20) == 2 * StepCost().seconds(0)
 

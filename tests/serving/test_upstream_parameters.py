@@ -163,10 +163,11 @@ def test_neutral_values_of_what_is_refused_may_be_set() -> None:
 
 
 def test_lookahead_decoding_is_lookup_of_so_many_tokens() -> None:
-    """Of n-grams of 5 one token is known. A size of 0 asks for nothing."""
+    """Of n-grams of 5 one token is known, and the least is one guess. A size of 0 asks for nothing."""
     sizes = {"lookahead_window_size": "7", "lookahead_ngram_size": "5", "lookahead_verification_set_size": "3"}
     speculation = applied(decoding_mode="lookahead", **sizes).speculation
     assert (speculation.mode, speculation.max_draft_tokens) == ("lookup", 4)
+    assert applied(lookahead_ngram_size="1").speculation.max_draft_tokens == 1
     assert applied(decoding_mode="auto", lookahead_ngram_size="0") == EngineConfig()
 
 

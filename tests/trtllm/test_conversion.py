@@ -167,6 +167,8 @@ def test_lookahead_is_lookup_of_so_many_tokens() -> None:
     assert engine_config(trtllm.ExecutorConfig(decoding_config=only_the_mode)).speculation == SpeculationConfig(
         "lookup"
     )
+    another = trtllm.DecodingConfig(trtllm.DecodingMode.TopKTopP())
+    assert engine_config(trtllm.ExecutorConfig(decoding_config=another)).speculation == SpeculationConfig()
 
 
 def test_hints_and_neutral_values_are_taken() -> None:
@@ -256,6 +258,9 @@ def converted(**options: Any) -> Any:
         ({"num_return_sequences": 3}, "sampling_config", SamplingConfig(num_return_sequences=3)),
         ({}, "output_config", OutputConfig()),
         ({"pad_id": 3}, "end_ids", ()),
+        ({}, "max_draft_tokens", None),
+        ({"lookahead_config": trtllm.LookaheadDecodingConfig(7, 5, 3)}, "max_draft_tokens", 4),
+        ({"external_draft_tokens_config": trtllm.ExternalDraftTokensConfig([8, 9])}, "draft_tokens", [8, 9]),
         ({"logits_post_processor_name": "mine"}, "logits_post_processor", "mine"),
         ({"logits_post_processor": print}, "logits_post_processor", OF_REQUEST),
         (

@@ -102,6 +102,15 @@ def test_the_part_of_a_decoding_mode_sets_the_mode() -> None:
         assert getattr(trtllm.DecodingConfig(**{part: value}).decoding_mode, is_mode)()
 
 
+def test_sizes_of_lookahead_have_their_least() -> None:
+    assert trtllm.LookaheadDecodingConfig(1, 1, 0).max_ngram_size == 1
+    for sizes in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(
+            RuntimeError, match="window and n-gram size must be 1 or more, the verification set 0 or more"
+        ):
+            trtllm.LookaheadDecodingConfig(*sizes)
+
+
 @pytest.mark.parametrize(
     "make",
     [

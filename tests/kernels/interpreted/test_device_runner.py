@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from backend.api import AdditionalOutput, EngineConfig, OutputConfig, Request, Result, SamplingConfig
-from backend.api.config import DEBUG_INPUTS, KvCacheConfig, ModelConfigSection, RecordsConfig, SchedulerConfig
+from backend.api.config import (
+    DEBUG_INPUTS,
+    KvCacheConfig,
+    ModelConfigSection,
+    RecordsConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from backend.engine.core import EngineCore
 from backend.executor.tensors import as_tensor
 from backend.worker.debug_tensors import DebugFetch
@@ -66,6 +73,7 @@ def make_core(
     blocks: int = 60,
     attention: Mapping[str, object] = MappingProxyType({}),
     records: RecordsConfig = RecordsConfig(),  # noqa: B008 (immutable)
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 (immutable)
     **scheduler: object,
 ) -> EngineCore:
     config = EngineConfig(
@@ -81,9 +89,16 @@ def make_core(
         KvCacheConfig(block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, dtype=kv, watermark=0.0, **attention),
         SchedulerConfig(max_batch_size=4, max_num_tokens=24, policy="max_utilization", **scheduler),
         records=records,
+        speculation=speculation,
     )
-    debug = DebugFetch.of(config)
-    workers = InProcessWorkerGroup(config.model, config.scheduler, config.kv_cache, processors=processors, debug=debug)
+    workers = InProcessWorkerGroup(
+        config.model,
+        config.scheduler,
+        config.kv_cache,
+        processors=processors,
+        debug=DebugFetch.of(config),
+        speculation=speculation,
+    )
     workers._graphs = lambda: Graphs(capture and (lambda: capture))
     return EngineCore(config, workers)
 
@@ -129,6 +144,16 @@ def test_tokens_and_log_probabilities_are_those_of_the_torch_tier_whatever_is_as
     own, theirs = (torch.tensor(results[-1].log_probs) for results in (measured, expected))
     assert torch.allclose(own, theirs, atol=1e-4)
     assert tokens_of(measured[-1]) == tokens_of(expected[-1])
+    assert capture.count > 3
+
+
+def test_steps_of_greedy_rows_and_of_random_ones_have_the_torch_tier_s_tokens(directory: Path) -> None:
+    """Without a row that needs more, tokens are chosen and appended within the graph. The random rows end first."""
+    requests = [request(9, 9), *(request(5 + 4 * n, 6, n, **ASKED[n]) for n in (1, 2))]
+    capture = Replays()
+    measured = finish(make_core(directory, "triton", capture, look_ahead=True), requests)
+    expected = finish(make_core(directory, "torch"), requests)
+    assert [result.output_token_ids for result in measured] == [result.output_token_ids for result in expected]
     assert capture.count > 3
 
 

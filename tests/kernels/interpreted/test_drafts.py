@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from backend.api import OutputConfig, Request, Result
-from backend.api.config import SpeculationConfig
-from backend.core.sequence import Sequence
-from backend.core.step import SequenceId
+from backend.api import OutputConfig, Request, Response, Result
+from backend.engine.core import EngineCore
 from backend.executor.tensors import as_tensor
-from backend.scheduler.drafting import Draft, Drafter
+from backend.worker.post_processors import PostProcessors
+from tests.fakes.drafters import Prompter
 from tests.kernels.interpreted.test_device_runner import (  # noqa: F401 (fixture)
     ASKED,
     SPECIAL,
@@ -24,42 +23,20 @@ from tests.kernels.interpreted.test_device_runner import (  # noqa: F401 (fixtur
     make_core,
     request,
 )
+from tests.kernels.interpreted.test_guided_rows import END, GUIDE, take_guides
 
 NUM_TOKENS = 8
+Make = Callable[..., EngineCore]
 
 
-class Prompter(Drafter):
-    """Guesses what plain decoding has said, with a wrong token somewhere at every other length."""
-
-    def __init__(self, truths: list[list[int]]) -> None:
-        super().__init__(SpeculationConfig())
-        self._truths = truths
-
-    def waits(self, seq: Sequence) -> bool:
-        return seq.request.speculation
-
-    def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
-        drafts = {}
-        for seq in generation:
-            rng, num_output = Random(f"{seq.request_id} {seq.num_tokens}"), seq.num_output_tokens
-            count = min(rng.randint(0, 4), room, seq.max_output_tokens - num_output - 1)
-            token_ids = self._truths[seq.request_id][num_output : num_output + count]
-            if not token_ids or seq.num_inflight_samples or not seq.request.speculation:
-                continue
-            if (seq.request_id + num_output) % 2 == 0:
-                wrong = rng.randrange(len(token_ids))
-                token_ids[wrong] = (token_ids[wrong] + 1) % 131
-            drafts[seq.seq_id] = Draft(token_ids)
-            room -= len(token_ids)
-        return drafts
-
-
-def check(path: Path, requests: list[Request], **options: object) -> list[tuple[Result, Result]]:
+def check(
+    path: Path, requests: list[Request], make: Make = make_core, **options: object
+) -> list[tuple[Result, Result]]:
     """Tokens with drafts are those without; some were right and some were wrong. Returns the results without and with drafts."""
-    without = finish(make_core(path, "triton", Replays()), requests)
+    without = finish(make(path, "triton", Replays()), requests)
     plain = [result.output_token_ids[0] for result in without]
-    core = make_core(path, "triton", Replays(), **options)
-    core.scheduler._drafter = Prompter(plain)
+    core = make(path, "triton", Replays(), **options)
+    core.scheduler._drafter = Prompter(dict(enumerate(plain)))
     results = finish(core, requests)
     assert [result.output_token_ids[0] for result in results] == plain
     assert 1 < core.counters.accepted_draft_tokens_total < core.counters.draft_tokens_total
@@ -75,13 +52,65 @@ def test_drafts_change_no_token(directory: Path) -> None:  # noqa: F811
 
 
 def test_beside_rows_that_want_more_than_tokens(directory: Path) -> None:  # noqa: F811
-    """The logits of a neighbour without drafts are what they are without any."""
+    """The logits of neighbours without drafts are what they are without any: of one that generates, and of a prompt of 60 tokens,
+    which steps of 24 cut.
+    """
     output = OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
     requests = [request(9 + 5 * n, NUM_TOKENS, n) for n in range(3)]
-    asked = [replace(requests[0], output_config=output, speculation=False), *requests[1:]]
-    (plain, drafted), *_ = check(directory, asked, look_ahead=False)
-    logits = [as_tensor(result.generation_logits) for result in (plain, drafted)]
-    assert torch.allclose(*logits, atol=1e-4) and logits[0].shape[-2:] == (NUM_TOKENS, 131)
+    generating = replace(requests[0], output_config=output, speculation=False)
+    of_prompt = OutputConfig(exclude_input_from_output=True, return_context_logits=True)
+    prompt = replace(request(60, NUM_TOKENS, 3), output_config=of_prompt, speculation=False)
+    told = check(directory, [generating, *requests[1:], prompt], look_ahead=False)
+    for (plain, drafted), name, rows in ((told[0], "generation_logits", NUM_TOKENS), (told[3], "context_logits", 60)):
+        logits = [as_tensor(getattr(result, name)) for result in (plain, drafted)]
+        assert torch.allclose(*logits, atol=1e-4) and logits[0].shape[-2:] == (rows, 131)
+
+
+def test_beside_rows_with_a_post_processor(directory: Path) -> None:  # noqa: F811
+    """It takes the place of the logits, so that its request says what no other one does."""
+
+    def make(*arguments: object, **options: object) -> EngineCore:
+        return make_core(*arguments, processors=PostProcessors({"reverse": reverse}), **options)
+
+    def reverse(request_id: int, logits: torch.Tensor, token_ids: list[list[int]], stream: int) -> torch.Tensor:
+        return -logits
+
+    plain = [request(9 + 5 * n, NUM_TOKENS, n) for n in range(3)]
+    processed = replace(plain[0], logits_post_processor="reverse", speculation=False)
+    told = check(directory, [processed, *plain[1:]], make)
+    assert told[0][1].output_token_ids != finish(make(directory, "triton", Replays()), plain[:1])[0].output_token_ids
+
+
+def test_a_post_processor_that_fails_beside_drafts_ends_its_own_request(directory: Path) -> None:  # noqa: F811
+    """It fails behind ten tokens, those of its prompt and the first: in the step that verifies all drafts of its neighbour."""
+
+    def fail(request_id: int, logits: torch.Tensor, token_ids: list[list[int]], stream: int) -> None:
+        if len(token_ids[0]) == 10:
+            raise KeyError("secret")
+
+    requests = [request(9, NUM_TOKENS, n) for n in range(2)]
+    plain = finish(make_core(directory, "triton"), requests)[1].output_token_ids[0]
+    core = make_core(directory, "triton", processors=PostProcessors({"fail": fail}), look_ahead=False)
+    core.enqueue(0, replace(requests[0], logits_post_processor="fail"))
+    core.enqueue(1, replace(requests[1], draft_tokens=plain[:6]))
+    told: list[Response] = []
+    while core.has_work:
+        told += core.step()
+    failed, drafted = sorted(told, key=lambda response: response.request_id)
+    assert "post-processor 'fail' failed" in failed.error_msg
+    assert drafted.result.output_token_ids[0] == plain
+    assert core.counters.accepted_draft_tokens_total == core.counters.draft_tokens_total == 5
+
+
+def test_beside_rows_with_guides(directory: Path) -> None:  # noqa: F811
+    """Their masks, and the tokens that they go on by, stand at other places of the logits than without drafts."""
+
+    def make(*arguments: object, **options: object) -> EngineCore:
+        return take_guides(make_core(*arguments, **options))
+
+    requests = [request(9 + 4 * n, 12, n, end_ids=(END,)) for n in range(3)]
+    guided = replace(requests[1], guide=GUIDE, speculation=False)
+    check(directory, [requests[0], guided, requests[2]], make, look_ahead=True)
 
 
 def test_a_request_brings_its_own(directory: Path) -> None:  # noqa: F811

@@ -14,6 +14,7 @@ from backend.api.guide import Guide, GuideType
 from backend.api.request import RequestId
 from backend.api.response import FinishReason
 from backend.core.guides import OnCompiled
+from backend.engine.core import EngineCore
 from backend.worker.guided_rows import GuidedRows
 from tests.kernels.interpreted.test_device_runner import Replays, directory, finish, make_core, request  # noqa: F401
 
@@ -64,13 +65,17 @@ class Compiled:
         pass
 
 
-def results(directory: Path, kernels: str, requests: list[Request], **scheduler: object) -> list[Result]:  # noqa: F811
-    core = make_core(directory, kernels, Replays(), **scheduler)
-    runner, name = core.workers.runner, "_guided" if kernels == "triton" else "guided"
+def take_guides(core: EngineCore) -> EngineCore:
+    """The same engine, whose requests may have GUIDE."""
+    runner, name = core.workers.runner, "_guided" if core.model.kernels == "triton" else "guided"
     setattr(runner, name, GuidedRows(Compiled(), 5, core.model.vocab_size))
     core.antechamber._guides = Compiled()
     core.intake._limits = msgspec.structs.replace(core.intake._limits, guide_refusal="")
-    return finish(core, requests)
+    return core
+
+
+def results(directory: Path, kernels: str, requests: list[Request], **scheduler: object) -> list[Result]:  # noqa: F811
+    return finish(take_guides(make_core(directory, kernels, Replays(), **scheduler)), requests)
 
 
 @pytest.mark.parametrize(("look_ahead", "blocks"), [(True, 60), (False, 4)])
