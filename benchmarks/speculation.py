@@ -46,6 +46,7 @@ from backend.engine.core import EngineCore
 from backend.executor.engine_process import calm_garbage_collector
 from backend.scheduler.drafting import Drafter
 from backend.scheduler.lookup import Lookup
+from backend.scheduler.model_drafting import ModelDrafter
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.model_runner import ModelRunner
 
@@ -123,10 +124,10 @@ class Bench:
         quantization: str,
         max_rows: int,
         num_tokens: int,
-        source: Source = Source.PROMPT,
         draft_model: Path | None = None,
+        source: Source = Source.PROMPT,
     ) -> None:
-        """source: of lookup; `draft_model`: guesses in place of lookup."""
+        """`draft_model`: guesses in place of lookup."""
         self._source = source
         length = PROMPT_TOKENS + num_tokens
         config = EngineConfig(
@@ -179,8 +180,9 @@ class Bench:
         self.run(rows, sampled, drafter)  # learns what steps cost
         before = counters.draft_tokens_total, counters.accepted_draft_tokens_total
         for number in range(rounds):
-            cost, drafter = drafter.cost, self._fresh(kind, truth)
-            drafter.cost = cost
+            if self._draft_model is None:
+                cost, drafter = drafter.cost, self._fresh(kind, truth)
+                drafter.cost = cost
             seconds = {}
             for is_on in ((False, True), (True, False))[number % 2]:
                 texts, seconds[is_on], num_steps = self.run(rows, sampled, drafter if is_on else None)
@@ -209,7 +211,7 @@ class Bench:
     def _fresh(self, kind: str, truth: list[list[int]]) -> Drafter:
         """A drafter that has seen nothing but the earlier versions."""
         if self._draft_model is not None:
-            return Drafter(self._speculation)
+            return ModelDrafter(self._speculation)
         rng = random.Random(1)
         versions = [earlier_version(text, kind, rng, self.vocab) for text in truth]
         if self._source is Source.PROMPT:
@@ -238,7 +240,7 @@ def main(
 ) -> None:
     """Compare, and print a table."""
     sizes = [int(each) for each in rows.split(",")]
-    bench = Bench(model, dtype, quantization, max(sizes), tokens, source, draft_model)
+    bench = Bench(model, dtype, quantization, max(sizes), tokens, draft_model, source)
     figures = []
     for size in sizes:
         for kind in kinds.split(",") if draft_model is None else [DRAFT_MODEL]:

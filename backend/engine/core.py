@@ -38,7 +38,7 @@ from backend.engine.sessions import SessionTable, stays
 from backend.engine.statistics import Gauges, Statistics, gauges
 from backend.kvcache.manager import KVCacheManager
 from backend.kvcache.sizing import num_pool_blocks
-from backend.scheduler.drafting import Drafter
+from backend.scheduler.model_drafting import make_drafter
 from backend.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("everbatch.engine")
@@ -63,7 +63,9 @@ class EngineCore:
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.adapters = make_adapters(config, self.model, workers, free_bytes)
-        drafter = Drafter(config.speculation, config.kv_cache.sharing, self.clock) if self.model.takes_drafts else None
+        drafter = (
+            make_drafter(config.speculation, config.kv_cache.sharing, self.clock) if self.model.takes_drafts else None
+        )
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))

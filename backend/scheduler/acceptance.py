@@ -8,30 +8,27 @@ from __future__ import annotations
 
 from backend.core.sequence import Sequence
 
-_ASSUMED = 0.7  # share of right guesses, of a sequence that nothing is known of
+ASSUMED = 0.7  # share of right guesses, of a sequence that nothing is known of
 _LEARNING = 0.1  # what the newest guess counts
 _FADING = 0.005  # what a token without guesses counts
 
 
 class Acceptance:
-    def __init__(self, seq: Sequence) -> None:
-        self._right = _ASSUMED
+    def __init__(self, seq: Sequence, assumed: float = ASSUMED) -> None:
+        self.share = self._assumed = assumed  # of right guesses
         self._seen = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
 
-    def see(self, seq: Sequence) -> None:
-        """Take note of all that steps have verified so far."""
+    def see(self, seq: Sequence) -> tuple[int, int]:
+        """Take note of all that steps have verified so far. Returns how many guesses were right, and that came to be wrong."""
         if seq.num_tokens == self._seen[0]:
-            return
+            return 0, 0
         now = seq.num_tokens, seq.num_guessed_tokens, seq.num_right_guesses
         num_tokens, num_guessed, num_right = (new - old for new, old in zip(now, self._seen))
         self._seen = now
         for _ in range(num_right):
-            self._right += _LEARNING * (1 - self._right)
+            self.share += _LEARNING * (1 - self.share)
         if num_guessed > num_right:
-            self._right -= _LEARNING * self._right
+            self.share -= _LEARNING * self.share
         if not num_guessed:
-            self._right += (1 - (1 - _FADING) ** num_tokens) * (_ASSUMED - self._right)
-
-    def confidence(self, num_drafts: int) -> float:
-        """The probability that the next guess is right, if `num_drafts` before it are: they make no difference."""
-        return self._right
+            self.share += (1 - (1 - _FADING) ** num_tokens) * (self._assumed - self.share)
+        return num_right, int(num_guessed > num_right)

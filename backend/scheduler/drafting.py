@@ -4,7 +4,7 @@ Drafts are guesses at the next tokens of a row, which the step verifies (core/st
 
     the request          `draft_tokens`: for as long as the output is what they say. All of them are tried
     lookup.py            the sequence's own tokens and outputs of its namespace, if `speculation.mode` is lookup
-    the workers          their draft model, if it is draft_model: here is only decided how many it makes (acceptance.py)
+    the workers          their draft model, if it is draft_model: see model_drafting.py
 
 A row gets as many as bring the most tokens a second, by what steps have taken so far (step_cost.py). With r rows, and e tokens
 expected of all drafts, the sum over drafts of the probability that each and all before it are right, that is the greatest
@@ -21,6 +21,7 @@ What it knows of a sequence follows from its tokens alone, so asking twice, or d
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from backend.api.config import Sharing, SpeculationConfig
@@ -28,7 +29,6 @@ from backend.api.draft_limits import what_forbids_drafts
 from backend.core.clock import Clock, SystemClock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
-from backend.scheduler.acceptance import Acceptance
 from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
@@ -63,9 +63,9 @@ class Drafter:
         self._won_s = 0.0  # by guessing lately, less what it took
         self._num_resting = 0  # steps that are left of a rest
         self._sharing = sharing
-        looks_up = config.mode == "lookup"
-        self.others = OtherOutputs(config.max_shared_tokens) if looks_up and sharing != "none" else None
-        self._known: dict[SequenceId, Lookup | Acceptance | None] = {}  # None: it must not have drafts
+        self._looks_up = config.mode == "lookup"
+        self.others = OtherOutputs(config.max_shared_tokens) if self._looks_up and sharing != "none" else None
+        self._known: dict[SequenceId, Lookup | None] = {}  # None: it must not have drafts
         self.cost = StepCost()
 
     @property
@@ -82,43 +82,52 @@ class Drafter:
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
-        if not generation or not (self.guesses or any(seq.request.draft_tokens for seq in generation)):
+        room, drafts, others = min(room, MAX_DRAFTS), dict[SequenceId, Draft](), list[Sequence]()
+        for seq in generation:
+            if not seq.request.draft_tokens or not _follows_script(seq):
+                others.append(seq)
+                continue
+            most = 0 if seq.num_inflight_samples else min(room, _left(seq))
+            if most > 0:
+                drafts[seq.seq_id] = draft = Draft(_script(seq)[:most], is_given=True)
+                room -= draft.num_tokens
+        return drafts | self.guess(others, len(generation), room) if others else drafts
+
+    def guess(self, rows: list[Sequence], num_rows: int, room: int) -> dict[SequenceId, Draft]:
+        """Drafts that no request brings, for `rows` of the step's `num_rows`."""
+        if not self._looks_up or self._num_resting or self.cost.is_trial:
+            self._num_resting = max(0, self._num_resting - 1)
             return {}
         began_ns, drafts = self._clock.monotonic_ns(), dict[SequenceId, Draft]()
-        guesses = self.guesses and not self._num_resting and not self.cost.is_trial
-        self._num_resting = max(0, self._num_resting - 1)
-        room, num_tokens, expected = min(room, MAX_DRAFTS), len(generation), float(len(generation))
-        least = self._least(num_tokens, expected) if guesses else 1.0
-        for seq in generation:
-            most = min(room, seq.max_output_tokens - seq.num_output_tokens - 1)
-            if most <= 0 or seq.num_inflight_samples:
+        num_tokens, expected = num_rows, float(num_rows)
+        least = self._least(num_tokens, expected)
+        for seq in rows if least < 1 else ():
+            most = min(room, self._most(seq))
+            known = self._known_of(seq) if most > 0 else None
+            if known is None or known.confidence(0) < least:
                 continue
-            if _follows_script(seq):
-                draft = Draft(seq.request.draft_tokens[seq.num_output_tokens :][:most], is_given=True)
-            elif least < 1:
-                known = self._known_of(seq)
-                if known is None or known.confidence(0) < least:
-                    continue
-                asked = seq.request.max_draft_tokens
-                most = min(most, self._config.max_draft_tokens, most if asked is None else asked)
-                count, gain = self._worth(known, most, num_tokens, expected)
-                if not count:
-                    continue
-                draft = Draft(known.propose(count)) if isinstance(known, Lookup) else Draft([], num_guesses=count)
-                expected += gain
-            else:
+            count, gain = self._worth(known, most, num_tokens, expected)
+            if not count:
                 continue
-            if draft.num_tokens:
-                drafts[seq.seq_id] = draft
-                room -= draft.num_tokens
-                num_tokens += draft.num_tokens
-                least = self._least(num_tokens, expected) if guesses else 1.0
-        if guesses:
-            num_guesses = sum(draft.num_tokens for draft in drafts.values() if not draft.is_given)
-            plain_s, guessed_s = (self.cost.seconds(len(generation) + more) for more in (0, num_guesses))
-            won_s = plain_s * expected / len(generation) - guessed_s
-            self._settle(won_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
+            drafts[seq.seq_id] = draft = Draft(known.propose(count))
+            expected += gain
+            room -= draft.num_tokens
+            num_tokens += draft.num_tokens
+            least = self._least(num_tokens, expected)
+        plain_s = self.cost.seconds(num_rows)
+        won_s = plain_s * expected / num_rows - self.cost.seconds(num_tokens)
+        self._settle(won_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
         return drafts
+
+    def note(self, num_rows: int, drafts: Collection[Draft], seconds: float) -> None:
+        """A step that only generates has taken so long."""
+        self.cost.note(num_rows + sum(draft.num_tokens for draft in drafts), seconds)
+
+    def _most(self, seq: Sequence) -> int:
+        """Guesses at a row in a step."""
+        asked = seq.request.max_draft_tokens
+        most = self._config.max_draft_tokens if asked is None else min(asked, self._config.max_draft_tokens)
+        return 0 if seq.num_inflight_samples else min(most, _left(seq))
 
     def _settle(self, won_s: float, plain_s: float) -> None:
         """Take note of what guesses at one step have won, which would take `plain_s` without, and rest if it is too little."""
@@ -140,26 +149,21 @@ class Drafter:
         """Clients without a namespace must not learn from each other token by token."""
         return self._sharing == "all" or not seq.is_anonymous
 
-    def _known_of(self, seq: Sequence) -> Lookup | Acceptance | None:
+    def _known_of(self, seq: Sequence) -> Lookup | None:
         """What is known of a sequence; None if it must not have drafts."""
-        if not self.guesses:
+        if not self._looks_up:
             return None
         if seq.seq_id not in self._known:
-            may_guess = seq.request.speculation and not what_forbids_drafts(seq.request)
-            self._known[seq.seq_id] = self._nothing_known(seq) if may_guess else None
+            self._known[seq.seq_id] = self._nothing_known(seq) if may_guess(seq) else None
         known = self._known[seq.seq_id]
-        if isinstance(known, Lookup):
+        if known is not None:
             known.see(seq.token_ids)
-        elif known is not None:
-            known.see(seq)
         return known
 
-    def _nothing_known(self, seq: Sequence) -> Lookup | Acceptance:
-        if self._config.mode == "draft_model":
-            return Acceptance(seq)
+    def _nothing_known(self, seq: Sequence) -> Lookup:
         return Lookup(seq.namespace, self.others if self._shares(seq) else None)
 
-    def _worth(self, known: Lookup | Acceptance, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
+    def _worth(self, known: Lookup, most: int, num_tokens: int, expected: float) -> tuple[int, float]:
         """How many drafts of a row pay, and how many of them are expected to be right.
 
         num_tokens, expected: of the step so far, what runs and what comes of it.
@@ -177,6 +181,20 @@ class Drafter:
                 best, best_gain, best_rate = count, gain, rate
             right *= known.confidence(count)
         return best, best_gain
+
+
+def may_guess(seq: Sequence) -> bool:
+    return seq.request.speculation and not what_forbids_drafts(seq.request)
+
+
+def _left(seq: Sequence) -> int:
+    """Drafts that a row can use: behind the last token that it may have comes none."""
+    return seq.max_output_tokens - seq.num_output_tokens - 1
+
+
+def _script(seq: Sequence) -> list[int]:
+    """What is left of the request's own drafts."""
+    return seq.request.draft_tokens[seq.num_output_tokens :]
 
 
 def _follows_script(seq: Sequence) -> bool:

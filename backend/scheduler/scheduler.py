@@ -237,9 +237,7 @@ class Scheduler:
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long."""
         if self._drafter is not None and plan.generation and not plan.context:
-            self._drafter.cost.note(
-                len(plan.generation) + sum(each.num_tokens for each in plan.drafts.values()), seconds
-            )
+            self._drafter.note(len(plan.generation), plan.drafts.values(), seconds)
 
     def _context_budget(self, plan: StepPlan, generation: list[Sequence], context: list[Sequence]) -> int:
         num_waiting = len(context) + min(len(self.waiting), plan.kv.free_slots)

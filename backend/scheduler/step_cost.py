@@ -66,7 +66,7 @@ class StepCost:
         count = min(known.num_steps + 1, _LATEST)
         tokens = known.tokens + (num_tokens - known.tokens) / count
         mean = known.seconds + (seconds - known.seconds) / count
-        self._groups[_group(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
+        self._groups[group_of(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
 
     @property
     def is_trial(self) -> bool:
@@ -103,9 +103,10 @@ class StepCost:
         return max(known.seconds / 10, known.seconds + self.per_token * (num_tokens - known.tokens))
 
     def _known(self, num_tokens: int) -> _Group | None:
-        group = self._groups.get(_group(num_tokens))
+        group = self._groups.get(group_of(num_tokens))
         return None if group is None or self._num_steps - group.latest > _REMEMBERED else group
 
 
-def _group(num_tokens: int) -> int:
+def group_of(num_tokens: int) -> int:
+    """Sizes of one number are not told apart."""
     return num_tokens if num_tokens <= _TILE else _TILE + (num_tokens - 1) // _TILE

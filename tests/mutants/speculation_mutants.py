@@ -74,7 +74,7 @@ MUTANTS = {
         change(drafting, "_follows_script", (" and seq.token_ids", " or seq.token_ids")),
         ENGINE,
     ),
-    "a_request_cannot_do_without": (change(Drafter, "_known_of", ("seq.request.speculation and ", "")), ENGINE),
+    "a_request_cannot_do_without": (change(drafting, "may_guess", ("seq.request.speculation and ", "")), ENGINE),
     "all_anonymous_learn_from_each_other": (
         change(Drafter, "_shares", ('self._sharing == "all" or not seq.is_anonymous', "True")),
         DRAFTING,

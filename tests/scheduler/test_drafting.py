@@ -244,9 +244,9 @@ def test_acceptance_is_the_share_of_guesses_that_count() -> None:
     acceptance = Acceptance(seq)
     for _ in range(100):
         acceptance.see(seq.step(4, 2))
-        before = acceptance.confidence(0)
+        before = acceptance.share
         acceptance.see(seq)  # asking again changes nothing
-        assert acceptance.confidence(3) == before
+        assert acceptance.share == before
     assert before == pytest.approx(0.171 / 0.271, rel=1e-6)
 
 
@@ -257,19 +257,19 @@ def test_what_is_known_of_guesses_fades_while_there_are_none() -> None:
     for _ in range(50):
         acceptance.see(seq.step(3, 0))
     bad = 0.7 * 0.9**50
-    assert acceptance.confidence(0) == pytest.approx(bad)
+    assert acceptance.share == pytest.approx(bad)
     for _ in range(100):
         acceptance.see(seq.step(0, 0))
-    assert acceptance.confidence(0) == pytest.approx(0.7 - (0.7 - bad) * 0.995**100)
+    assert acceptance.share == pytest.approx(0.7 - (0.7 - bad) * 0.995**100)
 
 
 def test_what_was_seen_of_former_requests_is_not_of_this_one() -> None:
     """A session's turn before has had 50 guesses, all wrong. Of this one 3 are right: 1 - 0.3 * 0.9^3. None of them is wrong."""
     seq = Told().step(50, 0)
     acceptance = Acceptance(seq)
-    assert acceptance.confidence(0) == 0.7
+    assert acceptance.share == 0.7
     acceptance.see(seq.step(3, 3))
-    assert acceptance.confidence(0) == pytest.approx(1 - 0.3 * 0.9**3)
+    assert acceptance.share == pytest.approx(1 - 0.3 * 0.9**3)
 
 
 def test_tokens_without_guesses_fade_alike_however_often_it_looks() -> None:
@@ -282,7 +282,7 @@ def test_tokens_without_guesses_fade_alike_however_often_it_looks() -> None:
     once.see(seqs[0])
     for _ in range(10):
         often.see(seqs[1].step(0, 0))
-    assert once.confidence(0) == pytest.approx(often.confidence(0)) == pytest.approx(0.7 - 0.07 * 0.995**10)
+    assert once.share == pytest.approx(often.share) == pytest.approx(0.7 - 0.07 * 0.995**10)
 
 
 def test_before_any_step_a_token_is_a_twentieth_of_a_step() -> None:

@@ -1,0 +1,106 @@
+"""ModelDrafter: how many guesses the workers' draft model makes in a step: as many at each row, for a pass of it serves all rows.
+
+With r rows, of which row i has a share a_i of right guesses (acceptance.py), that is the number k with the greatest
+
+    (r + sum over rows of (a_i + a_i^2 + ... + a_i^k) / MARGIN) / (seconds of a step of r rows with k passes)
+
+Steps without guesses are measured first, and now and then. Where guesses do not pay, a few steps try one guess after a while, for
+what is known of them grows old. A try is dear, for the draft model computes first what it has missed: so they become rarer and
+rarer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from backend.api.config import Sharing, SpeculationConfig
+from backend.core.clock import Clock
+from backend.core.sequence import Sequence
+from backend.core.step import SequenceId
+from backend.scheduler.acceptance import ASSUMED, Acceptance
+from backend.scheduler.drafting import MARGIN, Draft, Drafter, may_guess
+from backend.scheduler.pass_cost import PassCost
+
+_BETWEEN_PLAIN = 64  # steps with guesses, after which one goes without
+_BETWEEN_TRIES = (
+    256,
+    8192,
+)  # steps without guesses, after which some try one: at first, and at most, where tries were in vain
+_TRIES = 4
+_LEARNING = 0.05  # what the newest guess of any sequence counts in what is assumed of a new one
+
+
+class ModelDrafter(Drafter):
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config)
+        self.passes = PassCost()
+        self._assumed = ASSUMED
+        self._accepted: dict[SequenceId, Acceptance | None] = {}  # None: it must not have guesses
+        self._num_alike = 0  # latest steps that all had guesses, or none
+        self._latest = 0  # guesses at each row of the latest step
+        self._num_tries = 0  # that are left
+        self._wait = _BETWEEN_TRIES[0]
+
+    def waits(self, seq: Sequence) -> bool:
+        return super().waits(seq) or (self._latest > 0 and self._acceptance(seq) is not None)
+
+    def guess(self, rows: list[Sequence], num_rows: int, room: int) -> dict[SequenceId, Draft]:
+        known = {seq.seq_id: acceptance for seq in rows if (acceptance := self._acceptance(seq)) is not None}
+        most = {seq.seq_id: self._most(seq) for seq in rows if seq.seq_id in known}
+        count = self._count([known[seq_id].share for seq_id in most if most[seq_id] > 0], num_rows, room)
+        return {
+            seq_id: Draft([], num_guesses=min(count, limit)) for seq_id, limit in most.items() if min(count, limit) > 0
+        }
+
+    def note(self, num_rows: int, drafts: Collection[Draft], seconds: float) -> None:
+        if any(draft.is_given for draft in drafts):
+            return
+        count = max((draft.num_guesses for draft in drafts), default=0)
+        self.passes.note(num_rows, count, seconds)
+        self._num_alike = self._num_alike + 1 if (count > 0) == (self._latest > 0) else 1
+        self._latest = count
+        if count and not self._num_tries:
+            self._wait = _BETWEEN_TRIES[0]
+        self._num_tries = max(0, self._num_tries - 1)
+        if not count and self._num_alike % self._wait == 0:
+            self._num_tries, self._wait = _TRIES, min(2 * self._wait, _BETWEEN_TRIES[1])
+            self.passes.forget()
+
+    def end(self, seq: Sequence) -> None:
+        super().end(seq)
+        self._accepted.pop(seq.seq_id, None)
+
+    def _acceptance(self, seq: Sequence) -> Acceptance | None:
+        """What is known of the guesses at a sequence; None if it must not have any."""
+        if seq.seq_id not in self._accepted:
+            self._accepted[seq.seq_id] = Acceptance(seq, self._assumed) if may_guess(seq) else None
+        known = self._accepted[seq.seq_id]
+        if known is not None:
+            num_right, num_wrong = known.see(seq)
+            for _ in range(num_right):
+                self._assumed += _LEARNING * (1 - self._assumed)
+            if num_wrong:
+                self._assumed -= _LEARNING * self._assumed
+        return known
+
+    def _count(self, shares: list[float], num_rows: int, room: int) -> int:
+        """Guesses at each of the rows that may have some; `shares`: of right ones, of each."""
+        most = min(self._config.max_draft_tokens, room // len(shares)) if shares else 0
+        is_plain = self._latest > 0 and self._num_alike % _BETWEEN_PLAIN == 0
+        if not most or is_plain or not self.passes.is_known(num_rows):
+            return 0
+        if self._num_tries:
+            return 1
+        best, best_rate, gain, chances = 0, num_rows / self.passes.seconds(num_rows, 0), 0.0, shares
+        for count in range(1, most + 1):
+            gain += sum(chances) / MARGIN
+            rate = (num_rows + gain) / self.passes.seconds(num_rows, count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+            chances = [chance * share for chance, share in zip(chances, shares)]
+        return best
+
+
+def make_drafter(config: SpeculationConfig, sharing: Sharing, clock: Clock) -> Drafter:
+    """Who decides on drafts in this mode of speculation."""
+    return ModelDrafter(config) if config.mode == "draft_model" else Drafter(config, sharing, clock)
