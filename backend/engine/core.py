@@ -63,9 +63,7 @@ class EngineCore:
         )
         workers.initialize_kv_cache(num_blocks, config.kv_cache.block_size, self.kv.num_backed_blocks)
         self.adapters = make_adapters(config, self.model, workers, free_bytes)
-        drafter = (
-            make_drafter(config.speculation, config.kv_cache.sharing, self.clock) if self.model.takes_drafts else None
-        )
+        drafter = make_drafter(config, self.model.takes_drafts, self.clock)
         on_cpu, units = self.model.device == "cpu", self.model.has_matrix_units
         self.scheduler = Scheduler(config.scheduler, self.kv, on_cpu, units, self.adapters, drafter)
         self.sessions = SessionTable(config.sessions, erase=lambda seq: self.kv.release(seq, keep=False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from backend.api.config import Sharing, SpeculationConfig
+from backend.api.config import EngineConfig, SpeculationConfig
 from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
@@ -101,6 +101,10 @@ class ModelDrafter(Drafter):
         return best
 
 
-def make_drafter(config: SpeculationConfig, sharing: Sharing, clock: Clock) -> Drafter:
-    """Who decides on drafts in this mode of speculation."""
-    return ModelDrafter(config) if config.mode == "draft_model" else Drafter(config, sharing, clock)
+def make_drafter(config: EngineConfig, takes_drafts: bool, clock: Clock) -> Drafter | None:
+    """Who decides on drafts in the configured mode of speculation; None for workers that take none."""
+    if not takes_drafts:
+        return None
+    if config.speculation.mode == "draft_model":
+        return ModelDrafter(config.speculation)
+    return Drafter(config.speculation, config.kv_cache.sharing, clock)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from backend.api import draft_limits
 from backend.llm import speculative
 from backend.scheduler.acceptance import Acceptance
+from backend.scheduler.model_drafting import ModelDrafter
+from backend.scheduler.pass_cost import PassCost
 from backend.serving import upstream_parameters
 from backend.serving.fronts import trtllm_inputs
 from backend.trtllm import engine_config, request_configs, to_core
@@ -12,6 +14,7 @@ from backend.worker import draft_model, loaded_model, model_runner
 from backend.worker.draft_model import DraftModel
 from tests.mutants.changes import Plant, change, change_everywhere
 
+PASSES = ["tests/scheduler/test_model_drafting.py"]
 LIMITS = ["tests/api/test_draft_limits.py"]
 DRAFTING = ["tests/scheduler/test_drafting.py"]
 MODEL = ["tests/model/test_speculation.py"]
@@ -36,6 +39,24 @@ def _fields(old: str, new: str) -> Plant:
 
 
 MUTANTS: dict[str, tuple[Plant, list[str]]] = {
+    "the_first_step_with_passes_counts": (change(PassCost, "note", ("if is_first:", "if False:")), PASSES),
+    "rows_and_passes_are_one_number": (
+        change(PassCost, "note", ("group_of(num_rows), {})", "group_of(num_rows + num_rows * num_passes), {})")),
+        PASSES,
+    ),
+    "an_outlier_of_passes_counts_in_full": (
+        change(PassCost, "note", ("min(seconds, _OUTLIER * mean)", "seconds")),
+        PASSES,
+    ),
+    "plain_steps_are_forgotten_too": (change(PassCost, "forget", ("if each]", "]")), PASSES),
+    "a_pass_is_for_one_row": (change(ModelDrafter, "_count", ("room // len(shares)", "room")), PASSES),
+    "all_guesses_are_as_probable_as_the_first": (
+        change(ModelDrafter, "_count", ("chance * share for", "chance for")),
+        PASSES,
+    ),
+    "tries_are_as_frequent_as_ever": (change(ModelDrafter, "note", ("2 * self._wait", "self._wait")), PASSES),
+    "no_step_goes_without_guesses": (change(ModelDrafter, "_count", ("or is_plain or", "or")), PASSES),
+    "nobody_learns_from_others_guesses": (change(ModelDrafter, "_acceptance", ("if num_wrong:", "if False:")), PASSES),
     "the_next_row_begins_at_the_second_sample": (_right("start += len(mine)", "start += row.samples"), MODEL),
     "a_draft_is_compared_with_what_is_behind_it": (
         _right("mine[num_right].token_id", "mine[num_right + 1].token_id"),
@@ -79,7 +100,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         change_everywhere(draft_limits.what_forbids_drafts, ("beam_width > 1", "beam_width > 2")),
         LIMITS,
     ),
-    "steps_all_right_count_as_wrong": (change(Acceptance, "see", ("num_guessed > num_right", "num_guessed")), DRAFTING),
+    "steps_all_right_count_as_wrong": (
+        change(Acceptance, "see", ("if num_guessed > num_right:", "if num_guessed:")),
+        DRAFTING,
+    ),
     "a_step_fades_as_much_as_a_token": (change(Acceptance, "see", (" ** num_tokens", "")), DRAFTING),
     "former_turns_count": (
         change(
