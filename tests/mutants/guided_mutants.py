@@ -10,9 +10,10 @@ from backend.engine.intake import Intake
 from backend.guided import llguidance_backend, vocabulary
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+from backend.worker import guided_rows
 from backend.worker.guided_rows import GuidedRow, GuidedRows, GuidedStep
 from gateway import errors, invalid, translate
-from tests.mutants.changes import change
+from tests.mutants.changes import change, change_everywhere
 
 OUTPUTS = ["tests/guided/test_outputs.py"]
 DRAFTS = ["tests/guided/test_drafts.py"]
@@ -51,7 +52,7 @@ MUTANTS = {
     "the_prompt_is_output": (change(GuidedRows, "set_row", ("[row.num_prompt_tokens :]", "[:]")), OUTPUTS),
     "a_slot_keeps_its_guide": (change(GuidedRows, "set_row", ("self._slots.pop(row.slot, None)", "pass")), OUTPUTS),
     "masks_go_to_the_first_rows": (
-        change(GuidedStep, "mask", ("[each.logits for each in self._places]", "[*range(len(self._places))]")),
+        change(GuidedStep, "mask", ("range(each.logits, each.logits + 1", "range(len(places), len(places) + 1")),
         OUTPUTS,
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if each.row.error:", "if False:")), OUTPUTS),
@@ -60,7 +61,7 @@ MUTANTS = {
         OUTPUTS,
     ),
     "infinite_log_probabilities_are_told": (
-        change(GuidedStep, "told", ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
+        change_everywhere(guided_rows._told, ("(token_id, max(value, NOT_ALLOWED))", "(token_id, value)")),
         OUTPUTS,
     ),
     "a_guide_is_compiled_for_each": (change(GuideCompiler, "begin", ("if entry is None:", "if True:")), COMPILER),

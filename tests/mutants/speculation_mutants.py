@@ -25,7 +25,7 @@ DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 
 MUTANTS = {
     "guessing_never_rests": (change(Drafter, "_settle", ("if self._won_s <", "if False and self._won_s <")), DRAFTING),
-    "a_rest_never_ends": (change(Drafter, "propose", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
+    "a_rest_never_ends": (change(Drafter, "guess", ("max(0, self._num_resting - 1)", "self._num_resting")), DRAFTING),
     "a_backlog_is_looked_at_token_by_token": (change(Lookup, "see", ("(_BACKLOG if", "(1e9 if")), DRAFTING),
     "a_size_is_never_worked_out_anew": (change(StepCost, "note", ("self._told.clear()", "pass")), DRAFTING),
     "a_place_that_was_left_is_never_forgotten": (
