@@ -11,8 +11,8 @@ expected of all drafts, the sum over drafts of the probability that each and all
 
     (r + e / MARGIN) / (seconds of a step with these drafts)
 
-A step of one row, whose time goes to reading the weights, takes drafts that are rarely right; one of many rows, whose time goes
-to computing, only those that nearly always are.
+and only if it is CLEARLY more than without. A step of one row, whose time goes to reading the weights, takes drafts that are rarely
+right; one of many rows, whose time goes to computing, only those that nearly always are.
 
 Guessing takes time of its own, on the host. Where that is more than what it wins, by the same estimate, it rests for some steps.
 
@@ -33,6 +33,9 @@ from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
 MARGIN = 1.25  # a draft must be worth so much more than it costs
+CLEARLY = (
+    1.05  # what a step with guesses must bring in the time of a plain one's tokens; times are not known any better
+)
 _LEAST = 0.01  # drafts with a smaller probability are not thought about
 _RESTS = 100  # steps
 _KEPT = 0.95  # share of what was won or lost so far that counts beside the newest step
@@ -61,6 +64,7 @@ class Drafter:
         self._config = config
         self._clock = clock or SystemClock()
         self._won_s = 0.0  # by guessing lately, less what it took
+        self._speed = 1.0  # that the latest guesses were expected to bring, without any being 1
         self._num_resting = 0  # steps that are left of a rest
         self._sharing = sharing
         self._looks_up = config.mode == "lookup"
@@ -95,7 +99,7 @@ class Drafter:
 
     def guess(self, rows: list[Sequence], num_rows: int, room: int) -> dict[SequenceId, Draft]:
         """Drafts that no request brings, for `rows` of the step's `num_rows`."""
-        if not self._looks_up or self._num_resting or self.cost.is_trial:
+        if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
             self._num_resting = max(0, self._num_resting - 1)
             return {}
         began_ns, drafts = self._clock.monotonic_ns(), dict[SequenceId, Draft]()
@@ -115,8 +119,11 @@ class Drafter:
             num_tokens += draft.num_tokens
             least = self._least(num_tokens, expected)
         plain_s = self.cost.seconds(num_rows)
-        won_s = plain_s * expected / num_rows - self.cost.seconds(num_tokens)
-        self._settle(won_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
+        slow_s, fast_s = plain_s * expected / num_rows, self.cost.seconds(num_tokens)
+        self._speed = slow_s / fast_s
+        if self._speed < CLEARLY:
+            drafts, slow_s, fast_s = {}, 0.0, 0.0
+        self._settle(slow_s - fast_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
         return drafts
 
     def note(self, num_rows: int, drafts: Collection[Draft], seconds: float) -> None:

@@ -22,7 +22,8 @@ _OUTLIER = 2.0  # a step that takes more than so many times what was expected co
 _TILE = 8  # sizes beyond it are told apart in groups of so many
 _LATEST = 8  # steps that a group's mean is of
 _REMEMBERED = 300  # steps without one of a group, after which nothing is known of it
-_BETWEEN_TRIALS = 64  # steps
+_BETWEEN_TRIALS = 64, 16  # steps; the second where it is not clear that guesses pay
+_CLEAR = 1.25
 _BETWEEN_LOOKS = 8  # steps after which what is told of any size is worked out anew; in the first ones after each
 _EARLY = 64
 
@@ -68,10 +69,12 @@ class StepCost:
         mean = known.seconds + (seconds - known.seconds) / count
         self._groups[group_of(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
 
-    @property
-    def is_trial(self) -> bool:
-        """Whether the next step is to have no guesses."""
-        return self._num_steps % _BETWEEN_TRIALS == _BETWEEN_TRIALS - 1
+    def is_trial(self, speed: float) -> bool:
+        """Whether the next step is to have no guesses. `speed`: of steps with guesses, that of plain ones being 1. Where it is
+        about the same, trials cost little and decide much.
+        """
+        between = _BETWEEN_TRIALS[speed < _CLEAR]
+        return self._num_steps % between == between - 1
 
     @property
     def per_token(self) -> float:

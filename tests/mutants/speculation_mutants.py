@@ -115,7 +115,7 @@ MUTANTS = {
     ),
     "what_is_skipped_is_not_known": (change(Lookup, "_skip_to", ("known.update(", "tuple(")), DRAFTING),
     "nothing_is_ever_forgotten": (change(StepCost, "_known", ("> _REMEMBERED", "> 1e9")), DRAFTING),
-    "there_are_no_trials": (change(StepCost, "is_trial", ("== _BETWEEN_TRIALS - 1", "== -1")), DRAFTING),
+    "there_are_no_trials": (change(StepCost, "is_trial", ("== between - 1", "== -1")), DRAFTING),
     "all_sizes_are_on_the_line": (change(StepCost, "_expected", ("if known is None", "if True")), DRAFTING),
     "guesses_behind_a_wrong_one_count": (
         change(Acceptance, "see", ("if num_guessed > num_right:", "for _ in range(num_guessed - num_right):")),

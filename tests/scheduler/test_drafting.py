@@ -203,10 +203,15 @@ def test_a_size_is_known_by_its_own_steps_not_by_others() -> None:
     for _ in range(20):
         cost.note(32, 0.027)
     for _ in range(500):
-        trials += cost.is_trial
-        cost.note(*((32, 0.027) if cost.is_trial else (33, 0.033)))
+        trials += cost.is_trial(2.0)
+        cost.note(*((32, 0.027) if cost.is_trial(2.0) else (33, 0.033)))
     assert cost.seconds(32) == pytest.approx(0.027, rel=0.01) and cost.seconds(33) == pytest.approx(0.033, rel=0.01)
     assert trials in (7, 8)
+    unclear = 0
+    for _ in range(64):
+        unclear += cost.is_trial(1.1)
+        cost.note(33, 0.033)
+    assert unclear == 4
 
 
 def test_a_size_that_has_not_run_for_long_is_forgotten() -> None:
@@ -335,6 +340,27 @@ def test_where_time_goes_to_computing_nobody_guesses() -> None:
     assert count_of(1.0, 32, 0.001, 0.001) == 0
     assert count_of(0.9, 32, 0.001, 0.001) == 0
     assert count_of(0.9, 32, 1.0, 0.001) > 0
+
+
+def test_a_step_that_is_hardly_faster_goes_without() -> None:
+    """Two rows, a step of 100 ms, a draft is right half of the time. Where a token more takes 16 ms, one draft brings 2.4 tokens
+    in 116 ms, 1.034 times what plain steps bring, so nobody guesses; with 12 ms it is 1.071.
+    """
+    driver = Driver(pool_tokens=1024, speculation=LOOKUP)
+    rows = []
+    for start in (0, 100):
+        driver.ask(list(range(start, start + 32)), 40, cache_salt="a")
+    while len(rows) < 2 or not all(seq.is_generating for seq in rows):
+        driver.core.step()
+        rows = driver.core.scheduler.running
+    for each_ms, count in ((16, 0), (12, 1)):
+        drafter = Drafter(LOOKUP)
+        for _ in range(20):
+            for tokens in (2, 3, 4, 5):
+                drafter.cost.note(tokens, 0.1 + 0.001 * each_ms * (tokens - 2))
+        drafter._known = {rows[0].seq_id: Sure(0.5), rows[1].seq_id: None}
+        drafts = drafter.propose(list(rows), 100)
+        assert [draft.num_tokens for draft in drafts.values()] == [count] * (count > 0)
 
 
 class Sluggish:
