@@ -11,8 +11,8 @@ expected of all drafts, the sum over drafts of the probability that each and all
 
     (r + e / MARGIN) / (seconds of a step with these drafts)
 
-and only if it is CLEARLY more than without. A step of one row, whose time goes to reading the weights, takes drafts that are rarely
-right; one of many rows, whose time goes to computing, only those that nearly always are.
+and only if it is CLEARLY more than without. A step of one row, whose time goes to reading the weights, takes drafts that are
+rarely right; one of many rows, whose time goes to computing, only those that nearly always are.
 
 Guessing takes time of its own, on the host. Where that is more than what it wins, by the same estimate, it rests for some steps.
 
@@ -34,7 +34,7 @@ from backend.scheduler.step_cost import StepCost
 
 MARGIN = 1.25  # a draft must be worth so much more than it costs
 CLEARLY = (
-    1.05  # what a step with guesses must bring in the time of a plain one's tokens; times are not known any better
+    1.05  # tokens that a step with guesses must bring where a plain one brings one in that time; it is not known better
 )
 _LEAST = 0.01  # drafts with a smaller probability are not thought about
 _RESTS = 100  # steps

@@ -1,4 +1,4 @@
-"""Drafters for engines of real models: they guess by chance, right and wrong, as many as they like, whatever it costs."""
+"""Drafters for engines of real models that guess by chance, right and wrong, whatever it costs; and costs that do not vary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from backend.api.config import SpeculationConfig
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.drafting import NO_DRAFT, Draft, Drafter
+from backend.scheduler.pass_cost import PassCost
+from backend.scheduler.step_cost import StepCost
 
 
 class ByChance(Drafter):
@@ -59,3 +61,20 @@ class Asker(ByChance):
     def draft(self, seq: Sequence, most: int, rng: Random) -> Draft:
         count = min(rng.choice((0, 1, 2, 4, 6, 0)), most)
         return Draft([], num_guesses=count) if count else NO_DRAFT
+
+
+class FixedStepCost(StepCost):
+    """Whatever was measured, a step takes 1 and a hundredth for each token. There are no trials."""
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def _expected(self, num_tokens: int) -> float:
+        return 1 + 0.01 * num_tokens
+
+
+class FixedPassCost(PassCost):
+    """Whatever was measured, a step takes 1 and a fifth for each pass of the draft model."""
+
+    def note(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        super().note(num_rows, num_passes, 1 + 0.2 * num_passes)

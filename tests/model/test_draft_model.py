@@ -20,7 +20,7 @@ from backend.core.step import Row
 from backend.engine.core import EngineCore
 from backend.worker.group import InProcessWorkerGroup
 from backend.worker.input_batch import InputBatch
-from tests.fakes.drafters import Asker
+from tests.fakes.drafters import Asker, FixedPassCost
 from tests.model.adapters import make_adapter
 from tests.model.test_speculation import answers, check_same, make_core, one_of_each
 from tools.make_draft_pair import make_draft_pair
@@ -253,17 +253,16 @@ def test_a_cancelled_neighbour_leaves_the_others_alone(checkpoint: Callable[[str
 
 
 def test_the_engine_asks_for_what_pays(checkpoint: Callable[[str], Path], other: Path, native_kernels: None) -> None:
-    """How many guesses are tried follows from the times of steps, which vary. That guesses which are always wrong are tried more
-    rarely than those that are always right does not.
-    """
+    """Guesses that are always right are asked for in nearly each step, those that never are a few times."""
     model, requests = checkpoint("llama2"), {1: Request([1, 2, 3], 300, output_config=OUTPUT)}
     tried = []
     for draft in (model, other):
         core = drafting_core(model, draft, "native", asks=False)
+        core.scheduler._drafter.passes = FixedPassCost()
         assert answers(core, requests) == answers(make_core(model, "native"), requests)
         tried.append(core.counters.draft_tokens_total)
-    assert tried[1] < 150
-    assert tried[0] > tried[1]
+    assert tried[0] > 200
+    assert tried[1] < 50
 
 
 def test_a_pair_of_the_benchmark_agrees_as_much_as_its_epsilon_has_it(tmp_path: Path, native_kernels: None) -> None:

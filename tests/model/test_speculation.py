@@ -17,7 +17,7 @@ from backend.api.config import KvCacheConfig, ModelConfigSection, SchedulerConfi
 from backend.engine.core import EngineCore
 from backend.scheduler.scheduler import StepPlan
 from backend.worker.group import InProcessWorkerGroup
-from tests.fakes.drafters import Prompter
+from tests.fakes.drafters import FixedStepCost, Prompter
 from tests.model.conftest import Oracle
 
 NUM_TOKENS = 40
@@ -123,6 +123,7 @@ def test_lookup_changes_no_token(checkpoint: Callable[[str], Path], kernels: str
         )
     }
     core = make_core(checkpoint("llama2"), kernels, SpeculationConfig(mode="lookup"))
+    core.scheduler._drafter.cost = FixedStepCost()
     assert answers(core, requests) == answers(make_core(checkpoint("llama2"), kernels), requests)
     assert core.counters.accepted_draft_tokens_total > 50
 

@@ -16,7 +16,7 @@ from tests.mutants.changes import Plant, change, change_everywhere
 
 PASSES = ["tests/scheduler/test_model_drafting.py"]
 LIMITS = ["tests/api/test_draft_limits.py"]
-DRAFTING = ["tests/scheduler/test_drafting.py"]
+DRAFTING = [f"tests/scheduler/test_{name}.py" for name in ("drafting", "lookup", "step_cost", "acceptance")]
 MODEL = ["tests/model/test_speculation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
 ARGUMENTS = ["tests/llm/test_arguments.py"]

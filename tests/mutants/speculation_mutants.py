@@ -18,7 +18,7 @@ from backend.worker.model_runner import ModelRunner
 from tests.mutants.changes import change
 
 ENGINE = ["tests/engine/test_drafts.py"]
-DRAFTING = ["tests/scheduler/test_drafting.py"]
+DRAFTING = [f"tests/scheduler/test_{name}.py" for name in ("drafting", "lookup", "step_cost", "acceptance")]
 MODEL = ["tests/model/test_speculation.py"]
 ISOLATION = ["tests/model/test_speculation_isolation.py"]
 DRAFT_MODEL = ["tests/model/test_draft_model.py"]
