@@ -16,6 +16,7 @@ import pytest
 from backend.api import OutputConfig, Request
 from backend.api.config import SpeculationConfig
 from backend.engine.core import EngineCore
+from tests.fakes.drafters import FixedStepCost
 from tests.model.test_speculation import answers, make_core
 
 NUM_TRIALS = 100  # in each world
@@ -30,9 +31,9 @@ def prompt(name: str) -> list[int]:
 
 
 def make_world(directory: Path) -> EngineCore:
-    """Steps cost what they are assumed to before any was measured, so that nothing depends on the machine's time."""
+    """What steps cost is fixed, so that nothing depends on the machine's time."""
     core = make_core(directory, "native", SpeculationConfig(mode="lookup"))
-    core.scheduler._drafter.cost.note = lambda num_tokens, seconds: None
+    core.scheduler._drafter.cost = FixedStepCost()
     return core
 
 
