@@ -44,6 +44,17 @@ def test_writing_to_a_shared_block_replaces_it_by_a_copy() -> None:
     cache.assert_content(child)
 
 
+def test_the_block_of_a_copy_is_no_room_for_drafts() -> None:
+    """The copy of the second block takes the place of another one, so drafts up to position 8 need a block besides."""
+    cache, _, (child,) = forked(4, [1, 2, 3, 4, 5, 6])
+    plan = cache.kv.plan()
+    assert plan.extend(child, 7) and plan.available == 1
+    assert plan.widen(child, 8) and plan.available == 1
+    assert plan.widen(child, 9) and plan.available == 0
+    cache.kv.commit(plan)
+    assert len(cache.blocks(child)) == 3
+
+
 @pytest.mark.feature("003-25", "003-26")
 def test_the_last_holder_of_a_block_writes_in_place() -> None:
     cache, parent, (child,) = forked(4, [1, 2, 3, 4, 5, 6])

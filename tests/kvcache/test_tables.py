@@ -54,6 +54,22 @@ def test_room_in_a_block_of_its_own_costs_nothing(cache: Cache) -> None:
     assert cache.kv.stats().used_num_blocks == 1
 
 
+def test_room_for_drafts_is_beside_the_room_that_is_planned_already(cache: Cache) -> None:
+    """4 tokens fill a block, the next is the second block's, and drafts up to position 9 need a third: two in all. 12 more do not
+    fit, and change nothing.
+    """
+    seq = cache.start(make_sequence(1, [1, 2, 3, 4]))
+    cache.run(seq)
+    plan = cache.kv.plan()
+    assert plan.available == 7
+    assert plan.extend(seq, 5) and plan.available == 6
+    assert plan.widen(seq, 8) and plan.available == 6
+    assert plan.widen(seq, 10) and plan.available == 5
+    assert not plan.widen(seq, 33) and plan.available == 5
+    cache.kv.commit(plan)
+    assert len(cache.blocks(seq)) == 3
+
+
 @pytest.mark.feature("003-21")
 def test_admission_allocates_one_block_for_each_block_of_known_tokens() -> None:
     cache = Cache(num_blocks=8)

@@ -85,7 +85,11 @@ MUTANTS = {
     ),
     "widen_forgets_what_extend_has_planned": (
         change(KVPlan, "widen", ("num_planned += ", "num_planned += 0 * ")),
-        ["tests/simulation/test_simulation.py"],
+        ["tests/kvcache/test_tables.py"],
+    ),
+    "widen_counts_the_copy_of_a_block_as_room": (
+        change(KVPlan, "widen", (" - (grant.replaces is not None)", "")),
+        ["tests/kvcache/test_copy_on_write.py"],
     ),
     "rows_with_drafts_are_planned_ahead": (
         change(scheduler.Scheduler, "_waits_for_drafts", ("seq.num_inflight_samples > 0", "False")),
