@@ -36,6 +36,7 @@ MARGIN = 1.25  # a draft must be worth so much more than it costs
 CLEARLY = (
     1.05  # tokens that a step with guesses must bring where a plain one brings one in that time; it is not known better
 )
+_LIKELY = 0.5  # probability of a row's first draft for which the engine does without planning ahead
 _LEAST = 0.01  # drafts with a smaller probability are not thought about
 _RESTS = 100  # steps
 _KEPT = 0.95  # share of what was won or lost so far that counts beside the newest step
@@ -64,7 +65,7 @@ class Drafter:
         self._config = config
         self._clock = clock or SystemClock()
         self._won_s = 0.0  # by guessing lately, less what it took
-        self._speed = 1.0  # that the latest guesses were expected to bring, without any being 1
+        self._speed = CLEARLY  # that the latest guesses were expected to bring, without any being 1
         self._num_resting = 0  # steps that are left of a rest
         self._sharing = sharing
         self._looks_up = config.mode == "lookup"
@@ -77,12 +78,20 @@ class Drafter:
         """Whether drafts come from anywhere but the requests."""
         return self._config.mode != "none"
 
-    def waits(self, seq: Sequence) -> bool:
-        """Whether to plan no further for a sequence before its tokens in flight are known, because drafts are likely."""
-        if _follows_script(seq):
-            return True
-        known = self._known_of(seq)
-        return known is not None and known.confidence(0) > 0.5
+    def waits(self, rows: list[Sequence]) -> bool:
+        """Whether to plan no further before the tokens of `rows` that are in flight are known, because drafts are likely to pay.
+
+        All rows wait, or none does: a step for some of them would take nearly as long as one for all.
+        """
+        return any(map(_follows_script, rows)) or self.expects(rows)
+
+    def expects(self, rows: list[Sequence]) -> bool:
+        """Whether drafts that no request brings are likely to pay."""
+        if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
+            return False
+        if self._speed < CLEARLY and not self.cost.looks_anew:
+            return False
+        return any(known.confidence(0) > _LIKELY for known in map(self._known_of, rows) if known is not None)
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         """Drafts for rows that generate, in all at most `room` tokens."""
@@ -102,14 +111,19 @@ class Drafter:
         if not self._looks_up or self._num_resting or self.cost.is_trial(self._speed):
             self._num_resting = max(0, self._num_resting - 1)
             return {}
+        landed = [seq for seq in rows if not seq.num_inflight_samples]
+        if not landed:
+            return {}
         began_ns, drafts = self._clock.monotonic_ns(), dict[SequenceId, Draft]()
         num_tokens, expected = num_rows, float(num_rows)
         least = self._least(num_tokens, expected)
-        for seq in rows if least < 1 else ():
+        tells = least >= 1  # of whether guesses pay, as a step does for which hardly any is known does not
+        for seq in landed if least < 1 else ():
             most = min(room, self._most(seq))
             known = self._known_of(seq) if most > 0 else None
             if known is None or known.confidence(0) < least:
                 continue
+            tells |= known.confidence(0) > _LIKELY
             count, gain = self._worth(known, most, num_tokens, expected)
             if not count:
                 continue
@@ -120,8 +134,10 @@ class Drafter:
             least = self._least(num_tokens, expected)
         plain_s = self.cost.seconds(num_rows)
         slow_s, fast_s = plain_s * expected / num_rows, self.cost.seconds(num_tokens)
-        self._speed = slow_s / fast_s
-        if self._speed < CLEARLY:
+        speed = slow_s / fast_s
+        if tells:
+            self._speed = speed
+        if speed < CLEARLY:
             drafts, slow_s, fast_s = {}, 0.0, 0.0
         self._settle(slow_s - fast_s - (self._clock.monotonic_ns() - began_ns) / 1e9, plain_s)
         return drafts
@@ -134,7 +150,7 @@ class Drafter:
         """Guesses at a row in a step."""
         asked = seq.request.max_draft_tokens
         most = self._config.max_draft_tokens if asked is None else min(asked, self._config.max_draft_tokens)
-        return 0 if seq.num_inflight_samples else min(most, _left(seq))
+        return min(most, _left(seq))
 
     def _settle(self, won_s: float, plain_s: float) -> None:
         """Take note of what guesses at one step have won, which would take `plain_s` without, and rest if it is too little."""

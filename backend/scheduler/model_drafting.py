@@ -18,7 +18,7 @@ from backend.core.clock import Clock
 from backend.core.sequence import Sequence
 from backend.core.step import SequenceId
 from backend.scheduler.acceptance import ASSUMED, Acceptance
-from backend.scheduler.drafting import MARGIN, Draft, Drafter, may_guess
+from backend.scheduler.drafting import MARGIN, MAX_DRAFTS, Draft, Drafter, may_guess
 from backend.scheduler.pass_cost import PassCost
 
 _BETWEEN_PLAIN = 64  # steps with guesses, after which one goes without
@@ -41,10 +41,12 @@ class ModelDrafter(Drafter):
         self._num_tries = 0  # that are left
         self._wait = _BETWEEN_TRIES[0]
 
-    def waits(self, seq: Sequence) -> bool:
-        return super().waits(seq) or (self._latest > 0 and self._acceptance(seq) is not None)
+    def expects(self, rows: list[Sequence]) -> bool:
+        known = [acceptance.share for seq in rows if (acceptance := self._acceptance(seq)) is not None]
+        return self._count(known, len(rows), MAX_DRAFTS) > 0
 
     def guess(self, rows: list[Sequence], num_rows: int, room: int) -> dict[SequenceId, Draft]:
+        rows = [seq for seq in rows if not seq.num_inflight_samples]
         known = {seq.seq_id: acceptance for seq in rows if (acceptance := self._acceptance(seq)) is not None}
         most = {seq.seq_id: self._most(seq) for seq in rows if seq.seq_id in known}
         count = self._count([known[seq_id].share for seq_id in most if most[seq_id] > 0], num_rows, room)

@@ -93,9 +93,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self._kv = kv
         self._drafter = drafter
-        self.guesses = (
-            drafter is not None and drafter.guesses
-        )  # rows may get drafts that their requests have not brought
+        self.guesses = drafter is not None and drafter.guesses  # rows may get drafts that no request has brought
         self._tuner = BatchTuner(config)
         self._micro_batch = MicroBatchScheduler(config, on_cpu, has_matrix_units)
         self.is_static = config.batching == "static"  # a batch runs in lockstep, and is answered together
@@ -143,6 +141,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step. Deterministic in the state of queue, sequences and cache."""
         plan = StepPlan(self._kv.plan())
+        if self._waits_for_tokens():
+            return plan
         if self.running:
             plan.beam_width = self.running[0].beam_width
         context, generation = self._split_by_phase()
@@ -214,12 +214,14 @@ class Scheduler:
         context: list[Sequence] = []
         generation: list[Sequence] = []
         for seq in self.running:
-            if not (seq.is_awaited or self._waits_for_drafts(seq)):
+            if not seq.is_awaited:
                 (generation if seq.is_generating else context).append(seq)
         return context, generation
 
-    def _waits_for_drafts(self, seq: Sequence) -> bool:
-        return seq.num_inflight_samples > 0 and self._drafter is not None and self._drafter.waits(seq)
+    def _waits_for_tokens(self) -> bool:
+        """Whether guesses at the tokens behind those in flight are likely to bring more than planning ahead."""
+        in_flight = [seq for seq in self.running if seq.num_inflight_samples]
+        return bool(in_flight) and self._drafter is not None and self._drafter.waits(in_flight)
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Let rows that generate guess, with what is left of the step's tokens and of the pool."""

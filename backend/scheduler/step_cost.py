@@ -60,7 +60,7 @@ class StepCost:
         self._variance = _FORGETTING * self._variance + more_tokens * (num_tokens - self._tokens)
         self._covariance = _FORGETTING * self._covariance + more_tokens * (seconds - self._seconds)
         self._num_steps += 1
-        if self._num_steps <= _EARLY or self._num_steps % _BETWEEN_LOOKS == 0:
+        if self.looks_anew:
             self._told.clear()
             self._least.clear()
         known = self._known(num_tokens) or _Group(0, 0.0, 0.0, 0)
@@ -68,6 +68,11 @@ class StepCost:
         tokens = known.tokens + (num_tokens - known.tokens) / count
         mean = known.seconds + (seconds - known.seconds) / count
         self._groups[group_of(num_tokens)] = _Group(count, tokens, mean, self._num_steps)
+
+    @property
+    def looks_anew(self) -> bool:
+        """Whether the step that was measured last is one after which all is worked out anew."""
+        return self._num_steps <= _EARLY or self._num_steps % _BETWEEN_LOOKS == 0
 
     def is_trial(self, speed: float) -> bool:
         """Whether the next step is to have no guesses. `speed`: of steps with guesses, that of plain ones being 1. Where it is

@@ -172,9 +172,27 @@ def test_tokens_that_a_stop_word_cuts_off_were_not_decoded() -> None:
     assert records.requests[-1].requests[0].tokens_per_step == 3 / 2
 
 
-def test_a_draft_model_guesses_as_many_as_pay() -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_who_has_drafts_does_not_part_from_who_has_none(looks_ahead: bool) -> None:
+    """Of two rows one repeats itself, and the other must not have guesses. No step is planned ahead for the other alone."""
+    driver = Driver(pool_tokens=256, speculation=LOOKUP, looks_ahead=looks_ahead, vocab=1)
+    quoting = driver.ask([0] * 8, 60)
+    plain = driver.ask([0] * 8, 60, speculation=False)
+    driver.step(2)
+    while len(driver.tokens(quoting)) < 60:
+        driver.step()
+    assert driver.core.counters.accepted_draft_tokens_total > 40
+    assert len(driver.workers.trace) < 20
+    assert all(len(step.rows) == 2 for step in driver.workers.trace[1:])
+    driver.run()
+    assert driver.tokens(plain) == [0] * 60
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_draft_model_guesses_as_many_as_pay(looks_ahead: bool) -> None:
     """The fake's draft model is wrong at multiples of four. The output is as ever, in fewer steps than tokens."""
-    driver = Driver(pool_tokens=256, speculation=SpeculationConfig(mode="draft_model", draft_model="small"))
+    speculation = SpeculationConfig(mode="draft_model", draft_model="small")
+    driver = Driver(pool_tokens=256, speculation=speculation, looks_ahead=looks_ahead)
     request = driver.ask(PROMPT, 60)
     driver.run()
     assert driver.tokens(request) == oracle(PROMPT, 60, VOCAB)

@@ -19,8 +19,8 @@ class ByChance(Drafter):
     def __init__(self) -> None:
         super().__init__(SpeculationConfig())
 
-    def waits(self, seq: Sequence) -> bool:
-        return seq.request.speculation
+    def waits(self, rows: list[Sequence]) -> bool:
+        return any(seq.request.speculation for seq in rows)
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         drafts = {}

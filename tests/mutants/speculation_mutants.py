@@ -92,8 +92,19 @@ MUTANTS = {
         ["tests/kvcache/test_copy_on_write.py"],
     ),
     "rows_with_drafts_are_planned_ahead": (
-        change(scheduler.Scheduler, "_waits_for_drafts", ("seq.num_inflight_samples > 0", "False")),
+        change(scheduler.Scheduler, "_waits_for_tokens", ("self._drafter.waits(in_flight)", "False")),
         ENGINE,
+    ),
+    "who_has_no_drafts_goes_ahead": (
+        change(
+            drafting.Drafter, "waits", ("rows)) or", "rows[:1])) or"), ("self.expects(rows)", "self.expects(rows[1:])")
+        ),
+        ENGINE,
+    ),
+    "a_step_that_tells_nothing_ends_waiting": (change(Drafter, "guess", ("if tells:", "if True:")), DRAFTING),
+    "trials_are_not_planned_ahead": (
+        change(Drafter, "expects", (" or self.cost.is_trial(self._speed)", "")),
+        DRAFTING,
     ),
     "hashes_are_believed": (change(Lookup, "_compared", ("if length >= size", "if True")), DRAFTING),
     "the_short_match_is_taken": (

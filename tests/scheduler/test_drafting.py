@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.api.config import SpeculationConfig
+from backend.core.sequence import Sequence
 from backend.scheduler.drafting import MARGIN, Drafter
 from backend.scheduler.lookup import Lookup
 from tests.engine.driver import Driver
@@ -56,13 +57,7 @@ def test_a_step_that_is_hardly_faster_goes_without() -> None:
     """Two rows, a step of 100 ms, a draft is right half of the time. Where a token more takes 16 ms, one draft brings 2.4 tokens
     in 116 ms, 1.034 times what plain steps bring, so nobody guesses; with 12 ms it is 1.071.
     """
-    driver = Driver(pool_tokens=1024, speculation=LOOKUP)
-    rows = []
-    for start in (0, 100):
-        driver.ask(list(range(start, start + 32)), 40, cache_salt="a")
-    while len(rows) < 2 or not all(seq.is_generating for seq in rows):
-        driver.core.step()
-        rows = driver.core.scheduler.running
+    rows = generating(Driver(pool_tokens=1024, speculation=LOOKUP), 2)
     for each_ms, count in ((16, 0), (12, 1)):
         drafter = Drafter(LOOKUP)
         for _ in range(20):
@@ -71,6 +66,38 @@ def test_a_step_that_is_hardly_faster_goes_without() -> None:
         drafter._known = {rows[0].seq_id: Sure(0.5), rows[1].seq_id: None}
         drafts = drafter.propose(list(rows), 100)
         assert [draft.num_tokens for draft in drafts.values()] == [count] * (count > 0)
+
+
+def generating(driver: Driver, count: int) -> list[Sequence]:
+    for row in range(count):
+        driver.ask(list(range(100 * row, 100 * row + 32)), 40, cache_salt="a")
+    while len(driver.core.scheduler.running) < count or not all(s.is_generating for s in driver.core.scheduler.running):
+        driver.core.step()
+    return list(driver.core.scheduler.running)
+
+
+def test_planning_ahead_ends_where_guesses_are_likely_to_pay() -> None:
+    """One row, whose guesses are right nine times of ten. A step that had none to guess at, where a quoted text was left, tells
+    nothing of the next one. Where guesses are too dear, they are thought about in every eighth step, and before a trial never.
+    """
+    rows = generating(Driver(pool_tokens=1024, speculation=LOOKUP), 1)
+
+    def waits(drafter: Drafter, confidence: float) -> bool:
+        drafter._known = {rows[0].seq_id: Sure(confidence)}
+        answer = drafter.waits(rows)
+        drafter.propose(rows, 100)
+        return answer
+
+    for each_ms, pays in ((1, True), (95, False)):
+        drafter = Drafter(LOOKUP)
+        for number in range(1, 201):
+            tokens = number % 5
+            drafter.cost.note(1 + tokens, 0.1 + 0.001 * each_ms * tokens)
+            is_trial = drafter.cost.is_trial(drafter._speed)
+            expected = (pays or number % 8 == 0) and not is_trial
+            assert waits(drafter, 0.9) == expected or number <= 100
+        assert not waits(drafter, 0.1)
+        assert waits(drafter, 0.9)  # after 200 steps, the 25th eighth one
 
 
 class Sluggish:

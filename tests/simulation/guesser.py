@@ -20,8 +20,8 @@ class Guesser(Drafter):
         """The same question about the same tokens has the same answer, so that a dropped plan changes nothing."""
         return Random(f"{self._seed} {question} {seq.seq_id} {seq.num_tokens}")
 
-    def waits(self, seq: Sequence) -> bool:
-        return self._random(seq, "waits").random() < 0.6
+    def waits(self, rows: list[Sequence]) -> bool:
+        return self._random(rows[0], "waits").random() < 0.6
 
     def propose(self, generation: list[Sequence], room: int) -> dict[SequenceId, Draft]:
         drafts = {}
