@@ -67,7 +67,7 @@ MUTANTS = {
         ENGINE,
     ),
     "drafts_go_beyond_the_longest_end": (
-        change(Drafter, "propose", ("seq.num_output_tokens - 1)", "seq.num_output_tokens)")),
+        change(drafting, "_left", ("seq.num_output_tokens - 1", "seq.num_output_tokens")),
         ENGINE,
     ),
     "a_script_is_followed_when_it_was_wrong": (
@@ -166,7 +166,7 @@ MUTANTS = {
         DRAFT_MODEL,
     ),
     "a_request_cannot_bound_its_guesses": (
-        change(Drafter, "propose", ("most if asked is None else asked)", "most)")),
+        change(Drafter, "_most", ("if asked is None", "if True")),
         ENGINE,
     ),
     "outliers_count": (change(StepCost, "note", ("if self._weight:", "if False:")), DRAFTING),
