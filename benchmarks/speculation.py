@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -171,6 +172,10 @@ class Bench:
             num_steps += bool(started)
             for response in core.step():
                 texts[response.request_id - first] = response.result.output_token_ids[0]
+        if not started:
+            sys.exit(
+                f"the first of {rows} rows had its {self.num_tokens} tokens before all generated; use --tokens {4 * rows}"
+            )
         return [texts[row] for row in range(rows)], time.perf_counter() - started, num_steps
 
     def measure(self, kind: str, rows: int, sampled: bool, rounds: int) -> Figures:
@@ -232,7 +237,7 @@ def main(
     draft_model: Annotated[
         Path | None, typer.Option(help="checkpoint directory; it guesses in place of lookup")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="of output of each row")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="of output of each row")] = 256,
     rounds: Annotated[int, typer.Option(help="pairs of runs in a figure")] = 5,
     source: Annotated[Source, typer.Option(help="where the earlier versions stand")] = Source.PROMPT,
     sampled: Annotated[bool, typer.Option(help="with temperature 0.7 rather than greedily")] = False,

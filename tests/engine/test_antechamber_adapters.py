@@ -302,17 +302,21 @@ def test_an_adapter_for_which_there_is_no_room_waits_until_one_is_free() -> None
 
 @pytest.mark.feature("001-42")
 def test_no_more_adapters_run_at_once_than_the_device_holds() -> None:
-    """Room for two of 10 bytes: each step has what it needs there (the fake asserts it), and nobody starves."""
+    """Room for two of 10 bytes: each step has what it needs there (the fake asserts it), and nobody starves. All four are read
+    before, so that the eight requests are there at once.
+    """
     workers = Reader()
     core = make_core(workers, device_bytes=25)
-    requests = [request(1 + number % 4, "abcd"[number % 4], 5 + number) for number in range(8)]
+    for number in range(4):
+        serve(core, request(1 + number, "abcd"[number]))
+    requests = [request(1 + number % 4, max_tokens=5 + number) for number in range(8)]
     got = serve(core, *requests)
     assert all(not each.has_error() for each in got.values())
     held: set[str] = set()
     for step in workers.trace:
         held = (held - set(step.adapters_out)) | {each.content for each in step.adapters_in}
         assert len(held) <= 2
-    alone = serve(make_core(Reader()), requests[6])
+    alone = serve(make_core(Reader()), request(3, "c", 11))
     assert tokens(got[7]) == tokens(alone[1])
 
 

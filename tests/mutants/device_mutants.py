@@ -58,7 +58,7 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         FAILURES,
     ),
     "guides_do_not_see_drafts_by": (_drafts(("logits = self._masked(logits, guided)", "pass")), GUIDES),
-    "guides_do_not_go_on_beside_drafts": (_drafts(("failed += guided.accept(sampled)", "pass")), GUIDES),
+    "guides_do_not_go_on_beside_drafts": (_drafts(("failed += guided.accept(sampled, further)", "pass")), GUIDES),
     "graphs_of_all_kinds_are_one": (
         change(DeviceRunner, "_generation_step", ("(inputs.key, kind)", "inputs.key")),
         STEPS,
