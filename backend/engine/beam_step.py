@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.api.errors import InvalidRequest
 from backend.api.response import FinishReason
 from backend.api.stats import EngineCounters
 from backend.core.sequence import BeamSequence
@@ -9,11 +10,10 @@ from backend.core.step import StepOutput
 from backend.engine import beams, update
 from backend.engine.beams import BeamSearch, search_of
 from backend.engine.flight import Flight
-from backend.engine.gathered import RowFailure
 from backend.kvcache.manager import KVCacheManager
 from backend.scheduler.scheduler import Scheduler
 
-_STUCK = "the guide and what else the request forbids (bad words, min_tokens) leave no token; forbid less"
+_STUCK = "bad_words (or min_tokens) and the guide leave no token together; forbid less"
 
 
 def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: EngineCounters) -> list[BeamSearch]:
@@ -40,7 +40,7 @@ def book(flight: Flight, output: StepOutput, kv: KVCacheManager, counters: Engin
 
 def take_further(
     search: BeamSearch, kv: KVCacheManager, scheduler: Scheduler, now_ns: int
-) -> FinishReason | RowFailure | None:
+) -> FinishReason | InvalidRequest | None:
     """Take a search one token further if it can be. Returns whether and how it has ended; None when there is nothing new."""
     first = search.members[0]
     if not first.max_output_tokens:
@@ -48,5 +48,5 @@ def take_further(
     if not search.is_ready:
         return None
     if beams.advance(search, kv, scheduler, now_ns):
-        return search.ended[0].reason if search.ended else RowFailure(_STUCK)
+        return search.ended[0].reason if search.ended else InvalidRequest(_STUCK)
     return FinishReason.NOT_FINISHED

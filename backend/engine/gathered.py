@@ -14,11 +14,13 @@ from backend.engine.flight import Flight
 
 
 class RowFailure(EverbatchError):
-    """The logits post-processor of a request failed, or its guide left no token; it ends that request alone."""
+    """The logits post-processor of a request failed; it ends that request alone."""
 
 
 def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, EverbatchError]]:
-    """Give sequences their tensors. Yields those that have failed, which count as dropped from here on."""
+    """Give sequences their tensors. Yields those that have failed, which count as dropped from here on: by their
+    post-processor or, without one, by their guide.
+    """
     sequences = [seq for seq, _ in flight.plan.rows]
     for part in output.gathered:
         seq = sequences[part.row]
@@ -28,7 +30,7 @@ def book(flight: Flight, output: StepOutput) -> Iterator[tuple[Sequence, Everbat
         seq = sequences[row]
         if seq.seq_id not in flight.dropped:
             flight.dropped.add(seq.seq_id)
-            yield seq, RowFailure(reason)
+            yield seq, RowFailure(reason) if seq.request.logits_post_processor else InvalidRequest(reason)
 
 
 def promise(

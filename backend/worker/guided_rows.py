@@ -31,7 +31,7 @@ from kernels.common.transfer import place
 NOT_ALLOWED = -9999.0  # the log-probability that is told of a token that the guide forbids, for JSON has no infinity
 Further = dict[SlotId, list[SampledToken]]  # StepOutput.further
 Failure = tuple[int, str]  # index of the step's row, a sentence for its client
-_STUCK = "the guide and what else the request forbids (bad words, repeated n-grams) leave no token; forbid less"
+_STUCK = "bad_words (or no_repeat_ngram_size) and the guide leave no token together; forbid less"
 
 
 class MatcherSource(Protocol):

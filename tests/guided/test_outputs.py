@@ -243,7 +243,9 @@ def test_a_guide_and_bans_that_leave_no_token_end_the_request(executor: Executor
     stuck = request(Guide(GuideType.REGEX, "x-y"), bad_words=dashes[:500])
     ids = executor.enqueue_requests([stuck, request(CODE, 3)])
     found = drain(executor, ids)
-    assert "leave no token" in (found[ids[0]][-1].error_or_none or "")
+    error = found[ids[0]][-1]
+    assert error.error_msg.startswith("bad_words ") and "leave no token together" in error.error_msg
+    assert error.error_code == "INVALID_ARGUMENT"
     assert re.fullmatch(CODE.text, texts([_result(found[ids[1]])])[0])
 
 
@@ -253,7 +255,9 @@ def test_a_guide_and_bans_that_leave_beams_no_token_end_the_request(executor: Ex
     stuck = request(Guide(GuideType.REGEX, "x"), bad_words=xs, sampling_config=SamplingConfig(beam_width=2))
     ids = executor.enqueue_requests([stuck, request(CODE, 3)])
     found = drain(executor, ids)
-    assert "leave no token" in (found[ids[0]][-1].error_or_none or "")
+    error = found[ids[0]][-1]
+    assert error.error_msg.startswith("bad_words ") and "leave no token together" in error.error_msg
+    assert error.error_code == "INVALID_ARGUMENT"
     assert re.fullmatch(CODE.text, texts([_result(found[ids[1]])])[0])
 
 

@@ -57,7 +57,7 @@ MUTANTS = {
     ),
     "a_row_that_is_stuck_goes_on": (change(GuidedStep, "accept", ("if each.row.error:", "if False:")), OUTPUTS),
     "beams_without_a_token_end_the_engine": (
-        change(beam_step, "take_further", (" if search.ended else RowFailure(_STUCK)", "")),
+        change(beam_step, "take_further", (" if search.ended else InvalidRequest(_STUCK)", "")),
         OUTPUTS,
     ),
     "infinite_log_probabilities_are_told": (

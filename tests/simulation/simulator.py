@@ -392,7 +392,7 @@ def _error_class(response: Response) -> str:
         "KV pool was lost": "worker",
         "Maximum queue size": "queue",
         "scheduler.max_num_tokens": "step",
-        "leave no token": "stuck",
+        "leave no token together": "stuck",
         "the guide is bad": "guide",
         "was not compiled within": "guide",
         "guides wait to be compiled": "compiling",
