@@ -42,7 +42,7 @@ def check(path: Path, requests: list[Request], **options: object) -> EngineCore:
 
 @pytest.mark.parametrize(("kv", "look_ahead"), [("auto", True), ("int4", False)])
 def test_all_guesses_of_the_model_at_itself_are_right(directory: Path, kv: str, look_ahead: bool) -> None:  # noqa: F811
-    """Greedy rows that guess, and one that does not and keeps a step in flight. Steps of 24 tokens cut prompts."""
+    """Greedy rows that guess, and one that does not. Steps of 24 tokens cut prompts."""
     requests = [request(9 + 7 * n, NUM_TOKENS, n) for n in range(3)]
     check(directory, [replace(requests[0], speculation=False), *requests[1:]], kv=kv, look_ahead=look_ahead)
 
@@ -56,9 +56,9 @@ def test_who_was_paused_is_computed_again_by_both_models(directory: Path) -> Non
 def test_guesses_of_another_model_change_no_token(directory: Path, tmp_path: Path) -> None:  # noqa: F811
     """Rows that sample in every way; the draft model has another shape. Of random models few guesses are right."""
     other = make_random_model(tmp_path, "qwen3", seed=99, num_hidden_layers=1, hidden_size=32)
-    requests = [request(9 + 8 * n, NUM_TOKENS, n, **ASKED[n]) for n in range(4)]
+    requests = [request(9 + 8 * n, 6, n, **ASKED[n]) for n in range(4)]
     plain = finish(make_core(directory, "triton", Replays()), requests)
     core = drafting_core(directory, other, look_ahead=True)
     drafted = finish(core, requests)
     assert [result.output_token_ids for result in drafted] == [result.output_token_ids for result in plain]
-    assert core.counters.draft_tokens_total > 20 > 4 * core.counters.accepted_draft_tokens_total
+    assert core.counters.draft_tokens_total > 8 > 4 * core.counters.accepted_draft_tokens_total
