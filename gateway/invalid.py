@@ -56,6 +56,7 @@ _SAME = (
 )
 _TOLD_BY_TYPE = ("response_format", "format")  # objects whose `type` says their form; pydantic names that behind them
 _FORM = re.compile(r"str|int|float|bool|none|literal|constrained-\w+|\w+\[.*\]|function-.*|[A-Z]\w+")
+_BOOLEAN = re.compile(r"(?<=should be )(True|False)$")  # as pydantic writes JSON's true and false
 _Message = TypeVar("_Message", bound=Wire)
 
 
@@ -106,6 +107,8 @@ def _refusal(found: list[Any], fields: Fields) -> GatewayError:
         return GatewayError(400, f"{name} is missing", name, "missing_required_parameter", logged=logged)
     if not name:
         return GatewayError(400, "the body is no JSON object", code="invalid_json")
+    if worst["input"] == [] and any(error["type"] == "too_short" and _path(error, fields) == path for error in found):
+        return GatewayError(400, f"{name} is empty; give at least one entry", name, "invalid_value", logged=logged)
     text = f"{name} is {_shown(worst['input'])}; {_allowed(found, worst, fields)}"
     return GatewayError(400, text, name, "invalid_value", logged=logged)
 
@@ -170,7 +173,8 @@ def _allowed(found: list[Any], worst: Any, fields: Fields) -> str:
 
 
 def _detail(sentence: str) -> str:
-    sentence = sentence[:300].replace("Input should", "it should").replace("valid array", "valid list")
+    sentence = _BOOLEAN.sub(lambda found: found[0].lower(), sentence[:300])
+    sentence = sentence.replace("Input should", "it should").replace("valid array", "valid list")
     return sentence[:1].lower() + sentence[1:]
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from backend.api.errors import InvalidRequest
 
 NOT_SET_UP = "GuidedDecoder is not setup"  # TensorRT-LLM's words, which its clients look for
+A_CHOICE = "a choice is a regex red|green, or a json_schema with enum"  # for who asks for a type `choice`
 MAX_NESTING = 64  # brackets within brackets in a guide's text
 
 

@@ -8,7 +8,6 @@ names it (`lenient` is off), and a client cannot change these options (its key x
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,8 @@ from numpy.typing import NDArray
 from backend.api.guide import Guide, GuideType
 from backend.guided.json_text import check_schema, parse_json
 from backend.guided.protocol import GuideError, bits_of
+from backend.guided.schema_parts import hold_formats
+from backend.guided.sentences import LINE, is_gbnf, sentence
 from backend.guided.structural_tag import StructuralTag, Structure, parse_structural_tag
 from backend.guided.vocabulary import Vocabulary
 
@@ -32,7 +33,6 @@ _OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-_ANY_OBJECT = '{"type":"object"}'
 # What a compiled guide takes is not told; these are above what has been seen of the sets in docs/guided-decoding.md.
 _BYTES_AT_LEAST, _BYTES_PER_BYTE = 64 << 10, 256
 _LIMITS: dict[str, Any] = {
@@ -44,17 +44,6 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-
-_OBVIOUS = "failed to compile JSON schema: "  # what "it cannot be compiled" has said before
-_LINE = re.compile(r"at (\d+)\(\d+\): ")  # line and column in a grammar that was made of what the client wrote
-# What is found in errors -> what stands in its place and what follows it; {} is what there was.
-_SENTENCES = (
-    ("Unimplemented keys", "{}; leave them out"),
-    ("Invalid type", "{}; give null, boolean, integer, number, string, array or object"),
-    ("Unknown format", "{}; leave it out, or use pattern"),
-    ("oneOf constraints", "oneOf is held only where no value fits two of its branches; use anyOf"),
-    ("Default retriever", "$ref leads within a schema only; put what it names there"),
-)
 
 
 class _Tokens:
@@ -106,21 +95,21 @@ class LLGuidanceBackend:
         self._stop_bits = bits_of(ends)
 
     def compile(self, guide: Guide) -> LLGuidanceGuide:
-        grammar, places = _grammar(guide)
+        grammar, lines = _grammar(guide)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            sentence, place = _sentence(matcher.get_error()), ""
-            if guide.type is not GuideType.EBNF_GRAMMAR and (found := _LINE.match(sentence)):
-                sentence, place = sentence[found.end() :], places.get(int(found[1]), "")
-            raise GuideError(f"it cannot be compiled: {sentence}", place)
+            error, line = matcher.get_error(), lines.get(0, _Line(""))
+            if guide.type is not GuideType.EBNF_GRAMMAR and (found := LINE.match(error)):
+                error, line = error[found.end() :], lines.get(int(found[1]), line)
+            raise GuideError(f"it cannot be compiled: {sentence(error, guide, line.schema)}", line.place)
         warnings = matcher.get_grammar_warnings()
         if warnings:
-            raise GuideError(f"it cannot be held in full: {_sentence(warnings[0])}")
+            raise GuideError(f"it cannot be held in full: {sentence(warnings[0], guide)}")
         mask = bytearray(4 * ((self._tokenizer.vocab_size + 31) // 32))
         twin = matcher.deep_copy()
         mask[:] = twin.compute_bitmask()[: len(mask)]  # the first mask builds most of the lexer, which copies then have
         if twin.is_error():
-            raise GuideError(f"it cannot be compiled: {_sentence(twin.get_error())}")
+            raise GuideError(f"it cannot be compiled: {sentence(twin.get_error(), guide)}")
         return LLGuidanceGuide(twin, self._stop_bits, _BYTES_AT_LEAST + _BYTES_PER_BYTE * len(grammar))
 
 
@@ -153,46 +142,54 @@ class LLGuidanceMatcher:
 
     @property
     def error(self) -> str:
-        return _sentence(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return sentence(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-def _grammar(guide: Guide) -> tuple[str, dict[int, str]]:
-    """The guide in llguidance's terms, and what of the guide's text some lines of it are made of. Raises GuideError."""
+def _grammar(guide: Guide) -> tuple[str, dict[int, _Line]]:
+    """The guide in llguidance's terms, and some of its lines, from 1, with what they are made of; 0 stands for all of them.
+    Raises GuideError.
+    """
     match guide.type:
         case GuideType.JSON:
-            return _of_schema(_ANY_OBJECT), {}
+            return _of_schema({"type": "object"}), {}
         case GuideType.JSON_SCHEMA:
-            return _of_schema(guide.text), {}
+            schema = parse_json(guide.text)
+            return _of_schema(schema), {0: _Line("", schema=schema)}
         case GuideType.REGEX:
             return llguidance.LLMatcher.grammar_from_regex(guide.text), {}
         case GuideType.EBNF_GRAMMAR:
-            return llguidance.LLMatcher.grammar_from_lark(_lark(guide.text)), {}
+            return llguidance.LLMatcher.grammar_from_lark(_lark(guide)), {}
         case GuideType.STRUCTURAL_TAG:
             lines = list(_of_tags(parse_structural_tag(guide.text)))
-            return "\n".join(line.text for line in lines), {i: line.place for i, line in enumerate(lines, 1)}
+            return "\n".join(line.text for line in lines), dict(enumerate(lines, 1))
 
 
-def _of_schema(text: str) -> str:
-    schema = parse_json(text)
+def _of_schema(schema: Any) -> str:
     check_schema(schema)
+    if schema is True:
+        raise GuideError(
+            "the schema is true, which any value satisfies; use type json for any object, or give a schema"
+        )
+    hold_formats(schema)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:
-        raise GuideError(f"it cannot be compiled: {_sentence(str(error))}") from None
+        raise GuideError(f"it cannot be compiled: {sentence(str(error), schema=schema)}") from None
 
 
-def _lark(text: str) -> str:
-    if "::=" not in text:
-        return text
+def _lark(guide: Guide) -> str:
+    if not is_gbnf(guide):
+        return guide.text
     try:
-        return str(any_to_lark(text))
+        return str(any_to_lark(guide.text))
     except Exception as error:  # the converter's own class, and whatever its recursion ends in
-        raise GuideError(f"it cannot be read: {_sentence(str(error))}") from None
+        raise GuideError(f"it cannot be read: {sentence(str(error), guide)}") from None
 
 
 class _Line(NamedTuple):
     text: str
     place: str = ""
+    schema: Any = None
 
 
 def _of_tags(tag: StructuralTag) -> Iterator[_Line]:
@@ -219,12 +216,13 @@ def _rule(name: str, tag: StructuralTag, trigger: str) -> Iterator[_Line]:
     yield _Line(f"{name}: " + " | ".join(f"{name}_{i}" for i in begun))
     for i in begun:
         structure, place = tag.structures[i], f".structures[{i}].schema"
-        yield _Line(f"{name}_{i}: {_body(structure, structure.begin[len(trigger) :], place)}", place)
+        yield _Line(f"{name}_{i}: {_body(structure, structure.begin[len(trigger) :], place)}", place, structure.schema)
 
 
 def _body(structure: Structure, begin: str, place: str) -> str:
     """A structure of which `begin` is still to come."""
     check_schema(structure.schema, place)
+    hold_formats(structure.schema)
     schema = structure.schema if isinstance(structure.schema, dict) else {"allOf": [structure.schema]}
     text = json.dumps({**schema, "x-guidance": _OPTIONS})
     return f"{_quoted(begin)} %json {text} {_quoted(structure.end)}"
@@ -232,14 +230,3 @@ def _body(structure: Structure, begin: str, place: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _sentence(text: str) -> str:
-    """An error of llguidance as one sentence: its first line, a reason that stands further below, and what to do about it."""
-    lines = text.split("\n")
-    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
-    sentence = " ".join(f"{lines[0]} {reason}".split()).replace(_OBVIOUS, "")
-    for start, replacement in _SENTENCES:
-        if start in sentence:
-            sentence = sentence[: sentence.index(start)] + replacement.format(sentence[sentence.index(start) :])
-    return sentence[:300] or "it is too complex"

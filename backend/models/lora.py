@@ -225,7 +225,8 @@ def _add(
         raise InvalidRequest(f"it has a layer {layer}, the model has {config.num_layers}: 0 to {config.num_layers - 1}")
     if part.rank > max_rank:
         raise InvalidRequest(
-            f"it has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); raise it"
+            f"it has rank {part.rank} in layer {layer}, {module}, the limit is {max_rank} (lora.max_rank); use an adapter of a "
+            f"lower rank, or ask the server's operator to raise it"
         )
     same = {"qkv": ("q_proj", "k_proj", "v_proj")}.get(
         module, ("qkv",) if module in ("q_proj", "k_proj", "v_proj") else ()

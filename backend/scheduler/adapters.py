@@ -112,8 +112,8 @@ class AdapterCache:
         ):
             if num_bytes > level.capacity:
                 raise InvalidRequest(
-                    f"the LoRA adapter takes {num_bytes} bytes, the {kind} cache has {level.capacity}; raise {key}, or use "
-                    f"an adapter of a lower rank"
+                    f"the LoRA adapter takes {num_bytes} bytes, the {kind} cache has {level.capacity} ({key}); use an "
+                    f"adapter of a lower rank, or ask the server's operator to raise it"
                 )
 
     def put(self, name: Name, adapter: PreparedAdapter) -> bool:

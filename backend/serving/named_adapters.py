@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from backend.api.lora import LoraConfig
 FILE = "multi_lora.json"
 MAX_BYTES = 1 << 20
 MAX_SHOWN = 256
+MAX_NAMED = 10
 
 
 class Refusals(NamedTuple):
@@ -24,16 +25,23 @@ class Refusals(NamedTuple):
 
     without_any: str
     unknown: str
+    shown: Callable[[list[str]], str]  # of the names that are known
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(name[:MAX_SHOWN] for name in names[:MAX_NAMED]) + more
 
 
 OURS = Refusals(
     "lora_name is {name!r}, and no adapter has a name here; start the server with --lora {name}=DIRECTORY, or with lora.enabled "
     "and lora.adapters, or leave lora_name out",
     "lora_name is {name!r}, there are {known}; name one of them, or leave lora_name out",
+    _some,
 )
 # Triton's vLLM backend's own words, in which its clients read them.
 NOT_SUPPORTED = "is not supported, we currently support"
-VLLMS = Refusals("LoRA feature is not enabled.", f"LoRA {{name}} {NOT_SUPPORTED} {{known}}")
+VLLMS = Refusals("LoRA feature is not enabled.", f"LoRA {{name}} {NOT_SUPPORTED} {{known}}", str)
 
 
 def read_adapters(directory: Path) -> dict[str, str]:
@@ -61,7 +69,7 @@ def named_adapter(
     if not is_enabled or not adapters:
         raise Unsupported(words.without_any.format(name=name[:MAX_SHOWN]))
     if name not in adapters:
-        raise Unsupported(words.unknown.format(name=name[:MAX_SHOWN], known=list(adapters)))
+        raise Unsupported(words.unknown.format(name=name[:MAX_SHOWN], known=words.shown(list(adapters))))
     # An id that no client is likely to have chosen.
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return LoraConfig(int.from_bytes(digest, "little") | 1 << 63, path=adapters[name], name=name)

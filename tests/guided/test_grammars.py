@@ -117,8 +117,14 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
 @pytest.mark.parametrize(
     ("kind", "text", "sentence"),
     [
-        ("regex", "(a", 'invalid regex "(a" (in regex): regex parse error: unclosed group'),
-        ("regex", "(?=a)a", "look-around, including look-ahead and look-behind, is not supported"),
+        ("regex", "(a", "the regex (a: unclosed group; correct it"),
+        ("regex", r"(a)\1", r"the regex (a)\1: backreferences are not supported; correct it"),
+        ("regex", "a\\n(", "the regex a\\n(: unclosed group; correct it"),
+        ("regex", "(?=a)a", "look-around, including look-ahead and look-behind, is not supported; correct it"),
+        ("regex", r"[^\s\S]", "the regex matches no text; correct it"),
+        ("ebnf_grammar", "root ::= root", "the grammar derives no text; give its rules an alternative that ends"),
+        ("ebnf_grammar", 'root := "a', "1(11): lexer error; it was read as Lark, for it has no ::="),
+        ("ebnf_grammar", "start: /a(b/", "at 1(8): the regex a(b: unclosed group; correct it"),
         ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]; leave them out'),
         (
             "json_schema",
@@ -131,13 +137,86 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
             '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
             "no value fits two of its branches; use anyOf",
         ),
-        ("json_schema", '{"$ref": "http://x/y"}', "$ref leads within a schema only; put what it names there"),
+        (
+            "json_schema",
+            '{"$ref": "http://x/y"}',
+            'compiled: $ref "http://x/y": $ref leads within a schema only; put what it names there',
+        ),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/none"}',
+            'compiled: $ref "#/$defs/none" leads to nothing; put there what it names, or correct it',
+        ),
+        ("json_schema", '{"enum": []}', "compiled: enum is empty, which nothing satisfies; give it at least one entry"),
+        (
+            "json_schema",
+            '{"anyOf": []}',
+            "compiled: anyOf is empty, which nothing satisfies; give it at least one entry",
+        ),
+        (
+            "json_schema",
+            '{"type": "string", "format": "date", "pattern": "^x"}',
+            "pattern and format (or minLength, maxLength) together allow nothing; leave one of them out",
+        ),
+        (
+            "json_schema",
+            '{"type": "string", "minLength": "x"}',
+            'minLength is "x", a positive integer is needed; correct it',
+        ),
     ],
 )
 def test_an_error_says_why_and_what_to_do(kind: str, text: str, sentence: str) -> None:
     with pytest.raises(GuideError) as caught:
         compiled(kind, text)
     assert str(caught.value).startswith("it cannot be compiled: ") and str(caught.value).endswith(sentence)
+
+
+# A schema -> what is told of it where it is a part of another.
+PARTS: list[tuple[object, str]] = [
+    ({"not": {}}, 'Unimplemented keys: ["not"]{}; leave them out'),
+    ({"format": "phone"}, "Unknown format: phone{}; leave it out, or use pattern"),
+    ({"pattern": "a(b"}, "the pattern a(b{}: unclosed group; correct it"),
+    ({"patternProperties": {"a(b": {}}}, "the pattern a(b{}: unclosed group; correct it"),
+    ({"type": "integr"}, "Invalid type: integr{}; give null, boolean, integer, number, string, array or object"),
+    ({"type": ["integr"]}, "Invalid type: integr{}; give null, boolean, integer, number, string, array or object"),
+    (
+        {"type": 5},
+        "type{} is no text and no list of texts; give null, boolean, integer, number, string, array or object",
+    ),
+    ({"minItems": "1"}, 'minItems{} is "1", a positive integer is needed; correct it'),
+    (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "oneOf{} is held only where no value fits two of its branches; use anyOf",
+    ),
+    ({"$ref": "#/none"}, '$ref "#/none"{} leads to nothing; put there what it names, or correct it'),
+    ({"$ref": "http://x/y"}, '$ref "http://x/y"{}: $ref leads within a schema only; put what it names there'),
+]
+
+
+@pytest.mark.parametrize(("part", "sentence"), PARTS)
+def test_an_error_of_a_part_of_a_schema_says_where_that_stands(part: object, sentence: str) -> None:
+    """A value that looks like the part, as one of `enum` or named as a keyword is, stands ahead of it and is not meant."""
+    decoys = {"not": {"enum": [part]}, "pattern": {}, "format": {}, "type": {}, "oneOf": {}, "$ref": {}, "minItems": {}}
+    schema = {
+        "type": "object",
+        "properties": {**decoys, "a b": {"type": "array", "items": {"anyOf": [{"type": "null"}, part]}}},
+    }
+    place = ' at properties["a b"].items.anyOf[1]'
+    with pytest.raises(GuideError) as caught:
+        compiled("json_schema", json.dumps(schema))
+    assert str(caught.value) == f"it cannot be compiled: {sentence.format(place)}"
+    tag = {"triggers": ["<"], "structures": [{"begin": "<", "schema": schema, "end": ">"}]}
+    with pytest.raises(GuideError) as caught:
+        compiled("structural_tag", json.dumps(tag))
+    assert (str(caught.value), caught.value.place) == (
+        f"it cannot be compiled: {sentence.format(place)}",
+        ".structures[0].schema",
+    )
+
+
+def test_a_grammar_in_neither_form_is_told_how_it_was_read() -> None:
+    with pytest.raises(GuideError, match="^it cannot be read: .*; it was read as GBNF, for it has ::=$"):
+        compiled("ebnf_grammar", 'root ::= "a')
 
 
 @pytest.mark.parametrize("change", [{}, {"at_most_one": True}, {"triggers": [], "free_text": False}])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -81,6 +83,57 @@ def test_no_keyword_is_dropped(keyword: str) -> None:
     assert not accepts(guide, json.dumps(instance, separators=(",", ":")))
 
 
+def _days(year: int) -> Iterator[str]:
+    """What might be a day of the year: up to one day and one month more than there are."""
+    yield from (f"{year:04}-{month:02}-{day:02}" for month in range(14) for day in range(33))
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return text == datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        return False
+
+
+FORMS = {
+    "date": ({}, "{}"),
+    "date beside a pattern": ({"format": "date", "pattern": "^[0-9]", "allOf": [{"minLength": 3}]}, "{}"),
+    "date-time": ({}, "{}T10:00:00Z"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dates_are_those_of_the_calendar(form: str) -> None:
+    """Beside Python's datetime: leap years (2000, 2004, not 1900, 2100), and no year 0."""
+    more, text = FORMS[form]
+    guide = compiled("json_schema", json.dumps({"type": "string", "format": form, **more}))
+    judge = jsonschema.Draft202012Validator({"type": "string", **more})
+    for year in (0, 1, 1900, *range(1999, 2005), 2023, 2100, 2400, 9999):
+        days = (
+            list(_days(year)) if year in (0, 1900, 2000, 2023) else [f"{year:04}-02-{day:02}" for day in range(27, 31)]
+        )
+        for day in days:
+            assert judge.is_valid(day)
+            assert accepts(guide, json.dumps(text.format(day))) == _is_date(day), day
+    for other in ("2024-2-29", "2024-02-29 ", "24-02-29", "x2024-02-29"):
+        assert not accepts(guide, json.dumps(text.format(other))), other
+
+
+def test_dates_are_held_wherever_a_schema_stands_and_in_no_value() -> None:
+    """Behind a $ref into a keyword that nobody knows; but a property `format`, or an object in enum, is no keyword."""
+    behind = {"$ref": "#/own/day", "own": {"day": {"type": "string", "format": "date"}}}
+    for schema in (behind, {"anyOf": [behind["own"]["day"]]}):
+        guide = compiled("json_schema", json.dumps(schema))
+        assert accepts(guide, '"2024-02-29"') and not accepts(guide, '"2023-02-29"')
+    day = {"format": "date"}
+    for schema in ({"enum": [day]}, {"const": day}, {"type": "object", "properties": {"format": {"const": "date"}}}):
+        assert accepts(compiled("json_schema", json.dumps(schema)), '{"format":"date"}')
+    assert accepts(compiled("json_schema", json.dumps(day)), "5"), "a format says something of texts only"
+    tag = {"triggers": ["<"], "structures": [{"begin": "<", "schema": behind["own"]["day"], "end": ">"}]}
+    guide = compiled("structural_tag", json.dumps(tag))
+    assert accepts(guide, '<"2024-02-29">') and not accepts(guide, '<"2023-02-29">')
+
+
 def test_an_unknown_format_is_refused_by_name() -> None:
     with pytest.raises(GuideError, match="format: positiveInteger"):
         compiled("json_schema", '{"type": "string", "format": "positiveInteger"}')
@@ -114,6 +167,7 @@ def test_a_guide_of_type_json_is_any_object() -> None:
         ("{", "no JSON"),
         ("[]", r"the schema is \[\], an object is needed"),
         ("false", "nothing satisfies"),
+        ("true", "the schema is true, which any value satisfies; use type json"),
         ('{"type": "string", "type": "integer"}', "'type' twice"),
         ('{"minimum": NaN}', "NaN"),
         ('{"type": "integer", "minimum": 5, "maximum": 4}', ""),

@@ -166,7 +166,10 @@ def test_an_adapter_of_the_highest_rank_fits_and_one_more_is_refused(
         run(executor, request(PROMPTS[0], LoraConfig(1, path=str(paths[0]))))
         code, message = error_of(executor, request(PROMPTS[0], LoraConfig(2, path=str(paths[1]))))
     assert code is ErrorCode.INVALID_ARGUMENT
-    assert message == "LoRA adapter 2: it has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); raise it"
+    assert message == (
+        "LoRA adapter 2: it has rank 65 in layer 0, o_proj, the limit is 64 (lora.max_rank); use an adapter of a lower rank, or "
+        "ask the server's operator to raise it"
+    )
 
 
 REFUSED = {
@@ -231,7 +234,10 @@ def test_an_adapter_that_can_never_fit_is_refused_with_the_numbers(
     lora = LoraConfig(1, path=str(adapters("llama2")[0]))
     with Executor.from_directory(checkpoint("llama2"), config(TORCH, host_bytes=1000)) as executor:
         _, message = error_of(executor, request(PROMPTS[0], lora))
-    assert message.endswith("bytes, the host cache has 1000; raise lora.host_bytes, or use an adapter of a lower rank")
+    assert message.endswith(
+        "bytes, the host cache has 1000 (lora.host_bytes); use an adapter of a lower rank, or ask the server's operator to raise "
+        "it"
+    )
 
 
 @pytest.mark.feature("001-48")

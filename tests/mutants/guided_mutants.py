@@ -105,7 +105,7 @@ MUTANTS = {
         GRAMMARS,
     ),
     "places_in_our_own_grammar_are_told": (
-        change(LLGuidanceBackend, "compile", ("and (found := _LINE.match(sentence))", "and (found := None)")),
+        change(LLGuidanceBackend, "compile", ("and (found := LINE.match(error))", "and (found := None)")),
         GRAMMARS,
     ),
     "places_are_those_of_the_line_before": (

@@ -54,9 +54,9 @@ def test_an_adapter_waits_while_those_in_use_leave_no_room() -> None:
     assert held.put(("", 4), adapter("b"))  # it is there
     held.let_go("b")
     assert held.put(("", 3), adapter("d"))
-    with pytest.raises(InvalidRequest, match="takes 31 bytes, the host cache has 30; raise lora.host_bytes"):
+    with pytest.raises(InvalidRequest, match=r"takes 31 bytes, the host cache has 30 \(lora.host_bytes\); use"):
         held.put(("", 5), adapter("e", 31))
-    with pytest.raises(InvalidRequest, match="takes 21 bytes, the device cache has 20; raise lora.device_fraction"):
+    with pytest.raises(InvalidRequest, match=r"the device cache has 20 \(lora.device_fraction\); use"):
         held.put(("", 5), adapter("e", 21))
 
 

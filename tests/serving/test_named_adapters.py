@@ -13,7 +13,7 @@ from backend.api.lora import LoraConfig
 from backend.core.step import ModelInfo
 from backend.serving.fronts.front import TextTools
 from backend.serving.fronts.vllm import VLLM, error_text
-from backend.serving.named_adapters import read_adapters
+from backend.serving.named_adapters import named_adapter, read_adapters
 from backend.serving.reading import Batch
 from backend.serving.requests import Parameters, ServingContext
 from tests.serving.fake_triton import Tensor
@@ -57,3 +57,14 @@ def test_the_list_of_adapters_is_a_file_beside_the_model(tmp_path: Path) -> None
         (tmp_path / "multi_lora.json").write_text(wrong)
         with pytest.raises(ConfigError, match="multi_lora.json is no JSON object of adapters' names"):
             read_adapters(tmp_path)
+
+
+def test_ten_of_the_names_are_told_and_how_many_more_there_are() -> None:
+    names = {f"a{i}": f"/loras/{i}" for i in range(12)}
+    told = "there are a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 and 2 more; name one of them"
+    with pytest.raises(Unsupported, match=told):
+        named_adapter("cow", names, is_enabled=True)
+    names.popitem()
+    names.popitem()
+    with pytest.raises(Unsupported, match="a8, a9; name"):
+        named_adapter("cow", names, is_enabled=True)

@@ -276,6 +276,10 @@ def test_a_guide_is_its_type_and_its_text(kind: bytes, text: bytes | None, guide
     ("given", "message"),
     [
         ({"guided_decoding_guide_type": b"xml"}, "guided_decoding_guide_type is 'xml', allowed are json, json_schema"),
+        (
+            {"guided_decoding_guide_type": b"choice"},
+            r"structural_tag; a choice is a regex red\|green, or a json_schema with ",
+        ),
         ({"guided_decoding_guide": b"a"}, "without guided_decoding_guide_type"),
     ],
 )

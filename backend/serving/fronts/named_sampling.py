@@ -11,6 +11,7 @@ import msgspec.inspect
 from msgspec import Struct
 
 from backend.api import InvalidRequest, SamplingConfig, Unsupported
+from backend.api.guide import A_CHOICE
 from backend.serving.free_parameters import MAX_SHOWN, did_you_mean
 from backend.serving.requests import ServingContext
 from backend.text.tokenizer import Tokenizer
@@ -176,7 +177,8 @@ def _sentence(name: str, error: Exception, kind: type[Any]) -> str:
     problem, _, place = str(error).partition(" - at `$")
     place = place.rstrip("`")
     choices = _choices(msgspec.inspect.type_info(kind), _PLACE.findall(place)) if place else ""
-    return f"{name}{place}: {problem[:1].lower()}{problem[1:]}{choices}"
+    hint = f"; {A_CHOICE}" if place == ".guide.type" and "'choice'" in problem else ""
+    return f"{name}{place}: {problem[:1].lower()}{problem[1:]}{choices}{hint}"
 
 
 def _choices(found: msgspec.inspect.Type, path: list[str]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 
 from backend.api import InvalidRequest
 from backend.api.draft_limits import drafts_of_lookahead
-from backend.api.guide import Guide, GuideType
+from backend.api.guide import A_CHOICE, Guide, GuideType
 from backend.api.lora import LoraConfig
 from backend.api.prompt_limits import FLOAT_BYTES
 from backend.api.request import DEFAULT_RETENTION_PRIORITY, RetentionConfig, TokenRangeRetention
@@ -89,7 +89,8 @@ def read_guide(batch: Batch, row: int) -> Guide | None:
         return Guide(GuideType(kind), text)
     except ValueError:
         known = ", ".join(each.value for each in GuideType)
-        raise InvalidRequest(f"guided_decoding_guide_type is {kind[:80]!r}, allowed are {known}") from None
+        hint = f"; {A_CHOICE}" if kind == "choice" else ""
+        raise InvalidRequest(f"guided_decoding_guide_type is {kind[:80]!r}, allowed are {known}{hint}") from None
 
 
 def read_lora(batch: Batch, row: int, context: ServingContext) -> LoraConfig | None:
