@@ -185,8 +185,6 @@ def test_openais_clients_name_adapters_as_models(served: Served, adapters: Adapt
 
 def test_a_gateway_whose_server_does_not_know_the_adapter_passes_its_words_on(server: TritonServer) -> None:
     with serving(server.grpc_url, adapters=("cow",)) as served, served.client() as client:
-        with pytest.raises(
-            openai.BadRequestError, match=r"lora_name is 'cow', there are doll, sheep;"
-        ) as caught:
+        with pytest.raises(openai.BadRequestError, match=r"lora_name is 'cow', there are doll, sheep;") as caught:
             client.completions.create(model="cow", prompt=PROMPT)
     assert caught.value.param == "model", "which is how this client names an adapter"
