@@ -106,7 +106,7 @@ def test_a_reply_longer_than_the_time_limit_is_408(
 ) -> None:
     """Whoever gives up first: the link on its deadline, or the answer on its own."""
     monkeypatch.setattr(margin, 0.0)
-    with serving(triton.url, request_timeout_s=0.2) as served:
+    with serving(triton.url, request_timeout_s=1.0) as served:
         body = {"model": "everbatch", "prompt": "hold", "stream": stream}
         status, answer, _ = served.request("POST", "/v1/completions", body)
     error = json.loads(answer.split("data: ")[2])["error"] if stream else answer["error"]
