@@ -116,6 +116,16 @@ def _empty(found: re.Match[str], find: _Find) -> str:
     return f"{key}{place or ''} is empty, which nothing satisfies; give it at least one entry"
 
 
+def _container(found: re.Match[str], find: _Find) -> str:
+    key, kind = found[1], list if found[2] == "array" else dict
+    place = find(lambda schema: key in schema and not isinstance(schema[key], kind)) or ""
+    return f"{key}{place} must be an {found[2]}; correct it"
+
+
+def _unsatisfiable(found: re.Match[str], find: _Find) -> str:
+    return f"{found[1]}, so nothing satisfies the schema; correct it"
+
+
 def _no_text(found: re.Match[str], find: _Find) -> str:
     return "pattern and format (or minLength, maxLength) together allow nothing; leave one of them out"
 
@@ -144,6 +154,8 @@ _SENTENCES: dict[str, Callable[[re.Match[str], _Find], str]] = {
     "oneOf constraints": _one_of,
     "Unsatisfiable schema: anyOf is empty": _empty,
     "Unsatisfiable schema: Regex is empty": _no_text,
-    r"Pointer '([^\n]*)' does not exist": _pointer,
+    r"Unsatisfiable schema: ([^\n]*)": _unsatisfiable,
+    r"(\w+) must be an (array|object)": _container,
+    r"(?:Pointer|Anchor) '([^\n]*)' does not exist": _pointer,
     r"Resource '([^\n]*?)' is not present": _resource,
 }

@@ -155,6 +155,11 @@ def test_a_structural_tag_of_another_form_is_refused(change: dict[str, object], 
         ),
         (
             "json_schema",
+            '{"type": "integer", "minimum": 5, "maximum": 4}',
+            "compiled: minimum (5) is greater than maximum (4), so nothing satisfies the schema; correct it",
+        ),
+        (
+            "json_schema",
             '{"type": "string", "format": "date", "pattern": "^x"}',
             "pattern and format (or minLength, maxLength) together allow nothing; leave one of them out",
         ),
@@ -183,6 +188,8 @@ PARTS: list[tuple[object, str]] = [
         {"type": 5},
         "type{} is no text and no list of texts; give null, boolean, integer, number, string, array or object",
     ),
+    ({"enum": 5}, "enum{} must be an array; correct it"),
+    ({"$ref": "#none"}, '$ref "#none"{} leads to nothing; put there what it names, or correct it'),
     ({"minItems": "1"}, 'minItems{} is "1", a positive integer is needed; correct it'),
     (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},

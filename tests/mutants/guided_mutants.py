@@ -7,7 +7,7 @@ from backend.engine import beam_step
 from backend.engine.antechamber import Antechamber
 from backend.engine.core import EngineCore
 from backend.engine.intake import Intake
-from backend.guided import llguidance_backend, vocabulary
+from backend.guided import llguidance_backend, schema_parts, sentences, vocabulary
 from backend.guided.compiler import GuideCompiler
 from backend.guided.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from backend.worker import guided_rows
@@ -99,6 +99,27 @@ MUTANTS = {
     "a_client_s_options_hold": (
         change(llguidance_backend, "_of_schema", (", overrides=_OPTIONS", "")),
         SCHEMAS,
+    ),
+    "dates_in_structures_are_any": (
+        change(llguidance_backend, "_body", ("hold_formats(structure.schema)", "pass")),
+        SCHEMAS,
+    ),
+    "dates_beside_patterns_are_any": (
+        change_everywhere(schema_parts.hold_formats, ("elif isinstance(others, list):", "elif False:")),
+        SCHEMAS,
+    ),
+    "values_are_schemas": (change_everywhere(schema_parts.parts, ("key not in _OF_VALUES", "True")), SCHEMAS),
+    "names_are_keywords": (
+        change_everywhere(schema_parts.parts, ("if key in _OF_NAMES and isinstance(value, dict):", "if False:")),
+        GRAMMARS,
+    ),
+    "the_first_part_is_meant": (
+        change_everywhere(sentences.sentence, ("if is_meant(part.schema)", "")),
+        GRAMMARS,
+    ),
+    "the_line_of_a_grammar_is_not_told": (
+        change_everywhere(sentences.sentence, ("{line}{told(found, find)}", "{told(found, find)}")),
+        GRAMMARS,
     ),
     "any_whitespace_in_structures": (
         change(llguidance_backend, "_body", ('{**schema, "x-guidance": _OPTIONS}', "schema")),
