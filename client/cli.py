@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from client.options import GenerateOptions
 
 if TYPE_CHECKING:
     from client.client import EverbatchClient
+    from client.guide import Guide
 
 Url = Annotated[
     str | None, typer.Option(help="Server: HOST:PORT or grpcs://HOST:PORT for gRPC, http:// or https:// for HTTP.")
@@ -65,6 +67,10 @@ def generate_command(
     min_tokens: Annotated[
         int | None, typer.Option(min=0, help="Minimum number of tokens before the reply may end.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The reply is JSON that satisfies the schema in this file.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The reply as a whole matches this regular expression.")] = None,
     url: Url = None,
     model_name: ModelName = "ensemble",
     protocol: Protocol = None,
@@ -80,7 +86,7 @@ def generate_command(
     text = _prompt(prompt)
     options = GenerateOptions(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_tokens=min_tokens,
-        stop_words=list(stop or ()), lora_name=lora_name,
+        stop_words=list(stop or ()), lora_name=lora_name, guide=_guide(json_schema, regex),
     )  # fmt: skip
 
     _run(
@@ -146,6 +152,22 @@ def _prompt(given: str | None) -> str:
     if not text:
         raise _refusal("there is no prompt; name one, or send one to standard input (- reads that from a terminal too)")
     return text
+
+
+def _guide(json_schema: Path | None, regex: str | None) -> Guide | None:
+    """The guide that is asked for. Exits where both are given, or the file of the schema cannot be read."""
+    from client.guide import Guide
+
+    if json_schema is None:
+        return None if regex is None else Guide("regex", regex)
+    if regex is not None:
+        raise _refusal("--json-schema and --regex are both given; a reply has one form, so give one of them")
+    try:
+        return Guide("json_schema", json_schema.read_text("utf-8"))
+    except OSError as error:
+        raise _refusal(f"--json-schema {str(json_schema)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _refusal(f"--json-schema {str(json_schema)!r} is no text in UTF-8; convert it") from None
 
 
 def _refusal(text: str) -> typer.Exit:

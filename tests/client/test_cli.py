@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,46 @@ def test_no_tokens_are_refused_before_the_server_is_asked(command: list[str]) ->
     """It would refuse them."""
     done = run(*command, "--max-tokens", "0", "--url", "127.0.0.1:9")
     assert done.exit_code == 2 and "--max-tokens" in done.stderr
+
+
+# ---- the form of the reply of generate -------------------------------------------------------------------------------
+
+
+def test_a_schema_in_a_file_and_a_regular_expression_reach_the_server_as_guides(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["ü"]}', "utf-8")
+    forms = {"json_schema": ["--json-schema", str(file)], "regex": ["--regex", "a|b"]}
+    with http_server(ANSWER) as server:
+        for options in forms.values():
+            assert run("generate", "x", "--url", server.url, *options).exit_code == 0
+    bodies = [body for _, body in server.requests]
+    assert [body["guided_decoding_guide_type"] for body in bodies] == list(forms)
+    assert [body["guided_decoding_guide"] for body in bodies] == ['{"enum": ["ü"]}', "a|b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (b"{}", ["--regex", "a"], "--json-schema and --regex are both given"),
+        (b"\xff", [], "is no text in UTF-8; convert it"),
+        (None, [], "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_form_that_cannot_be_asked_for_is_refused_before_anything_is_sent(
+    tmp_path: Path, content: bytes | None, options: list[str], words: str
+) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    with http_server(ANSWER) as server:
+        done = run("generate", "x", "--url", server.url, "--json-schema", str(file), *options)
+    assert done.exit_code == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert server.requests == []
+
+
+def test_an_empty_form_is_refused_in_the_words_of_the_guide() -> None:
+    done = run("generate", "x", "--regex", "", "--url", "127.0.0.1:9")
+    assert done.exit_code == 1 and "guide.text is empty beside type regex; give one" in done.stderr
 
 
 # ---- names of options, names of arguments ----------------------------------------------------------------------------
