@@ -28,7 +28,9 @@ class EverbatchError(Exception):
 
 
 class InvalidRequest(EverbatchError):
-    """A field of a request is outside its limits. Nothing was allocated for it."""
+    """A field of a request is outside its limits. Nothing was allocated for it, but where fields turn out to exclude each other
+    only when tokens are chosen.
+    """
 
     code = ErrorCode.INVALID_ARGUMENT
 

@@ -33,9 +33,8 @@ from backend.scheduler.lookup import Lookup, OtherOutputs
 from backend.scheduler.step_cost import StepCost
 
 MARGIN = 1.25  # a draft must be worth so much more than it costs
-CLEARLY = (
-    1.05  # tokens that a step with guesses must bring where a plain one brings one in that time; it is not known better
-)
+# Tokens that a step with guesses must bring where a plain one brings one, for times are known no better than that.
+CLEARLY = 1.05
 _LIKELY = 0.5  # probability of a row's first draft for which the engine does without planning ahead
 _LEAST = 0.01  # drafts with a smaller probability are not thought about
 _RESTS = 100  # steps

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from backend.api import ConfigError, Unsupported
-from backend.api.lora import LoraConfig
+from backend.api.lora import MAX_NAME_SHOWN, LoraConfig
 
 FILE = "multi_lora.json"
 MAX_BYTES = 1 << 20
-MAX_SHOWN = 256
 MAX_NAMED = 10
 
 
@@ -30,7 +29,7 @@ class Refusals(NamedTuple):
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(name[:MAX_SHOWN] for name in names[:MAX_NAMED]) + more
+    return ", ".join(name[:MAX_NAME_SHOWN] for name in names[:MAX_NAMED]) + more
 
 
 OURS = Refusals(
@@ -67,9 +66,9 @@ def named_adapter(
     if name is None:
         return None
     if not is_enabled or not adapters:
-        raise Unsupported(words.without_any.format(name=name[:MAX_SHOWN]))
+        raise Unsupported(words.without_any.format(name=name[:MAX_NAME_SHOWN]))
     if name not in adapters:
-        raise Unsupported(words.unknown.format(name=name[:MAX_SHOWN], known=words.shown(list(adapters))))
+        raise Unsupported(words.unknown.format(name=name[:MAX_NAME_SHOWN], known=words.shown(list(adapters))))
     # An id that no client is likely to have chosen.
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return LoraConfig(int.from_bytes(digest, "little") | 1 << 63, path=adapters[name], name=name)

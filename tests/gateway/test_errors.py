@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from backend.engine import beam_step
+from backend.worker import guided_rows
 from gateway.errors import from_triton
 from tests.gateway.conftest import Served, serving
 from tests.gateway.fake_triton import FakeTriton
@@ -246,6 +248,8 @@ def test_an_error_of_the_model_becomes_a_status(
 def test_the_parameter_that_the_model_names_is_called_as_openai_does() -> None:
     assert from_triton("[INVALID_ARGUMENT] prompt_token_ids holds 99").param == "prompt"
     assert from_triton("[INVALID_ARGUMENT] timeout_s is 0").param is None
+    for stuck in (guided_rows._STUCK, beam_step._STUCK):
+        assert from_triton(f"[INVALID_ARGUMENT] {stuck}").param == "bad_words"
     assert from_triton("[INVALID_ARGUMENT] LoRA adapter 'doll': doll: adapter_config.json: ...").param == "model"
 
 

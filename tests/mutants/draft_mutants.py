@@ -49,6 +49,10 @@ MUTANTS: dict[str, tuple[Plant, list[str]]] = {
         PASSES,
     ),
     "plain_steps_are_forgotten_too": (change(PassCost, "forget", ("if each]", "]")), PASSES),
+    "the_draft_model_guesses_at_rows_in_flight": (
+        change(ModelDrafter, "guess", ("if not seq.num_inflight_samples]", "if True]")),
+        PASSES,
+    ),
     "a_pass_is_for_one_row": (change(ModelDrafter, "_count", ("room // len(shares)", "room")), PASSES),
     "all_guesses_are_as_probable_as_the_first": (
         change(ModelDrafter, "_count", ("chance * share for", "chance for")),

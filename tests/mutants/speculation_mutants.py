@@ -101,6 +101,10 @@ MUTANTS = {
         ),
         ENGINE,
     ),
+    "rows_in_flight_are_guessed_at": (
+        change(Drafter, "guess", ("if not seq.num_inflight_samples]", "if True]")),
+        DRAFTING,
+    ),
     "a_step_that_tells_nothing_ends_waiting": (change(Drafter, "guess", ("if tells:", "if True:")), DRAFTING),
     "trials_are_not_planned_ahead": (
         change(Drafter, "expects", (" or self.cost.is_trial(self._speed)", "")),

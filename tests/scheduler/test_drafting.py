@@ -101,6 +101,17 @@ def test_planning_ahead_ends_where_guesses_are_likely_to_pay() -> None:
         assert waits(drafter, 0.9) == pays
 
 
+def test_a_row_whose_token_is_not_known_yet_gets_no_guesses() -> None:
+    """Guesses stand behind the latest token. Of two rows one has a token in flight."""
+    rows = generating(Driver(pool_tokens=1024, speculation=LOOKUP), 2)
+    drafter = Drafter(LOOKUP)
+    drafter._known = {seq.seq_id: Sure(0.9) for seq in rows}
+    rows[0].num_inflight_samples = 1
+    assert list(drafter.propose(rows, 100)) == [rows[1].seq_id]
+    rows[1].num_inflight_samples = 1
+    assert not drafter.propose(rows, 100)
+
+
 class Sluggish:
     """A clock of a host on which each look at the time takes some more."""
 

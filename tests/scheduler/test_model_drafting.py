@@ -107,6 +107,14 @@ def test_one_good_row_of_many_does_not_pay_for_a_pass() -> None:
     assert counts(drafter, rows[:1])[0] == 0, "of one row no plain step is known"
 
 
+def test_a_row_whose_token_is_not_known_yet_gets_no_guesses() -> None:
+    rows = sequences(4)
+    drafter = drafter_of(rows, 0.9, 1.0, 0.1)
+    rows[2].num_inflight_samples = 1
+    told = counts(drafter, rows)
+    assert told[2] == 0 < min(told[0], told[1], told[3])
+
+
 def test_there_must_be_room_for_all() -> None:
     rows = sequences(4)
     drafter = drafter_of(rows, 0.95, 1.0, 0.01)

@@ -59,9 +59,8 @@ TENSORS = ModelTensors(
         Input(PREFIX + "logits_post_processor_name", "STRING", ONE, "request"),
         *refused("image input", ("image_url", "STRING", ANY), neutral=("",)),
         Input("lora_name", "STRING", ONE, "request"),  # one of lora.adapters
-        Input(
-            "lora_id", "UINT64", ONE, "request"
-        ),  # alone a task id that the engine knows; beside a name the client's own
+        # Alone a task id that the engine knows; beside a name the client's own.
+        Input("lora_id", "UINT64", ONE, "request"),
         *refused(_BY_PATH, ("lora_path", "STRING", ONE), neutral=("",)),
         *refused(_BY_PATH, ("lora_ckpt_source", "STRING", ONE), neutral=("", "hf")),
     ),
